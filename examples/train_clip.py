@@ -1,0 +1,213 @@
+"""Train a small CLIP on handwritten digits, its two towers as a pipeline of four stages.
+
+    python examples/train_clip.py                              # one process plays every stage
+    torchrun --nproc-per-node 4 examples/train_clip.py         # one process per stage
+
+A vision transformer reads 8x8 images, a text transformer reads captions such as "a handwritten seven", and a
+contrastive loss pulls each image and its caption together. The image tower is cut in two; the text tower runs
+beside it:
+
+    image ──> image_tower.lower ──> image_upper ──┐
+                                                  ├──> loss
+    tokens ─────────────> text_tower ─────────────┘
+
+The trained weights then go into a plain `CLIP`, which names held-out images by their nearest caption. The
+script needs scikit-learn, for the images, and tqdm.
+"""
+
+import argparse
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+import fxpipe
+
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+TEMPLATES = ["a handwritten {}", "the digit {} written with a pen", "a blurry scan of a {}"]
+WORDS = ["<pad>", *DIGITS, *sorted({word for text in TEMPLATES for word in text.split()} - {"{}"})]
+CONTEXT = 8  # words in a caption, padded
+WIDTH, HEADS = 64, 4
+
+Pair = tuple[Tensor, Tensor]  # images and their captions, or images and their digits
+
+
+def captions() -> Tensor:
+    """All captions as word numbers, (templates, 10 digits, CONTEXT)."""
+    texts = [template.format(digit).split() for template in TEMPLATES for digit in DIGITS]
+    padded = [text + ["<pad>"] * (CONTEXT - len(text)) for text in texts]
+    return torch.tensor([[WORDS.index(word) for word in text] for text in padded]).unflatten(0, (-1, 10))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block on (rows, positions, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Patches(nn.Module):
+    """Cut (rows, 1, 8, 8) images into 16 patches of 2x2 pixels and embed them with their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(1, WIDTH, kernel_size=2, stride=2)
+        self.position = nn.Parameter(torch.randn(16, WIDTH))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.project(image).flatten(2).transpose(1, 2) + self.position
+
+
+class Words(nn.Module):
+    """Embed (rows, CONTEXT) word numbers with their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(WORDS), WIDTH)
+        self.position = nn.Parameter(torch.randn(CONTEXT, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens) + self.position
+
+
+class Average(nn.Module):
+    """The average over all positions, as a unit vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(self.project(self.norm(x).mean(dim=1)), dim=-1)
+
+
+class CLIP(nn.Module):
+    """Two towers, each ending in one unit vector per row. Returns their contrastive loss, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        lower = nn.Sequential(Patches(), Block(), Block())
+        upper = nn.Sequential(Block(), Block(), Average())
+        self.image_tower = nn.Sequential(OrderedDict(lower=lower, upper=upper))
+        self.text_tower = nn.Sequential(Words(), Block(), Block(), Block(), Average())
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def forward(self, image: Tensor, tokens: Tensor) -> Tensor:
+        # A boundary's name is the name of the stage behind it.
+        x = fxpipe.stage_boundary(self.image_tower.lower(image), name="image_upper")
+        v = fxpipe.stage_boundary(self.image_tower.upper(x), name="loss")
+        t = fxpipe.stage_boundary(self.text_tower(tokens))
+        return self.contrastive_loss(v, t, tokens)
+
+    def contrastive_loss(self, v: Tensor, t: Tensor, tokens: Tensor) -> Tensor:
+        """Symmetric InfoNCE over the rows it is given.
+
+        In a pipeline these are the rows of one micro-batch: rows of different micro-batches are not
+        contrasted, and the loss of a step is the mean over its micro-batches, not a whole-batch loss.
+        """
+        logits = self.logit_scale.exp() * v @ t.T
+        # Two sevens have the same caption, and either is right: equal captions share the target between them.
+        # Hence the loss ends near the targets' entropy, not at zero.
+        same = (tokens[:, None] == tokens).all(dim=-1).float()
+        target = same / same.sum(dim=-1, keepdim=True)
+        return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def load_images() -> tuple[Pair, Pair]:
+    """Images (rows, 1, 8, 8) and their digits (rows,): those to train on, and a fifth held out."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
+    labels = torch.tensor(digits.target)
+    train, held_out = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    return (images[train], labels[train]), (images[held_out], labels[held_out])
+
+
+def batches(images: Tensor, labels: Tensor, steps: int, size: int, seed: int) -> Iterator[Pair]:
+    """Random batches of images and captions; a generator of their own makes them the same on every rank."""
+    tokens, generator = captions(), torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        rows = torch.randperm(len(images), generator=generator)[:size]
+        # One template per batch, so that two captions are equal exactly where their digits are.
+        template = torch.randint(len(TEMPLATES), (), generator=generator)
+        yield images[rows], tokens[template, labels[rows]]
+
+
+@torch.no_grad()
+def zero_shot_accuracy(model: CLIP, images: Tensor, labels: Tensor) -> float:
+    """The share of images whose nearest prompt, averaged over the templates, names their digit."""
+    text = torch.stack([model.text_tower(tokens) for tokens in captions()]).mean(dim=0)
+    similarity = model.image_tower(images) @ F.normalize(text, dim=-1).T
+    return (similarity.argmax(dim=-1) == labels).float().mean().item()
+
+
+def warm_up_and_cosine(step: int, steps: int) -> float:
+    """The learning rate's factor: rising for a tenth of the steps, then falling to zero along a cosine."""
+    return min((step + 1) / max(1, steps // 10), (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small CLIP as a pipeline of four stages.")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps; 5 make a quick trial")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--losses", type=Path, help="file for the loss of every step, as hex floats")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    train, held_out = load_images()
+
+    topo = fxpipe.Topology([("pipe", 4)])
+    forward_backward = fxpipe.compile(CLIP().to(device), topo, microbatches=args.microbatches)
+    if rank == 0:
+        print(forward_backward.stages, forward_backward.schedule, sep="\n")
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-3)  # of this rank's parameters
+    scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, args.steps))
+
+    losses: list[Tensor] = []
+    data = batches(*train, args.steps, args.batch_size, args.seed)
+    progress = tqdm(data, total=args.steps, disable=rank != 0)
+    for image, tokens in progress:
+        optimizer.zero_grad()
+        losses.append(forward_backward(image.to(device), tokens.to(device)))
+        optimizer.step()
+        scheduler.step()
+        if rank == 0 and len(losses) % 20 == 0:  # to read a loss is to wait for it
+            progress.set_postfix(loss=f"{losses[-1].item():.3f}")
+
+    state = forward_backward.state_dict(full=True)  # collective: every rank takes part
+    if rank == 0:
+        model = CLIP()
+        model.load_state_dict(state)
+        print(f"zero-shot accuracy on held-out images: {zero_shot_accuracy(model, *held_out):.1%}")
+        if args.losses:
+            args.losses.write_text("".join(f"{loss.item().hex()}\n" for loss in losses))
+
+
+if __name__ == "__main__":
+    main()

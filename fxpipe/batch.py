@@ -1,0 +1,180 @@
+"""Batch: what one call was given, described, agreed on between ranks, and cut into micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import RunError
+from fxpipe.loss import Sum
+
+BatchDim = int | Mapping[str, int | None]
+
+_FIXED = (bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Given:
+    """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
+
+    ``detail``: the fixed value; or the container and each leaf's (shape, dtype), or its Python type.
+    """
+
+    kind: str
+    detail: Any = None
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        leaves = self.detail[1] if self.kind == "input" else ()
+        return [leaf[0] for leaf in leaves if isinstance(leaf, tuple)]
+
+
+Description = tuple[tuple[str, Given], ...]
+
+
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it."""
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            raise TypeError(f"forward takes *{parameter.name}; give its inputs names, so that stages can ask for them")
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    values: dict[str, Any] = {}
+    for name, value in bound.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            values |= dict(sorted(value.items()))
+        else:
+            values[name] = value
+    required = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise TypeError(f"missing inputs: {', '.join(missing)}")
+    return values
+
+
+def describe(values: Mapping[str, Any]) -> Description:
+    return tuple((name, _given(value)) for name, value in values.items())
+
+
+def _given(value: Any) -> Given:
+    if value is None:
+        return Given("none")
+    if isinstance(value, _FIXED):
+        return Given("fixed", value)
+    leaves, spec = pytree.tree_flatten(value)
+    described = tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
+    )
+    return Given("input", (str(spec), described))
+
+
+def merge(descriptions: Sequence[Description]) -> Description:
+    """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
+    merged: dict[str, tuple[int, Given]] = {}
+    for rank, description in enumerate(descriptions):
+        for name, given in description:
+            known = merged.get(name)
+            if known is None or known[1].kind == "none":
+                merged[name] = rank, given
+            elif given.kind != "none" and given != known[1]:
+                raise RunError(
+                    f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
+                    f"{_show(known[1])}, rank {rank} has {_show(given)}; all of them pass the same batch"
+                )
+    return tuple((name, given) for name, (_, given) in merged.items())
+
+
+def _show(given: Given) -> str:
+    if given.kind != "input":
+        return repr(given.detail)
+    return ", ".join(str(list(shape)) for shape in given.shapes) or "no tensor"
+
+
+def dimension(batch_dim: BatchDim, name: str) -> int | None:
+    return batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
+
+
+def row_count(description: Description, batch_dim: BatchDim) -> int | None:
+    """The number of rows of a batch; None where no input has a batch dimension. RunError where inputs disagree."""
+    rows: dict[str, int] = {}
+    for name, given in description:
+        along = dimension(batch_dim, name)
+        for shape in given.shapes:
+            if along is not None and shape:
+                _note_rows(rows, name, shape, along)
+    if len(set(rows.values())) > 1:
+        lengths = ", ".join(f"{name}: {count}" for name, count in rows.items())
+        raise RunError(
+            f"the inputs have different numbers of rows ({lengths}); what is not cut into micro-batches is named in "
+            "batch_dim={'name': None}"
+        )
+    return next(iter(rows.values()), None)
+
+
+def _note_rows(rows: dict[str, int], name: str, shape: tuple[int, ...], along: int) -> None:
+    if not -len(shape) <= along < len(shape):
+        raise RunError(f"input {name!r} of shape {list(shape)} has no dimension {along}; see batch_dim=")
+    if rows.setdefault(name, shape[along]) != shape[along]:
+        raise RunError(f"input {name!r} holds tensors of {rows[name]} and of {shape[along]} rows")
+
+
+def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
+    """Rows of each micro-batch, as ``torch.tensor_split`` cuts them; 1 each where nothing is cut."""
+    if rows is None:
+        return (1,) * microbatches
+    if rows < microbatches:
+        raise RunError(
+            f"a batch of {rows} rows cannot be cut into {microbatches} micro-batches; "
+            f"pass at least {microbatches} rows, or compile with microbatches={max(rows, 1)}"
+        )
+    return tuple(rows // microbatches + (place < rows % microbatches) for place in range(microbatches))
+
+
+def split(values: Mapping[str, Any], batch_dim: BatchDim, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """One dict of inputs per micro-batch: views of the batch, no copies."""
+    batches: list[dict[str, Any]] = [{} for _ in sizes]
+    for name, value in values.items():
+        for batch, part in zip(batches, _split_value(value, dimension(batch_dim, name), sizes), strict=True):
+            batch[name] = part
+    return batches
+
+
+def _split_value(value: Any, along: int | None, sizes: Sequence[int]) -> list[Any]:
+    leaves, spec = pytree.tree_flatten(value)
+    parts = [
+        list(torch.split(leaf, list(sizes), along))
+        if isinstance(leaf, Tensor) and leaf.dim() and along is not None
+        else [leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([part[place] for part in parts], spec) for place in range(len(sizes))]
+
+
+def join(outputs: Sequence[Any], shares: Sequence[float], batch_dim: BatchDim) -> Any:
+    """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first."""
+    along = batch_dim if isinstance(batch_dim, int) else 0
+    flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in outputs]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_join_leaf(column, shares, along) for column in columns], flat[0][1])
+
+
+def _join_leaf(column: Sequence[Any], shares: Sequence[float], along: int) -> Any:
+    first = column[0]
+    if isinstance(first, Sum):
+        return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
+    if not isinstance(first, Tensor):
+        return first
+    if first.dim():
+        return torch.cat(list(column), along)
+    if not first.is_floating_point():
+        return torch.stack(list(column)).sum()
+    return torch.stack([part * share for part, share in zip(column, shares, strict=True)]).sum()

@@ -1,0 +1,167 @@
+"""A stage's forward and backward: two callables that a user can call and print on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass
+class Saved:
+    """What a forward leaves for its backward: the arrivals' gradients to be, and the outputs that carry the graph."""
+
+    arrivals: list[_Arrival]
+    outputs: tuple[Any, ...]
+
+
+class _Arrival:
+    """One input of a stage: collects the gradient of each of its tensors, exactly as autograd hands it over."""
+
+    def __init__(self, value: Any) -> None:
+        self.leaves, self.spec = pytree.tree_flatten(value)
+        self.gradients: list[Tensor | None] = [None] * len(self.leaves)
+
+    def enter(self) -> Any:
+        """The value to compute with: cut from where it came from, its gradient collected here."""
+        return pytree.tree_unflatten([self._enter(i, leaf) for i, leaf in enumerate(self.leaves)], self.spec)
+
+    def _enter(self, index: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not (leaf.requires_grad and torch.is_grad_enabled()):
+            return leaf.detach()
+        anchor = torch.empty(0, requires_grad=True)
+        entered: Tensor = _Receive.apply(anchor, self, index, leaf.detach())  # type: ignore[no-untyped-call]
+        return entered
+
+    def gradient(self) -> Any:
+        """The gradient, shaped like the input; None where no tensor of it got any."""
+        if all(gradient is None for gradient in self.gradients):
+            return None
+        return pytree.tree_unflatten(self.gradients, self.spec)
+
+
+class _Receive(torch.autograd.Function):
+    """Identity whose backward keeps the gradient.
+
+    A leaf's ``.grad`` would do, but AccumulateGrad copies a gradient into its leaf's strides, and the next kernel
+    would no longer be the one that plain PyTorch runs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, arrival: _Arrival, index: int, value: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.arrival, ctx.index = arrival, index
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.arrival.gradients[ctx.index] = gradients[0]
+        return None, None, None, None
+
+
+class Forward:
+    """``forward(*inputs) -> (outputs, saved)``.
+
+    ``inputs`` are the stage's batch inputs and received values, in the order of ``names``; a received tensor that
+    requires a gradient gets one from ``Backward``. ``outputs`` are the values for other stages, in the order of
+    ``outputs``, and on the output stage the model's result as well. ``print()`` shows the code.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., tuple[Any, ...]],
+        names: Sequence[str],
+        outputs: Sequence[str],
+        code: str,
+    ) -> None:
+        self.name, self.names, self.outputs, self.code = name, tuple(names), tuple(outputs), code
+        self._function = function
+
+    def __call__(self, *inputs: Any) -> tuple[tuple[Any, ...], Saved]:
+        if len(inputs) != len(self.names):
+            raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
+        arrivals = [_Arrival(value) for value in inputs]
+        outputs = self._function(*[arrival.enter() for arrival in arrivals])
+        return outputs, Saved(arrivals, outputs)
+
+    def __str__(self) -> str:
+        return f"# forward of stage {self.name}: ({', '.join(self.names)}) -> ({', '.join(self.outputs)})\n{self.code}"
+
+    __repr__ = __str__
+
+
+class Backward:
+    """``backward(saved, gradients) -> input gradients``; parameters accumulate into ``.grad``.
+
+    ``gradients`` has an entry for each output: a tensor (or a container shaped like the output), or None where
+    nothing came back; ``True`` stands for the seed of a scalar loss. The result has an entry for each input.
+    """
+
+    def __init__(self, name: str, names: Sequence[str], outputs: Sequence[str]) -> None:
+        self.name, self.names, self.outputs = name, tuple(names), tuple(outputs)
+
+    def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
+        roots: list[Tensor] = []
+        seeds: list[Tensor | None] = []
+        # the last user first: where one tensor is several outputs, this is the order in which autograd adds up
+        for output, gradient in reversed(list(zip(saved.outputs, gradients, strict=True))):
+            for root, seed in _pairs(output, gradient):
+                if root.requires_grad:
+                    roots.append(root)
+                    seeds.append(seed)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        return [arrival.gradient() for arrival in saved.arrivals]
+
+    def __str__(self) -> str:
+        returned = ", ".join(f"d_{name}" for name in self.names)
+        given = ", ".join(f"d_{output}" for output in self.outputs)
+        return (
+            f"# backward of stage {self.name}\ndef backward(saved, ({given})):\n"
+            f"    torch.autograd.backward([{', '.join(self.outputs)}], [{given}])  # parameters accumulate into .grad\n"
+            f"    return [{returned}]"
+        )
+
+    __repr__ = __str__
+
+
+def _pairs(output: Any, gradient: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """(root, seed) for each tensor of an output that has a gradient."""
+    if gradient is None:
+        return []
+    if gradient is True:
+        return [(output, None)]
+    leaves = pytree.tree_leaves(output)
+    seeds = pytree.tree_leaves(gradient)
+    return [
+        (leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if isinstance(leaf, Tensor) and seed is not None
+    ]
+
+
+def handoff(value: Any) -> Any:
+    """A value on its way to another stage, as a node of its own in the autograd graph.
+
+    Autograd adds up the gradients of a value in descending order of its uses. With one such node for each stage
+    that uses the value, made where that use stands in the program, the order stays that of plain PyTorch.
+    """
+    return pytree.tree_map(
+        lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value
+    )
+
+
+def private(value: Any) -> Any:
+    """A copy that the stage may write into: what it received, or the caller's batch, stays as it was."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def setitem(target: Any, index: Any, value: Any) -> Any:
+    """``target[index] = value`` as an expression whose value is ``target``."""
+    target[index] = value
+    return target

@@ -1,0 +1,52 @@
+"""The error types. A message states the fact with its values, where it is, and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FxpipeError(Exception):
+    """The base of every error that fxpipe raises on purpose."""
+
+
+class TraceError(FxpipeError):
+    """The model could not be captured, or a capture would have been wrong."""
+
+
+class PartitionError(FxpipeError):
+    """The captured program cannot be cut into stages as its boundaries ask."""
+
+
+class ScheduleError(FxpipeError):
+    """A schedule is unknown, malformed, deadlocks, or breaks a dependency."""
+
+
+class TopologyError(FxpipeError):
+    """The grid of ranks does not add up, or does not fit the processes that run."""
+
+
+class RunError(FxpipeError):
+    """A step, or a process that was to run one, failed."""
+
+
+class CheckpointError(FxpipeError):
+    """A state dict or checkpoint does not fit the model or the optimizer."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown ``name``: the likeliest of the ``known`` names, or all of them.
+
+    >>> nearest("1F1b", ["gpipe", "1f1b"])
+    '; did you mean "1f1b"?'
+    >>> nearest("zigzag", ["gpipe", "1f1b"])
+    '; known: "gpipe", "1f1b"'
+
+    Case is ignored. With nothing known the result is empty.
+    """
+    names = list(dict.fromkeys(known))
+    by_folded = {other.casefold(): other for other in names}
+    close = difflib.get_close_matches(name.casefold(), list(by_folded), n=1)
+    if close:
+        return f'; did you mean "{by_folded[close[0]]}"?'
+    return "; known: " + ", ".join(f'"{other}"' for other in names) if names else ""

@@ -1,0 +1,122 @@
+"""What a model may return as its loss, and how micro-batch losses become the loss of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+
+
+class Sum(NamedTuple):
+    """A loss given as a sum and the number of items that it is over.
+
+    Loss and gradients of a step are then Σ total / Σ count over all micro-batches and the data axis: exactly those of
+    the whole batch, whatever was masked where. ``total`` is a 0-dimensional tensor, ``count`` a number or a
+    0-dimensional tensor.
+    """
+
+    total: Tensor
+    count: Any
+
+
+@dataclass(frozen=True)
+class MicrobatchLoss:
+    """One micro-batch's loss. ``count`` is None for a mean, the number of items for a ``Sum``."""
+
+    value: Tensor
+    count: Any
+    metrics: Mapping[str, Tensor]
+
+
+def read_loss(result: Any) -> MicrobatchLoss:
+    """Finds the loss in what a model returned; RunError where there is none."""
+    metrics: dict[str, Tensor] = {}
+    loss = result
+    if isinstance(result, Mapping):
+        if "loss" not in result:
+            raise RunError(
+                f"the model returned a dict with {sorted(map(str, result))} and no 'loss'; "
+                "return {'loss': ...}, or pass loss_fn= to fxpipe.compile"
+            )
+        loss = result["loss"]
+        metrics = {name: item for name, item in result.items() if name != "loss" and _is_scalar(item)}
+    count = None
+    if isinstance(loss, Sum):
+        loss, count = loss
+    if not _is_scalar(loss):
+        raise RunError(
+            f"the loss must be one number, but the model returned {_describe(loss)}; "
+            "reduce it (.mean() or fxpipe.Sum(total, count)), or pass loss_fn= to fxpipe.compile"
+        )
+    return MicrobatchLoss(loss, count, metrics)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    return f"{type(value).__name__} {value!r:.80}"
+
+
+class StepLoss:
+    """Accumulates the micro-batch losses of one step, on their device and without waiting for it.
+
+    A mean is weighted: Σ loss_i · (w_i / Σw), added up in micro-batch order. A ``Sum`` is Σ total and Σ count.
+    """
+
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+        self._count: Any = None
+        self._metrics: dict[str, Tensor] = {}
+        self.dtype = torch.float32
+        self.is_sum = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no micro-batch had any weight."""
+        return self._value is None
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return tuple(self._metrics)
+
+    def add(self, part: MicrobatchLoss, share: float) -> Tensor:
+        """Adds a micro-batch whose share of the local weight is ``share``; returns what to call backward on."""
+        self.is_sum, self.dtype = part.count is not None, part.value.dtype
+        root = part.value if self.is_sum else part.value * share
+        self._value = root.detach() if self._value is None else self._value + root.detach()
+        if self.is_sum:
+            self._count = part.count if self._count is None else self._count + part.count
+        for name, metric in part.metrics.items():
+            weighted = metric.detach() * share
+            self._metrics[name] = self._metrics[name] + weighted if name in self._metrics else weighted
+        return root
+
+    def value(self) -> Tensor:
+        """The replica's loss, a mean."""
+        assert self._value is not None
+        return self._value
+
+    def metrics(self) -> dict[str, Tensor]:
+        return dict(self._metrics)
+
+    def numbers(self, weight: float, metrics: tuple[str, ...], device: torch.device) -> Tensor:
+        """[numerator, denominator, weight, weighted metrics ...] of a replica of that weight, float64."""
+        if self._value is None:
+            return torch.zeros(3 + len(metrics), dtype=torch.float64, device=device)
+        value = self._value.double()
+        whole = torch.full_like(value, weight)
+        if self.is_sum:
+            count = torch.as_tensor(self._count).to(value.device, torch.float64).reshape(())
+            parts = [value, count, whole]
+        else:
+            parts = [value * weight, whole, whole]
+        return torch.stack([*parts, *(self._metrics[name].double() * weight for name in metrics)])

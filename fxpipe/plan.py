@@ -1,0 +1,154 @@
+"""Plan: everything that is known about a step before it runs, for one pattern of inputs. Pure, and cached."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxpipe import passes as default_passes
+from fxpipe.errors import PartitionError, ScheduleError
+from fxpipe.ir import StageGraph
+from fxpipe.lower import Instruction, lower
+from fxpipe.pipeline import Pass, chain
+from fxpipe.placement import place
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import build
+from fxpipe.trace import Request, capture
+from fxpipe.verify import Step, execution_order
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a capture depends on: which inputs there are, the values fixed in it, the modes of the model."""
+
+    inputs: tuple[str, ...]
+    fixed: tuple[tuple[str, Any], ...]
+    microbatches: int
+    with_loss: bool
+    training: bytes = b""
+    """Each module's training flag."""
+    trainable: bytes = b""
+    """Each parameter's requires_grad."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A stage graph, its schedule, and each rank's instructions for the values that pass between stages."""
+
+    graph: StageGraph
+    schedule: Schedule
+    instructions: tuple[tuple[Instruction, ...], ...]
+    order: tuple[Step, ...]
+    """All ranks' instructions in one order that a single process can run."""
+    description: str
+    """What must be equal on all ranks, in words; ``digest`` is its hash."""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+@dataclass
+class Planner:
+    """Makes plans for a model (or the user's own stage graph) and keeps them."""
+
+    model: nn.Module | StageGraph
+    ranks: int
+    schedule: str | Schedule
+    placement: Mapping[str, int] | None
+    tracer: str
+    loss_fn: Callable[..., Any] | None
+    passes: Sequence[Pass] | None
+
+    def __post_init__(self) -> None:
+        self._plans: dict[Pattern, Plan] = {}
+        self._first: Plan | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module if isinstance(self.model, StageGraph) else self.model
+
+    def plan(self, pattern: Pattern) -> Plan:
+        """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none."""
+        if pattern not in self._plans:
+            plan = self._make(pattern)
+            self._first = self._first or plan
+            self._check_same_stages(plan)
+            self._plans[pattern] = plan
+        return self._plans[pattern]
+
+    def _make(self, pattern: Pattern) -> Plan:
+        graph, text = self._stage_graph(pattern)
+        placement = place(graph, self.ranks, self._wanted(graph))
+        graph = dataclasses.replace(graph, placement=placement)
+        backward = [stage.has_backward for stage in graph]
+        schedule = self._schedule(graph, pattern.microbatches)
+        instructions = lower(schedule.rows, graph.edges, placement, backward)
+        order = execution_order(instructions, graph.edges, backward)
+        description = f"{text}\n{schedule}"
+        return Plan(graph, schedule, instructions, tuple(order), description)
+
+    def _stage_graph(self, pattern: Pattern) -> tuple[StageGraph, str]:
+        if isinstance(self.model, StageGraph):
+            return self.model, f"{self.model}"
+        loss_fn = self.loss_fn if pattern.with_loss else None
+        request = Request(self.model, pattern.inputs, dict(pattern.fixed), loss_fn)
+        program = capture(request, self.tracer)
+        steps = default_passes.default() if self.passes is None else self.passes
+        program = chain(steps, program)
+        return default_passes.split(program), f"{type(self.model).__name__}\n{program}"
+
+    def _wanted(self, graph: StageGraph) -> Mapping[str, int] | None:
+        if not isinstance(self.schedule, Schedule):
+            return self.placement
+        if len(self.schedule.placement) != len(graph):
+            raise ScheduleError(
+                f"the schedule is for {len(self.schedule.placement)} stages, the model has {len(graph)}"
+            )
+        return dict(zip(graph.names, self.schedule.placement, strict=True))
+
+    def _schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
+        backward = tuple(stage.has_backward for stage in graph)
+        if isinstance(self.schedule, str):
+            return build(
+                self.schedule,
+                graph.stage_edges,
+                microbatches,
+                graph.placement,
+                len(graph),
+                backward,
+                graph.names,
+            )
+        if self.schedule.microbatches != microbatches:
+            raise ScheduleError(
+                f"the schedule is for {self.schedule.microbatches} micro-batches, the batch has {microbatches}; "
+                f"pass microbatches={self.schedule.microbatches}"
+            )
+        schedule = dataclasses.replace(
+            self.schedule, edges=graph.stage_edges, backward=backward, stage_names=graph.names
+        )
+        schedule.verify()
+        return schedule
+
+    def _check_same_stages(self, plan: Plan) -> None:
+        """A later capture must leave every stage and every tensor where it is."""
+        assert self._first is not None
+        first, now = self._first.graph, plan.graph
+        if first.names != now.names or first.placement != now.placement:
+            raise PartitionError(
+                f"this kind of batch gives the stages {list(now.names)} on ranks {list(now.placement)}, the first "
+                f"kind gave {list(first.names)} on {list(first.placement)}; a model must keep its stages. "
+                "Use example_args= of the kind that uses most of it"
+            )
+        for before, after in zip(first, now, strict=True):
+            moved = sorted(set(after.tensors) - set(before.tensors))
+            if moved:
+                raise PartitionError(
+                    f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
+                    "use example_args= of the kind that uses most of the model"
+                )

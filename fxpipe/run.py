@@ -1,0 +1,125 @@
+"""Run: the executor of one pipe rank. The only state of a step, thrown away at its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxpipe.action import Action, Op
+from fxpipe.callables import Saved
+from fxpipe.errors import RunError
+from fxpipe.exchange import Exchange
+from fxpipe.ir import Edge, Stage, StageGraph, bytes_in
+from fxpipe.loss import StepLoss, read_loss
+from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send
+from fxpipe.seeds import seeded
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
+    micro-batch's part of the weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed."""
+
+    batches: Sequence[Mapping[str, Any]]
+    shares: Sequence[float]
+    seed: Callable[[int, int], int]
+    training: bool
+
+
+@dataclass
+class Executor:
+    """Executes one rank's instructions for one step."""
+
+    graph: StageGraph
+    rank: int
+    exchange: Exchange
+    device: torch.device
+    step: Step
+    loss: StepLoss = field(default_factory=StepLoss)
+    results: dict[int, Any] = field(default_factory=dict)
+    """Micro-batch → the model's output, when not training."""
+    bytes_of: dict[Edge, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._edges = self.graph.edges
+        self._index = {edge: place for place, edge in enumerate(self._edges)}
+        self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._skipped = False  # whether the last action was not run
+        self._grad = torch.enable_grad if self.step.training else torch.no_grad
+
+    def execute(self, instruction: Instruction) -> None:
+        """Runs one instruction; waits only where a compute lacks its input."""
+        match instruction:
+            case Compute(action):
+                self._skipped = not self._runs(action.op, action.microbatch)
+                if not self._skipped:
+                    self._forward(action) if action.op is Op.F else self._backward(action)
+            case Release(message):
+                if not self._skipped:
+                    self.exchange.release(message)
+            case Receive(message) if self._runs(message.op, message.microbatch):
+                self.exchange.post(message)
+            case Send(message) if self._runs(message.op, message.microbatch):
+                self.exchange.send(message, self._values.pop((message.edge, message.op, message.microbatch)))
+            case _:
+                pass  # a message about a micro-batch without weight
+
+    def _runs(self, op: Op, microbatch: int) -> bool:
+        return op is Op.F or self.step.shares[microbatch] != 0
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = self.graph[action.stage], action.microbatch
+        inputs = [
+            self.step.batches[microbatch][entry]
+            if isinstance(entry, str)
+            else self._take(entry, Op.F, microbatch, self.graph.placement[entry.source])
+            for entry in stage.inputs
+        ]
+        random = (
+            seeded(self.step.seed(stage.index, microbatch), self.device)
+            if stage.draws_random
+            else contextlib.nullcontext()
+        )
+        with self._grad(), random:
+            outputs, saved = stage.forward(*inputs)
+            if stage.returns_result:
+                self._keep_result(stage, microbatch, outputs[-1], saved)
+        if self.step.training and stage.has_backward:
+            self._saved[stage.index, microbatch] = saved
+        for edge, value in zip(stage.outputs, outputs, strict=False):  # the result is no edge's
+            self._values[self._index[edge], Op.F, microbatch] = value
+            self.bytes_of.setdefault(edge, bytes_in(value))
+
+    def _keep_result(self, stage: Stage, microbatch: int, result: Any, saved: Saved) -> None:
+        if not self.step.training:
+            self.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            return
+        part = read_loss(result)
+        if stage.has_backward and not part.value.requires_grad:
+            raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
+        share = self.step.shares[microbatch]
+        root = self.loss.add(part, share) if share else part.value
+        saved.outputs = (*saved.outputs[:-1], root)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = self.graph[action.stage], action.microbatch
+        gradients = [
+            self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs
+        ] + [True] * stage.returns_result
+        returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
+        for entry, gradient in zip(stage.inputs, returned, strict=True):
+            if isinstance(entry, Edge) and self.graph[entry.source].has_backward:
+                self._values[self._index[entry], Op.B, microbatch] = gradient
+
+    def _take(self, edge: Edge, op: Op, microbatch: int, maker: int) -> Any:
+        """A value or gradient, from this rank or another."""
+        index = self._index[edge]
+        if maker == self.rank:
+            return self._values.pop((index, op, microbatch))
+        return self.exchange.take(Message(index, op, microbatch, maker, self.rank))

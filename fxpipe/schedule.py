@@ -1,0 +1,66 @@
+"""``Schedule``: the table that is printed, verified, simulated and executed. One object, immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from fxpipe.action import Action
+from fxpipe.lower import Instruction, lower
+from fxpipe.show import table
+from fxpipe.simulate import Simulation, simulate
+from fxpipe.verify import verify
+
+Row = tuple[Action, ...]
+
+
+class Link(NamedTuple):
+    """An edge of a bare stage graph."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rows of actions, one per pipe rank, and the stage graph that they are for.
+
+    ``edges``: pairs of stages. ``placement``: the rank of each stage. ``backward``: whether each stage has one.
+    ``str()`` is the table: a row per rank, a column per step, then bubble, makespan and peak in flight.
+    """
+
+    rows: tuple[Row, ...]
+    edges: tuple[tuple[int, int], ...]
+    placement: tuple[int, ...]
+    backward: tuple[bool, ...]
+    microbatches: int
+    name: str = "custom"
+    stage_names: tuple[str, ...] = ()
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        return tuple(Link(*edge) for edge in self.edges)
+
+    @cached_property
+    def instructions(self) -> tuple[tuple[Instruction, ...], ...]:
+        """Each rank's instructions, with one message per edge of the stage graph."""
+        return lower(self.rows, self.links, self.placement, self.backward)
+
+    def verify(self) -> None:
+        """ScheduleError if an action is missing or repeated, a dependency is broken, or the ranks would hang."""
+        verify(self)
+
+    def simulate(
+        self,
+        forward: float | Sequence[float] = 1,
+        backward: float | Sequence[float] = 2,
+        weight: float | Sequence[float] | None = None,
+        comm: float = 0,
+    ) -> Simulation:
+        """When each action would run. Costs are one number, or one per stage; ``comm`` is the latency of a hop."""
+        return simulate(self, forward, backward, weight, comm)
+
+    def __str__(self) -> str:
+        return table(self)

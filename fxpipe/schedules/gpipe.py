@@ -1,0 +1,24 @@
+"""GPipe (Huang et al. 2019): all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from fxpipe.action import Action, Op
+from fxpipe.schedule import Row
+from fxpipe.schedules.problem import Problem
+
+
+def gpipe(problem: Problem) -> tuple[Row, ...]:
+    """Rows with every forward before every backward; peak in flight is the number of micro-batches.
+
+    On a balanced chain of p stages the bubble is (p − 1) / (m + p − 1).
+    """
+    return tuple(_row(problem, problem.stages_of(rank)) for rank in range(problem.ranks))
+
+
+def _row(problem: Problem, stages: list[int]) -> Row:
+    batches = range(problem.microbatches)
+    forward = [Action(stage, Op.F, batch) for stage in stages for batch in batches]
+    backward = [
+        Action(stage, Op.B, batch) for stage in reversed(stages) if problem.backward[stage] for batch in batches
+    ]
+    return (*forward, *backward)

@@ -1,0 +1,148 @@
+"""Simulate: costs → when each action runs, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from fxpipe.action import Action, Op
+from fxpipe.errors import ScheduleError
+from fxpipe.lower import needs
+
+if TYPE_CHECKING:
+    from fxpipe.schedule import Schedule
+
+Cost = float | Sequence[float]
+
+
+class Span(NamedTuple):
+    """When an action runs, in units of the given costs."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """``spans`` of all actions; ``makespan``; ``bubble``, the idle part of all ranks' time (mean over ranks);
+    ``peak_in_flight``, micro-batches whose forward has run and whose backward has not, per stage; ``lower_bound``."""
+
+    spans: Mapping[Action, Span]
+    makespan: float
+    bubble: float
+    peak_in_flight: tuple[int, ...]
+    lower_bound: float
+
+
+def simulate(
+    schedule: Schedule, forward: Cost = 1, backward: Cost = 2, weight: Cost | None = None, comm: float = 0
+) -> Simulation:
+    """Runs every action as early as its row and its dependencies allow.
+
+    Without ``weight`` an I costs half a backward, and a W the other half.
+    """
+    costs = _Costs(schedule, forward, backward, weight)
+    spans: dict[Action, Span] = {}
+    waiting = [list(row) for row in schedule.rows]
+    free = [0.0] * len(waiting)
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(waiting):
+            while row and all(n in spans for n in needs(row[0], schedule.links, schedule.backward)):
+                action = row.pop(0)
+                arrivals = [
+                    spans[n].end + comm * (schedule.placement[n.stage] != rank)
+                    for n in needs(action, schedule.links, schedule.backward)
+                ]
+                start = max([free[rank], *arrivals])
+                free[rank] = start + costs.of(action)
+                spans[action] = Span(start, free[rank])
+                progress = True
+    if any(waiting):
+        stuck = ", ".join(str(row[0]) for row in waiting if row)
+        raise ScheduleError(f"the table comes to a halt: {stuck} wait for each other")
+    makespan = max(free, default=0.0)
+    busy = sum(span.end - span.start for span in spans.values())
+    return Simulation(
+        spans=spans,
+        makespan=makespan,
+        bubble=1 - busy / (makespan * len(free)) if makespan else 0.0,
+        peak_in_flight=_peaks(schedule),
+        lower_bound=_lower_bound(schedule, costs, comm),
+    )
+
+
+class _Costs:
+    """What each action costs."""
+
+    def __init__(self, schedule: Schedule, forward: Cost, backward: Cost, weight: Cost | None) -> None:
+        count = len(schedule.placement)
+        full = _per_stage(backward, count)
+        w = _per_stage(weight, count) if weight is not None else [cost / 2 for cost in full]
+        self._of = {
+            Op.F: _per_stage(forward, count),
+            Op.B: full,
+            Op.I: [b - c for b, c in zip(full, w, strict=True)],
+            Op.W: w,
+        }
+
+    def of(self, action: Action) -> float:
+        return self._of[action.op][action.stage]
+
+    def per_microbatch(self, stage: int, backward: bool) -> float:
+        return self._of[Op.F][stage] + (self._of[Op.B][stage] if backward else 0)
+
+    def forward(self, stage: int) -> float:
+        return self._of[Op.F][stage]
+
+    def backward(self, stage: int) -> float:
+        return self._of[Op.B][stage]
+
+
+def _per_stage(cost: Cost, count: int) -> list[float]:
+    if isinstance(cost, (int, float)):
+        return [float(cost)] * count
+    if len(cost) != count:
+        raise ScheduleError(f"{len(cost)} costs for {count} stages; give one number, or one per stage")
+    return [float(c) for c in cost]
+
+
+def _peaks(schedule: Schedule) -> tuple[int, ...]:
+    peaks = [0] * len(schedule.placement)
+    for row in schedule.rows:
+        in_flight = dict.fromkeys(range(len(peaks)), 0)
+        for action in row:
+            last = Op.W if any(a.op is Op.W and a.stage == action.stage for a in row) else Op.B
+            if action.op is Op.F and schedule.backward[action.stage]:
+                in_flight[action.stage] += 1
+                peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
+            elif action.op is last:
+                in_flight[action.stage] -= 1
+    return tuple(peaks)
+
+
+def _lower_bound(schedule: Schedule, costs: _Costs, comm: float) -> float:
+    """max over ranks of [shortest head + m·Σ(F + B) on the rank + shortest tail].
+
+    A head is the longest forward path to a stage of the rank before the rank can begin, a tail the longest backward
+    path behind its last backward.
+    """
+    count = len(schedule.placement)
+    head = [0.0] * count
+    tail = [0.0] * count
+    for _ in range(count):  # longest paths by relaxation: at most as many rounds as stages
+        for source, target in schedule.edges:
+            hop = comm * (schedule.placement[source] != schedule.placement[target])
+            head[target] = max(head[target], head[source] + costs.forward(source) + hop)
+            if schedule.backward[source]:
+                tail[target] = max(tail[target], tail[source] + costs.backward(source) + hop)
+    bounds = []
+    for rank in range(len(schedule.rows)):
+        mine = [stage for stage in range(count) if schedule.placement[stage] == rank]
+        work = sum(costs.per_microbatch(stage, schedule.backward[stage]) for stage in mine)
+        bounds.append(
+            min(head[stage] for stage in mine) + schedule.microbatches * work + min(tail[stage] for stage in mine)
+        )
+    return max(bounds, default=0.0)

@@ -1,0 +1,417 @@
+"""``Topology``: which rank sits where in the grid of ranks, and which ranks form a group.
+
+Plain arithmetic: a topology of 16,384 ranks can be made, asked and printed on a laptop. Only ``.mesh``,
+``.group`` and ``from_mesh`` touch torch.distributed, and only they import it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from fxpipe.errors import TopologyError, nearest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What an axis does, by every name it may bear. At most one axis plays each role.
+ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "tensor", "tp": "tensor"}
+# No axis, but a group: the ranks that work on one replica's data.
+MODEL = "model"
+
+# How many ranks of a group a printed row shows, and how many characters of groups.
+_SHOWN_RANKS = 8
+_SHOWN_WIDTH = 64
+
+
+class Topology:
+    """A grid of ranks with named axes; immutable, hashable, and picklable (without its process groups).
+
+    Args:
+        axes: ``(name, size)`` pairs, outermost first; a rank is the row-major index. Names are ``pipe``,
+            ``data`` and ``tensor``, or ``pp``, ``dp`` and ``tp``; wherever an axis is asked for, either name
+            will do.
+        ranks_per_node: how many consecutive ranks reach each other fast (one machine, or one NVLink domain).
+            None: all of them.
+
+    Raises:
+        TopologyError: unknown, repeated or no axes; a size below 1; ``ranks_per_node`` that does not divide
+            the number of ranks, or that leaves a data group with more ranks in one node than in another.
+
+    >>> topo = Topology([("pipe", 2), ("tensor", 2), ("data", 4)])
+    >>> topo.coordinate(13)
+    {'pipe': 1, 'tensor': 1, 'data': 1}
+    >>> topo.groups("tensor")[:3]
+    [[0, 4], [8, 12], [1, 5]]
+    """
+
+    def __init__(self, axes: Iterable[tuple[str, int]], ranks_per_node: int | None = None) -> None:
+        self._axes = _checked_axes(axes)
+        self._sizes = tuple(size for _, size in self._axes)
+        self._index = {ROLES[name]: index for index, (name, _) in enumerate(self._axes)}
+        self._world_size = math.prod(self._sizes)
+        self._ranks_per_node = None if ranks_per_node is None else self._checked_node(ranks_per_node)
+        self._live: _Live | None = None
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The ``(name, size)`` pairs, outermost first, named as they were given."""
+        return self._axes
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """How many ranks a node holds; None where all ranks count as one node."""
+        return self._ranks_per_node
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, the product of the sizes."""
+        return self._world_size
+
+    def size(self, axis: str) -> int:
+        """How many ranks a group of ``axis`` has; 1 for a known axis that this topology lacks."""
+        if axis == MODEL:
+            return self._world_size // self.size("data")
+        index = self._index.get(_role(axis))
+        return 1 if index is None else self._sizes[index]
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` sits: its index along each axis, outermost first.
+
+        Raises:
+            TopologyError: no such rank.
+        """
+        rest = _whole(rank, "a rank")
+        if not 0 <= rest < self._world_size:
+            raise TopologyError(f"rank {rank} is outside {self._shape()}: its ranks are 0 to {self._world_size - 1}")
+        indices: list[int] = []
+        for size in reversed(self._sizes):
+            rest, index = divmod(rest, size)
+            indices.append(index)
+        return {name: index for (name, _), index in zip(self._axes, reversed(indices), strict=True)}
+
+    def rank(self, **coordinate: int) -> int:
+        """The rank at an index along every axis: ``topo.rank(pipe=1, data=0)``; ``coordinate``'s inverse.
+
+        A known axis that this topology lacks may be given, with index 0.
+
+        Raises:
+            TopologyError: an axis is unknown, given twice or missing, or an index is outside its axis.
+        """
+        given: dict[str, int] = {}
+        for name, value in coordinate.items():
+            role, index, size = _role(name), _whole(value, f"the index {name}"), self.size(name)
+            if role in given:
+                raise TopologyError(f"{_call(coordinate)} gives the {role} axis twice: keep one of its names")
+            if not 0 <= index < size:
+                raise TopologyError(
+                    f"{name}={index} is outside {self._shape()}: "
+                    + (f"indices along {name} are 0 to {size - 1}" if size > 1 else "the only index there is 0")
+                )
+            given[role] = index
+        missing = {name: 0 for name, _ in self._axes if ROLES[name] not in given}
+        if missing:
+            names = ", ".join(f'"{name}"' for name in missing)
+            raise TopologyError(
+                f"{_call(coordinate)} lacks {names}: write every axis, as in {_call(coordinate | missing)}"
+            )
+        rank = 0
+        for role, index in self._index.items():
+            rank = rank * self._sizes[index] + given[role]
+        return rank
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The groups of ``axis``: lists of ranks that differ in that coordinate alone, each ascending.
+
+        Their order is that of the coordinates inside ``axis``, and among equals of those outside it.
+        ``"model"``: the ranks that work on one replica's data, so that all coordinates but the data one vary.
+        A known axis that this topology lacks has groups of one rank each.
+        """
+        if axis == MODEL:
+            return [sorted(ranks) for ranks in zip(*self.groups("data"), strict=True)]
+        index = self._index.get(_role(axis))
+        if index is None:
+            return [[rank] for rank in range(self._world_size)]
+        return _axis_groups(self._sizes, index)
+
+    def shard_groups(self) -> list[list[int]]:
+        """Each data group's ranks inside one node: those among which ZeRO shards."""
+        return [shard for group in self.groups("data") for shard in self._by_node(group)]
+
+    def replica_groups(self) -> list[list[int]]:
+        """Each data group's ranks at the same position inside their nodes: those that hold the same shard."""
+        return [list(ranks) for group in self.groups("data") for ranks in zip(*self._by_node(group), strict=True)]
+
+    def crosses_nodes(self, axis: str) -> bool:
+        """Whether any group of ``axis`` (or of ``"model"``) has ranks in more than one node."""
+        return self._cross(self.groups(axis))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """These ranks as a torch ``DeviceMesh`` with these axis names.
+
+        Made on the first access, which every rank must make; on CUDA where the process group serves it.
+
+        Raises:
+            TopologyError: torch.distributed is not started, or runs another number of processes.
+        """
+        live = self._distributed()
+        if live.mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            names = tuple(name for name, _ in self._axes)
+            live.mesh = init_device_mesh(served_device_type(), self._sizes, mesh_dim_names=names)
+        return live.mesh
+
+    def group(self, axis: str) -> ProcessGroup:
+        """This rank's process group along ``axis``, or of ``"model"``.
+
+        Made on the first call, which every rank must make, in the same order where there are several.
+
+        Raises:
+            TopologyError: as for ``mesh``, or ``axis`` is unknown.
+        """
+        key = axis if axis == MODEL else _role(axis)
+        live = self._distributed()
+        if key not in live.groups:
+            index = self._index.get(key)
+            live.groups[key] = (
+                _new_group(self.groups(key)) if index is None else self.mesh.get_group(self._axes[index][0])
+            )
+        return live.groups[key]
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, ranks_per_node: int | None = None) -> Topology:
+        """The topology of a ``DeviceMesh`` over all processes; its ``.mesh`` is that very mesh.
+
+        Raises:
+            TopologyError: the mesh names no dimensions or unknown ones, covers only some of the processes,
+                or orders its ranks otherwise than row-major.
+        """
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise TopologyError(
+                f"a DeviceMesh of shape {tuple(mesh.shape)} names no dimensions: "
+                'write init_device_mesh(..., mesh_dim_names=("pipe", "data"))'
+            )
+        topology = cls(zip(names, mesh.shape, strict=True), ranks_per_node)
+        live = topology._distributed()
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != list(range(topology.world_size)):
+            raise TopologyError(
+                f"the mesh orders its ranks as {_abbreviated(ranks)}, but a topology counts them row-major: "
+                "build the mesh with init_device_mesh, and reorder its dimensions instead"
+            )
+        live.mesh = mesh
+        return topology
+
+    def __str__(self) -> str:
+        groups = {name: self.groups(name) for name, _ in self._axes} | {MODEL: self.groups(MODEL)}
+        nodes = "one node"
+        if self._ranks_per_node is not None:
+            nodes = f"{self._ranks_per_node} to a node"
+            groups |= {"shard": self.shard_groups(), "replica": self.replica_groups()}
+        rows = [
+            (name, _sizes(rows), _listed(rows), "yes" if self._cross(rows) else "no") for name, rows in groups.items()
+        ]
+        table = tabulate(rows, headers=("axis", "size", "groups", "crosses nodes"), colalign=("left", "right"))
+        return f"{self._world_size} ranks, {nodes}\n{table}"
+
+    def __repr__(self) -> str:
+        node = "" if self._ranks_per_node is None else f", ranks_per_node={self._ranks_per_node}"
+        return f"Topology({list(self._axes)!r}{node})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Topology):
+            return NotImplemented
+        return (self._axes, self._ranks_per_node) == (other._axes, other._ranks_per_node)
+
+    def __hash__(self) -> int:
+        return hash((self._axes, self._ranks_per_node))
+
+    def __reduce__(self) -> tuple[type[Topology], tuple[tuple[tuple[str, int], ...], int | None]]:
+        # Process groups belong to one process; a copy makes its own.
+        return Topology, (self._axes, self._ranks_per_node)
+
+    def _shape(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self._axes)
+
+    def _by_node(self, group: list[int]) -> list[list[int]]:
+        return _by_node(group, self._ranks_per_node or self._world_size)
+
+    def _cross(self, groups: list[list[int]]) -> bool:
+        per_node = self._ranks_per_node or self._world_size
+        return any(group[0] // per_node != group[-1] // per_node for group in groups)
+
+    def _checked_node(self, ranks_per_node: int) -> int:
+        per_node = _whole(ranks_per_node, "ranks_per_node")
+        if per_node < 1 or self._world_size % per_node:
+            raise TopologyError(
+                f"ranks_per_node={per_node} does not divide the {self._world_size} ranks of {self._shape()}: "
+                f"write {self._fitting_nodes()}"
+            )
+        data = self._index.get("data")
+        uneven = None if data is None else _uneven(self._sizes, data, per_node)
+        if data is None or uneven is None:
+            return per_node
+        parts = ", ".join(f"{len(part)} in node {part[0] // per_node}" for part in _by_node(uneven, per_node))
+        inner = [*self._axes[:data], *self._axes[data + 1 :], self._axes[data]]
+        fits = _uneven([size for _, size in inner], len(inner) - 1, per_node) is None
+        remedy = f", or make data the innermost axis: Topology({inner!r}, ranks_per_node={per_node})"
+        raise TopologyError(
+            f"with ranks_per_node={per_node} the data group {_abbreviated(uneven)} of {self._shape()} meets "
+            f"nodes unevenly ({parts}), and cannot shard alike in all of them: write {self._fitting_nodes()}"
+            + (remedy if fits else "")
+        )
+
+    def _fitting_nodes(self) -> str:
+        data = self._index.get("data")
+        fitting = [
+            str(size)
+            for size in range(1, self._world_size + 1)
+            if self._world_size % size == 0 and (data is None or _uneven(self._sizes, data, size) is None)
+        ]
+        return "ranks_per_node=" + " or ".join(fitting)
+
+    def _distributed(self) -> _Live:
+        """What this topology has made of the running torch.distributed, which must be of its size."""
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise TopologyError(
+                "torch.distributed is not started, so there are no process groups: call fxpipe.init() first, "
+                "under torchrun, srun or fxpipe.launch"
+            )
+        running = dist.get_world_size()
+        if running != self._world_size:
+            raise TopologyError(
+                f"torch.distributed runs {running} processes, but {self._shape()} makes {self._world_size}: "
+                f"start {self._world_size}, or write sizes whose product is {running}"
+            )
+        # A process group that was destroyed and started again takes meshes and groups with it.
+        if self._live is None or self._live.world is not dist.group.WORLD:
+            self._live = _Live(dist.group.WORLD)
+        return self._live
+
+
+@dataclass
+class _Live:
+    """What a topology has made in torch.distributed, and under which default group."""
+
+    world: object
+    mesh: DeviceMesh | None = None
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+
+
+def served_device_type() -> str:
+    """The device type that the started default process group serves: ``"cuda"``, or else ``"cpu"``."""
+    import torch
+    import torch.distributed as dist
+
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    # Gloo claims "cuda" too, but lacks most collectives there; whoever started gloo alone wants the CPU.
+    if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
+        return "cuda"
+    return "cpu"
+
+
+def _new_group(groups: list[list[int]]) -> ProcessGroup:
+    """Makes all ``groups``, as every rank must, and returns the one that this rank is in."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    mine: ProcessGroup | None = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            mine = group
+    if mine is None:
+        raise TopologyError(f"rank {rank} is in none of the groups {_listed(groups)}")
+    return mine
+
+
+def _checked_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    checked: list[tuple[str, int]] = []
+    roles: dict[str, str] = {}
+    for axis in axes:
+        if not isinstance(axis, tuple | list) or len(axis) != 2 or not isinstance(axis[0], str):
+            raise TopologyError(
+                f'an axis is a (name, size) pair, got {axis!r}: write Topology([("pipe", 2), ("data", 4)])'
+            )
+        name, size = axis[0], _whole(axis[1], f'the size of axis "{axis[0]}"')
+        role = _role(name)
+        if role in roles:
+            raise TopologyError(f'axes "{roles[role]}" and "{name}" are both the {role} axis: keep one of them')
+        if size < 1:
+            raise TopologyError(f'axis "{name}" has size {size}: write 1 or more, or leave the axis out')
+        roles[role] = name
+        checked.append((name, size))
+    if not checked:
+        raise TopologyError('a topology has at least one axis: write Topology([("pipe", 1)]) for a single rank')
+    return tuple(checked)
+
+
+def _role(axis: str) -> str:
+    role = ROLES.get(axis)
+    if role is None:
+        raise TopologyError(f'unknown axis "{axis}"{nearest(axis, ROLES)}')
+    return role
+
+
+def _whole(value: int, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TopologyError(f"{what} must be a whole number, got {value!r}") from None
+
+
+def _axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:
+    """The groups of axis ``index`` of a row-major grid: arithmetic progressions, inner axes first."""
+    outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
+    block = size * inner  # ranks that share all coordinates outside this axis
+    return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
+
+
+def _by_node(group: list[int], per_node: int) -> list[list[int]]:
+    return [list(part) for _, part in groupby(group, key=lambda rank: rank // per_node)]
+
+
+def _uneven(sizes: Sequence[int], data: int, per_node: int) -> list[int] | None:
+    """The first data group that has more ranks in one node than in another, if there is one."""
+    for group in _axis_groups(sizes, data):
+        if len({len(part) for part in _by_node(group, per_node)}) > 1:
+            return group
+    return None
+
+
+def _call(coordinate: dict[str, int]) -> str:
+    return "rank(" + ", ".join(f"{name}={index}" for name, index in coordinate.items()) + ")"
+
+
+def _abbreviated(group: list[int]) -> str:
+    if len(group) <= _SHOWN_RANKS:
+        return str(group)
+    start = ", ".join(str(rank) for rank in group[: _SHOWN_RANKS // 2])
+    return f"[{start}, …, {group[-1]}]"
+
+
+def _sizes(groups: list[list[int]]) -> str:
+    # Only shard and replica groups can differ: one data group fits into a node, and the next straddles two.
+    return " or ".join(str(size) for size in sorted({len(group) for group in groups}))
+
+
+def _listed(groups: list[list[int]]) -> str:
+    shown = ""
+    for count, group in enumerate(groups):
+        text = _abbreviated(group)
+        if count and len(shown) + len(text) > _SHOWN_WIDTH:
+            return f"{shown}… {len(groups)} groups"
+        shown += f"{text} "
+    return shown.rstrip()

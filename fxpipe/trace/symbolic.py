@@ -1,0 +1,195 @@
+"""The symbolic tracer: torch.fx's, needing no example batch; torch.nn modules stay whole."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError as FxTraceError
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import TraceError
+from fxpipe.ir import Program
+from fxpipe.marker import boundary, recording
+from fxpipe.trace.guard import Guard, patched, refuse
+from fxpipe.trace.request import Request
+from fxpipe.trace.source import current_line, line_of
+
+
+def symbolic(request: Request) -> Program:
+    """Captures by calling forward on proxies; TraceError for what that cannot see, with the user's line."""
+    tracer = _Tracer(request)
+    try:
+        with tracer.guard.watching(), recording(tracer.record_boundary), _proxied_factories(tracer):
+            graph = tracer.trace(request.module)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(_explain(error)) from error
+    _drop_unused_sources(graph)
+    return Program(request.module, graph, constants=tracer.constants, tracer="symbolic")
+
+
+def _explain(error: Exception) -> str:
+    line = line_of(error)
+    at = f"\n{line}" if line else ""
+    if isinstance(error, FxTraceError) and "control flow" in str(error):
+        return (
+            "forward branches on the value of a tensor (or on a size), which a symbolic trace cannot follow; "
+            f"use torch.where, or move the branch out of the model{at}"
+        )
+    return f"the symbolic tracer cannot follow the model: {error}{at}"
+
+
+def _drop_unused_sources(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+
+
+class _Proxy(fx.Proxy):
+    """A proxy that records writes, ``x += y`` and ``x[i] = y``, as the writes that they are."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], Any]:
+    def method(self: _Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+for _name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split():
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        module = request.module
+        self.request = request
+        self.guard = Guard(module)
+        self.constants: dict[str, Tensor] = {}
+        self._sources: dict[str, fx.Node] = {}
+        self._names: dict[int, str] = {}
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            self._names.setdefault(id(tensor), name)
+
+    # inputs and the call
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[[], Any], list[Any]]:
+        """Placeholders for the request's inputs; the call goes through ``__call__``, so that hooks are seen."""
+        values = {name: self.create_proxy("placeholder", name, (), {}) for name in self.request.inputs}
+        values |= self.request.fixed
+        target = values.pop(self.request.target, None) if self.request.loss_fn else None
+
+        def call() -> Any:
+            output = self.root(**values)
+            return self.request.loss_fn(output, target) if self.request.loss_fn else output
+
+        return call, []
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        self.guard.check()
+        node = super().create_node(kind, target, *args, **kwargs)
+        node.stack_trace = current_line()
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    # modules
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaf = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
+        if not (leaf and self.is_leaf_module(m, "")):
+            _refuse_backward_hooks(m)
+        if m is self.root or self.submodule_paths is None or m not in self.submodule_paths:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """torch.nn modules are leaves, unless they hold a user's module, where a boundary may be."""
+        return not isinstance(m, nn.Sequential) and all(
+            part.__module__.startswith(("torch.nn", "torch.ao.nn")) for part in m.modules()
+        )
+
+    # tensors
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return self._source(a)
+        return super().create_arg(a)
+
+    def _source(self, tensor: Tensor) -> fx.Node:
+        name = self._names.get(id(tensor))
+        if name is None:
+            if tensor.requires_grad:
+                raise refuse(
+                    "a tensor that needs a gradient and is no parameter is used in forward",
+                    "register it as an nn.Parameter",
+                )
+            name = self._names[id(tensor)] = f"_constant{len(self.constants)}"
+            self.constants[name] = tensor
+        if name not in self._sources:
+            self._sources[name] = self.create_node("get_attr", name, (), {})
+        return self._sources[name]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        if isinstance(attr_val, Tensor) and id(attr_val) in self._names:
+            name = self._names[id(attr_val)]
+            if name not in parameter_proxy_cache:
+                parameter_proxy_cache[name] = self.proxy(self._source(attr_val))
+            return parameter_proxy_cache[name]
+        return attr_val
+
+    # boundaries
+
+    def record_boundary(self, value: Any, name: str | None) -> Any:
+        leaves, spec = pytree.tree_flatten(value)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Proxy)]
+        if not places:
+            raise refuse(
+                f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no traced tensor",
+                "give it the tensors that cross the cut",
+            )
+        crossing = self.create_proxy("call_function", boundary, ([leaves[i] for i in places], name), {})
+        for position, place in enumerate(places):
+            leaves[place] = crossing[position]  # type: ignore[index]
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def _refuse_backward_hooks(module: nn.Module) -> None:
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise refuse(
+            f"{type(module).__name__} has backward hooks and is traced through, so they would never run",
+            "put the hook on a torch.nn module, or on a tensor's or parameter's gradient",
+        )
+
+
+@contextlib.contextmanager
+def _proxied_factories(tracer: fx.Tracer) -> Iterator[None]:
+    """``torch.zeros(x.shape[0], 3)`` recorded: with sizes given one by one torch's parser knows no proxies."""
+
+    def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*sizes: Any, **kwargs: Any) -> Any:
+            if any(isinstance(size, fx.Proxy) for size in sizes) and len(sizes) > 1:
+                return tracer.create_proxy("call_function", factory, (sizes,), kwargs)
+            return factory(*sizes, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("zeros", "ones", "empty", "rand", "randn"):
+            stack.enter_context(patched(torch, name, recorded(getattr(torch, name))))
+        yield

@@ -1,0 +1,272 @@
+"""Transport: how tensors move between the ranks of a pipe group and of a data group.
+
+A transport moves bytes and agrees on small objects; it knows nothing of stages. There are three: ``LocalTransport``
+(one process plays every pipe rank), ``DistributedTransport`` (torch.distributed, one process a rank) and, in
+``strict.py``, one that behaves as NCCL does, without NCCL.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.topology import Topology
+
+Pair = tuple[int, int]
+"""(sending, receiving) pipe rank."""
+
+
+class Work(Protocol):
+    """A send or receive under way."""
+
+    def wait(self) -> object:
+        """Returns once later work may use the buffer."""
+        ...
+
+
+class PeerLost(RunError):
+    """A wait ended because the rank at the other end is gone, or has closed its connections."""
+
+
+class Transport(Protocol):
+    """One rank's view. ``scope`` is "pipe" (this rank's pipe group), "data", or a tuple of pipe ranks."""
+
+    pipe_rank: int | None
+    """This rank's place in its pipe group; None where one process plays them all."""
+    data_rank: int
+    data_size: int
+
+    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
+        """Makes ready, on all ranks alike: a queue for each pair, a group for each set of owners."""
+
+    def send(self, pair: Pair, buffer: Tensor) -> Work: ...
+    def receive(self, pair: Pair, buffer: Tensor) -> Work: ...
+
+    def gather(self, scope: str, item: Any) -> list[Any]:
+        """Every rank's ``item``, by rank in the group: small picklable objects, on the host."""
+
+    def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
+        """The same for one 63-bit integer, faster."""
+
+    def maximum(self, scope: str | tuple[int, ...], flags: Tensor) -> Tensor:
+        """The elementwise maximum over the group of a uint8 vector on the host."""
+
+    def all_reduce(self, scope: str | tuple[int, ...], tensor: Tensor) -> None:
+        """Sums ``tensor`` over the group, in place; the same bits on every rank."""
+
+    def broadcast(self, scope: str | tuple[int, ...], tensor: Tensor, source: int) -> None:
+        """Overwrites ``tensor`` by that of the group's rank number ``source``."""
+
+    def abort(self, reason: str) -> None:
+        """Makes every rank that waits for this one end with an error."""
+
+    def explain(self, lost: PeerLost) -> str:
+        """Why a wait ended, in words: which rank failed, and how."""
+
+
+class LocalTransport:
+    """One process that plays every pipe rank of one replica: nobody to talk to."""
+
+    pipe_rank: int | None = None
+    data_rank = 0
+    data_size = 1
+
+    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
+        pass
+
+    def send(self, pair: Pair, buffer: Tensor) -> Work:
+        raise RunError(f"one process plays all pipe ranks, so nothing travels from rank {pair[0]} to {pair[1]}")
+
+    receive = send
+
+    def gather(self, scope: str, item: Any) -> list[Any]:
+        return [item]
+
+    def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
+        return (item,)
+
+    def maximum(self, scope: str | tuple[int, ...], flags: Tensor) -> Tensor:
+        return flags
+
+    def all_reduce(self, scope: str | tuple[int, ...], tensor: Tensor) -> None:
+        pass
+
+    def broadcast(self, scope: str | tuple[int, ...], tensor: Tensor, source: int) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+    def explain(self, lost: PeerLost) -> str:
+        return str(lost)
+
+
+class _Waiting:
+    """A torch.distributed work whose failure is a PeerLost. It lets go of the work, which keeps a connection open."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise PeerLost(str(error)) from None
+            finally:
+                self._work = None
+
+
+class DistributedTransport:
+    """torch.distributed: gloo between CPUs, nccl between GPUs, gloo for what the host must know.
+
+    Each directed pair of ranks has a process group of its own. On one group, the order of messages is the order in
+    which they were started, whatever their tags; with two directions, or activations and gradients, on one group,
+    each can come to wait for the other.
+    """
+
+    def __init__(self, topology: Topology, timeout: float = 1800.0) -> None:
+        self._rank = dist.get_rank()
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self._pipes = topology.groups("pipe")
+        coordinate = {"pipe": self._pipes, "data": topology.groups("data")}
+        self._ranks = {scope: next(g for g in groups if self._rank in g) for scope, groups in coordinate.items()}
+        self.pipe_rank: int | None = self._ranks["pipe"].index(self._rank)
+        self.data_rank = self._ranks["data"].index(self._rank)
+        self.data_size = len(self._ranks["data"])
+        self._world_size = topology.world_size
+        self._links: dict[Pair, dist.ProcessGroup] = {}
+        self._groups: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
+        self._hosts: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
+        for scope, groups in coordinate.items():
+            self._new_scope(scope, groups)
+        self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{_next_number()}", _default_store())
+
+    def _new_scope(self, scope: str | tuple[int, ...], groups: Sequence[Sequence[int]]) -> None:
+        """Makes a device group and a host group for each list of ranks; all ranks of the world, in one order."""
+        for ranks in groups:
+            group = dist.new_group(list(ranks), timeout=self._timeout)
+            host = group
+            if dist.get_backend() != "gloo":
+                host = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
+            if self._rank in ranks:
+                self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)  # type: ignore[index]
+
+    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
+        for sender, receiver in pairs:
+            for pipe in self._pipes:
+                group = dist.new_group([pipe[sender], pipe[receiver]], timeout=self._timeout)
+                if self._rank in (pipe[sender], pipe[receiver]):
+                    self._links[sender, receiver] = group
+        for owner in owners:
+            self._new_scope(owner, [[pipe[rank] for rank in owner] for pipe in self._pipes])
+        self._connect()
+
+    def _connect(self) -> None:
+        """Connects every link before the first step, in one order on all ranks, so that none connects mid-step."""
+        works = []
+        for sender, receiver in sorted(self._links):
+            token = torch.zeros(1, dtype=torch.uint8, device=self._device())
+            start = self.send if self.pipe_rank == sender else self.receive
+            works.append((start((sender, receiver), token), token))
+        for work, _ in works:
+            work.wait()
+
+    @staticmethod
+    def _device() -> torch.device:
+        return torch.device("cpu" if dist.get_backend() == "gloo" else f"cuda:{torch.cuda.current_device()}")
+
+    def _link(self, pair: Pair) -> dist.ProcessGroup:
+        if pair not in self._links:
+            raise RunError(
+                f"this kind of batch sends from pipe rank {pair[0]} to {pair[1]}, which the first kind did not; "
+                "give compile example_args of the kind that uses most of the model"
+            )
+        return self._links[pair]
+
+    def send(self, pair: Pair, buffer: Tensor) -> Work:
+        return self._start(dist.isend, buffer, self._ranks["pipe"][pair[1]], self._link(pair))
+
+    def receive(self, pair: Pair, buffer: Tensor) -> Work:
+        return self._start(dist.irecv, buffer, self._ranks["pipe"][pair[0]], self._link(pair))
+
+    @staticmethod
+    def _start(call: Any, buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Work:
+        try:
+            return _Waiting(call(buffer, peer, group=group))
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from None
+
+    def gather(self, scope: str, item: Any) -> list[Any]:
+        items: list[Any] = [None] * len(self._ranks[scope])
+        _together(dist.all_gather_object, items, item, group=self._host(scope))
+        return items
+
+    def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
+        items = torch.empty(len(self._ranks[scope]), dtype=torch.int64)
+        _together(dist.all_gather_single, items, torch.tensor([item]), group=self._host(scope))
+        return tuple(items.tolist())
+
+    def _host(self, scope: str | tuple[int, ...]) -> dist.ProcessGroup:
+        if scope not in self._hosts:
+            raise RunError("an earlier step failed and closed the connections; compile again")
+        return self._hosts[scope]
+
+    def maximum(self, scope: str | tuple[int, ...], flags: Tensor) -> Tensor:
+        _together(dist.all_reduce, flags, dist.ReduceOp.MAX, group=self._host(scope))
+        return flags
+
+    def all_reduce(self, scope: str | tuple[int, ...], tensor: Tensor) -> None:
+        _together(dist.all_reduce, tensor, group=self._groups[scope])
+
+    def broadcast(self, scope: str | tuple[int, ...], tensor: Tensor, source: int) -> None:
+        _together(dist.broadcast, tensor, self._ranks[scope][source], group=self._groups[scope])  # type: ignore[index]
+
+    def abort(self, reason: str) -> None:
+        """Says why in the store, then closes this rank's connections: whoever waits on one gets an error at once."""
+        if not self._hosts:
+            return
+        self._store.compare_set("failed", "", f"rank {self._rank}: {reason}")
+        groups = {*self._links.values(), *self._groups.values(), *self._hosts.values()}
+        self._links.clear()
+        self._groups.clear()
+        self._hosts.clear()
+        while groups:
+            dist.destroy_process_group(groups.pop())
+
+    def explain(self, lost: PeerLost) -> str:
+        try:
+            reason = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        except RuntimeError:  # the process that holds the store is gone, too
+            reason = ""
+        return reason or f"a peer is gone ({lost})"
+
+
+def _together(call: Any, *args: Any, **kwargs: Any) -> None:
+    """A collective call whose failure is a PeerLost."""
+    try:
+        call(*args, **kwargs)
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from None
+
+
+_made = 0
+
+
+def _next_number() -> int:
+    """Counts the transports of this process: all ranks make them in the same order."""
+    global _made
+    _made += 1
+    return _made
+
+
+def _default_store() -> dist.distributed_c10d.Store:
+    """The store that the processes met in. torch has no public name for it, so this function does."""
+    store: dist.distributed_c10d.Store = dist.distributed_c10d._get_default_store()
+    return store

@@ -1,0 +1,25 @@
+"""The passes: each a pure function ``Program → Program``, one a file. ``default()`` is the pipeline that compile runs.
+
+A new pass is a file, its test, and its name in ``default()``.
+"""
+
+from __future__ import annotations
+
+if __name__ == "passes":
+    raise ImportError("this folder is the package fxpipe.passes; import it by that name")
+
+from fxpipe.passes.alias_groups import alias_groups
+from fxpipe.passes.mark_copies import mark_copies
+from fxpipe.passes.name_stages import name_stages
+from fxpipe.passes.order_writes import order_writes
+from fxpipe.passes.partition import partition
+from fxpipe.passes.split import split
+from fxpipe.pipeline import Pass
+
+
+def default() -> tuple[Pass, ...]:
+    """The pass pipeline, in order. What it returns can be given to ``compile(passes=...)``, changed or not."""
+    return order_writes, alias_groups, mark_copies, partition, name_stages
+
+
+__all__ = ["alias_groups", "default", "mark_copies", "name_stages", "order_writes", "partition", "split"]

@@ -1,0 +1,60 @@
+"""Order writes: later uses of a written value come to use the result of the write.
+
+A write such as ``mask[i] = 1`` returns nothing, and in the graph nothing depends on it: whoever follows edges alone
+would put it into the wrong stage. After this pass the order of writes and reads is a matter of edges.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+
+from torch import fx
+
+from fxpipe.callables import setitem
+from fxpipe.errors import PartitionError
+from fxpipe.ir import Program, where
+from fxpipe.passes.effects import written
+
+
+def order_writes(program: Program) -> Program:
+    """Program → the same program, with every write an edge to the reads behind it."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    program = program.replace(graph=graph)
+    for node in list(program.graph.nodes):
+        targets = written(program, node)
+        for target in targets:
+            if target.op == "get_attr" and str(target.target) in program.constants:
+                raise PartitionError(
+                    f"a tensor that forward made while it was traced is written by {node.name}{where(node)}; "
+                    "make it from a traced tensor, as in x.new_zeros(...)"
+                )
+        if not targets:
+            continue
+        result = _as_expression(program.graph, node)
+        if result is not None:
+            targets[0].replace_all_uses_with(result, delete_user_cb=partial(_comes_after, result))
+    return program
+
+
+def _as_expression(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """The node whose value is the tensor that ``node`` has written; None where it returns something else."""
+    if node.target is operator.setitem or node.target == "__setitem__":
+        with graph.inserting_after(node):
+            expression = graph.create_node("call_function", setitem, node.args, {}, name=f"{node.name}_written")
+        expression.meta = dict(node.meta)
+        expression.stack_trace = node.stack_trace
+        graph.erase_node(node)
+        return expression
+    returns_first = node.op == "call_module" or str(getattr(node.target, "__name__", node.target)).endswith("_")
+    return node if returns_first or getattr(node.target, "__module__", "") == "_operator" else _if_in_place(node)
+
+
+def _if_in_place(node: fx.Node) -> fx.Node | None:
+    """``F.relu(x, inplace=True)`` returns x; ``F.batch_norm`` and ``out=`` do not return what they write first."""
+    return node if node.kwargs.get("inplace") is True or node.args[-1:] == (True,) else None
+
+
+def _comes_after(write: fx.Node, user: fx.Node) -> bool:
+    return user is not write and write < user

@@ -1,0 +1,42 @@
+"""Union-find, for whatever belongs together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Union(Generic[T]):
+    """Disjoint groups of items; every item starts alone."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._parent: dict[T, T] = {item: item for item in items}
+
+    def find(self, item: T) -> T:
+        """The item that stands for ``item``'s group."""
+        root = item
+        while self._parent[root] != root:
+            root = self._parent[root]
+        while self._parent[item] != root:
+            self._parent[item], item = root, self._parent[item]
+        return root
+
+    def join(self, one: T, other: T) -> None:
+        """Puts both groups into one, for which the first of the two stands."""
+        self._parent[self.find(other)] = self.find(one)
+
+    def same(self, one: T, other: T) -> bool:
+        return self.find(one) == self.find(other)
+
+    def groups(self) -> list[list[T]]:
+        """All groups, in order of their first items."""
+        found: dict[T, list[T]] = {}
+        for item in self._parent:
+            found.setdefault(self.find(item), []).append(item)
+        return list(found.values())
+
+    def members(self, item: T) -> list[T]:
+        root = self.find(item)
+        return [other for other in self._parent if self.find(other) == root]

@@ -1,0 +1,445 @@
+"""Topology: the contract's examples, and every group against numpy's own idea of a grid."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fxpipe
+from fxpipe.errors import TopologyError
+from fxpipe.topology import ROLES, Topology
+from fxpipe.world import launch
+
+Axes = list[tuple[str, int]]
+
+CONTRACT: Axes = [("pipe", 2), ("tensor", 2), ("data", 4)]
+
+# (axes, ranks per node)
+TOPOLOGIES: list[tuple[Axes, int | None]] = [
+    (CONTRACT, None),
+    (CONTRACT, 8),
+    (CONTRACT, 2),
+    ([("pipe", 1)], None),
+    ([("pipe", 3)], 1),
+    ([("data", 6)], 3),
+    ([("pipe", 3), ("data", 2)], 2),
+    ([("pipe", 3), ("data", 2)], 3),  # the middle data group straddles the two nodes
+    ([("data", 4), ("pipe", 3)], 6),
+    ([("dp", 2), ("pp", 3), ("tp", 2)], 6),
+    ([("tensor", 4), ("pipe", 2)], 4),
+    ([("tp", 1), ("dp", 5), ("pp", 2)], 10),
+]
+every_topology = pytest.mark.parametrize(("axes", "per_node"), TOPOLOGIES, ids=str)
+
+
+def grid(axes: Axes) -> np.ndarray:
+    return np.arange(math.prod(size for _, size in axes)).reshape([size for _, size in axes])
+
+
+def expected_groups(axes: Axes, role: str) -> set[tuple[int, ...]]:
+    """Move the axis to the end, and every row is a group."""
+    ranks = grid(axes)
+    places = [index for index, (name, _) in enumerate(axes) if ROLES[name] == role]
+    rows = np.moveaxis(ranks, places[0], -1).reshape(-1, axes[places[0]][1]) if places else ranks.reshape(-1, 1)
+    return {tuple(row) for row in rows.tolist()}
+
+
+def expected_model_groups(axes: Axes) -> list[list[int]]:
+    """Move the data axis to the front, and every slice is a group."""
+    ranks = grid(axes)
+    places = [index for index, (name, _) in enumerate(axes) if ROLES[name] == "data"]
+    slices = np.moveaxis(ranks, places[0], 0).reshape(axes[places[0]][1], -1) if places else ranks.reshape(1, -1)
+    return [sorted(row) for row in slices.tolist()]
+
+
+def as_set(groups: list[list[int]]) -> set[tuple[int, ...]]:
+    assert len({tuple(group) for group in groups}) == len(groups)
+    return {tuple(group) for group in groups}
+
+
+# --- the contract's example ---
+
+
+def test_the_contracts_groups_come_in_the_contracts_order() -> None:
+    topo = Topology(CONTRACT)
+    assert topo.world_size == 16
+    assert topo.groups("pipe")[:2] == [[0, 8], [1, 9]]
+    assert topo.groups("tensor")[:3] == [[0, 4], [8, 12], [1, 5]]
+    assert topo.groups("data")[0] == [0, 1, 2, 3]
+    assert topo.groups("model")[0] == [0, 4, 8, 12]
+
+
+def test_the_contracts_groups_are_printed() -> None:
+    lines = str(Topology(CONTRACT, ranks_per_node=8)).splitlines()
+    rows = {line.split()[0]: line for line in lines}
+    assert lines[0] == "16 ranks, 8 to a node"
+    assert "[0, 8] [1, 9]" in rows["pipe"]
+    assert rows["pipe"].endswith("yes")
+    assert "[0, 4] [8, 12] [1, 5]" in rows["tensor"]
+    assert rows["tensor"].endswith("no")
+    assert "[0, 1, 2, 3]" in rows["data"]
+    assert "[0, 4, 8, 12]" in rows["model"]
+    assert rows["model"].endswith("yes")
+
+
+# --- against numpy ---
+
+
+@every_topology
+def test_axes_sizes_and_world_size_are_as_given(axes: Axes, per_node: int | None) -> None:
+    topo = Topology(axes, per_node)
+    assert topo.axes == tuple(axes)
+    assert topo.ranks_per_node == per_node
+    assert topo.world_size == math.prod(size for _, size in axes)
+    given = {ROLES[name]: size for name, size in axes}
+    for name, role in ROLES.items():
+        assert topo.size(name) == given.get(role, 1)
+    assert topo.size("model") == topo.world_size // given.get("data", 1)
+
+
+@every_topology
+def test_coordinates_and_ranks_are_numpys_row_major_index(axes: Axes, per_node: int | None) -> None:
+    topo = Topology(axes, per_node)
+    names = [name for name, _ in axes]
+    for index, rank in np.ndenumerate(grid(axes)):
+        assert topo.coordinate(int(rank)) == dict(zip(names, index, strict=True))
+        assert list(topo.coordinate(int(rank))) == names
+        assert topo.rank(**dict(zip(names, index, strict=True))) == rank
+
+
+@every_topology
+@pytest.mark.parametrize("role", ["pipe", "data", "tensor"])
+def test_groups_vary_one_coordinate(axes: Axes, per_node: int | None, role: str) -> None:
+    groups = Topology(axes, per_node).groups(role)
+    assert as_set(groups) == expected_groups(axes, role)
+    assert all(group == sorted(group) for group in groups)
+
+
+@every_topology
+def test_model_groups_vary_all_but_the_data_coordinate(axes: Axes, per_node: int | None) -> None:
+    assert Topology(axes, per_node).groups("model") == expected_model_groups(axes)
+
+
+@every_topology
+def test_shard_and_replica_groups_tile_each_data_group(axes: Axes, per_node: int | None) -> None:
+    topo = Topology(axes, per_node)
+    width = per_node or topo.world_size
+    shards: set[tuple[int, ...]] = set()
+    replicas: set[tuple[int, ...]] = set()
+    for group in expected_groups(axes, "data"):
+        nodes = np.array(group) // width
+        # Equally many ranks in every node, so that nodes are rows of a rectangle.
+        rectangle = np.array(group).reshape(len(set(nodes.tolist())), -1)
+        assert all(len(set(row)) == 1 for row in (rectangle // width).tolist())
+        shards |= {tuple(row) for row in rectangle.tolist()}
+        replicas |= {tuple(column) for column in rectangle.T.tolist()}
+    assert as_set(topo.shard_groups()) == shards
+    assert as_set(topo.replica_groups()) == replicas
+
+
+@every_topology
+@pytest.mark.parametrize("role", ["pipe", "data", "tensor"])
+def test_an_axis_crosses_nodes_where_one_of_its_groups_does(axes: Axes, per_node: int | None, role: str) -> None:
+    topo = Topology(axes, per_node)
+    node_of = grid(axes).ravel() // (per_node or topo.world_size)
+    expected = any(len({int(node_of[rank]) for rank in group}) > 1 for group in expected_groups(axes, role))
+    assert topo.crosses_nodes(role) is expected
+
+
+@every_topology
+def test_printing_shows_every_axis_and_its_first_group(axes: Axes, per_node: int | None) -> None:
+    topo = Topology(axes, per_node)
+    rows = {line.split()[0]: line for line in str(topo).splitlines()}
+    for name, size in axes:
+        assert rows[name].split()[1] == str(size)
+        assert str(topo.groups(name)[0]) in rows[name]
+
+
+# --- what else a value should do ---
+
+
+def test_either_name_of_a_role_is_understood() -> None:
+    topo = Topology([("pp", 2), ("dp", 4)])
+    assert topo.size("pipe") == topo.size("pp") == 2
+    assert topo.groups("data") == topo.groups("dp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert topo.rank(pipe=1, data=2) == topo.rank(pp=1, dp=2) == 6
+    assert topo.coordinate(6) == {"pp": 1, "dp": 2}
+
+
+def test_an_absent_axis_has_size_one_and_groups_of_one() -> None:
+    topo = Topology([("pipe", 3)])
+    assert topo.size("tensor") == 1
+    assert topo.groups("tp") == [[0], [1], [2]]
+    assert not topo.crosses_nodes("data")
+    assert topo.rank(pipe=2, tensor=0) == 2
+
+
+def test_numpys_integers_are_integers() -> None:
+    axes: Any = [("pipe", np.int64(2)), ("data", np.int32(3))]
+    per_node: Any = np.int64(3)
+    topo = Topology(axes, per_node)
+    assert topo == Topology([("pipe", 2), ("data", 3)], 3)
+    assert all(type(size) is int for _, size in topo.axes)
+
+
+def test_equal_topologies_are_one_key() -> None:
+    assert Topology(CONTRACT, 8) == Topology(tuple(CONTRACT), 8)
+    assert len({Topology(CONTRACT, 8), Topology(CONTRACT, 8), Topology(CONTRACT)}) == 2
+    assert Topology(CONTRACT) != Topology([("pipe", 2), ("data", 4), ("tensor", 2)])
+    assert Topology(CONTRACT) != CONTRACT
+
+
+@every_topology
+def test_the_representation_makes_an_equal_topology(axes: Axes, per_node: int | None) -> None:
+    topo = Topology(axes, per_node)
+    assert eval(repr(topo)) == topo
+    assert pickle.loads(pickle.dumps(topo)) == topo
+    assert copy.deepcopy(topo) == topo
+
+
+def test_a_returned_group_may_be_changed() -> None:
+    topo = Topology(CONTRACT)
+    topo.groups("data")[0].clear()
+    assert topo.groups("data")[0] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("order", [("pipe", "tensor", "data"), ("data", "pipe", "tensor"), ("tensor", "data", "pipe")])
+def test_16384_ranks_take_less_than_a_second(order: tuple[str, ...]) -> None:
+    size = {"pipe": 16, "tensor": 8, "data": 128}
+    start = time.perf_counter()
+    topo = Topology([(name, size[name]) for name in order], ranks_per_node=1024)
+    for axis in (*order, "model"):
+        assert sum(len(group) for group in topo.groups(axis)) == 16384
+    assert sum(len(group) for group in topo.shard_groups()) == 16384
+    assert sum(len(group) for group in topo.replica_groups()) == 16384
+    assert len(str(topo)) < 2000
+    assert time.perf_counter() - start < 1.0
+
+
+def test_the_arithmetic_needs_no_torch() -> None:
+    root = Path(fxpipe.__file__).parent
+    script = (
+        "import sys, types\n"
+        "sys.modules['torch'] = None\n"  # an import of torch fails from here on
+        "package = types.ModuleType('fxpipe')\n"
+        f"package.__path__ = [{str(root)!r}]\n"
+        "sys.modules['fxpipe'] = package\n"
+        "from fxpipe.topology import Topology\n"
+        f"print(Topology({CONTRACT!r}, 8).groups('model')[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "[0, 4, 8, 12]", done.stderr
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("axes", "per_node", "says"),
+    [
+        ([], None, 'at least one axis: write Topology([("pipe", 1)])'),
+        ([("pipes", 2)], None, 'unknown axis "pipes"; did you mean "pipe"?'),
+        ([("expert", 2)], None, 'unknown axis "expert"; known: "pipe", "pp", "data", "dp", "tensor", "tp"'),
+        ([("model", 2)], None, 'unknown axis "model"'),
+        ([("pipe", 2), ("pipe", 3)], None, 'axes "pipe" and "pipe" are both the pipe axis'),
+        ([("pipe", 2), ("dp", 2), ("pp", 3)], None, 'axes "pipe" and "pp" are both the pipe axis'),
+        ([("pipe", 2), ("data", 0)], None, 'axis "data" has size 0'),
+        ([("pipe", -2)], None, 'axis "pipe" has size -2'),
+        ([("pipe", 2.0)], None, 'the size of axis "pipe" must be a whole number, got 2.0'),
+        (("pipe", 2), None, 'got \'pipe\': write Topology([("pipe", 2), ("data", 4)])'),
+        ([("pipe", 2, 3)], None, "got ('pipe', 2, 3)"),
+        (CONTRACT, 3, "ranks_per_node=3 does not divide the 16 ranks of pipe 2 × tensor 2 × data 4"),
+        (CONTRACT, 32, "write ranks_per_node=1 or 2 or 4 or 8 or 16"),
+        (CONTRACT, 0, "ranks_per_node=0 does not divide"),
+        (CONTRACT, "8", "ranks_per_node must be a whole number, got '8'"),
+        (
+            [("data", 3), ("tensor", 2)],
+            3,
+            "the data group [0, 2, 4] of data 3 × tensor 2 meets nodes unevenly (2 in node 0, 1 in node 1)",
+        ),
+        (
+            [("data", 3), ("tensor", 2)],
+            3,
+            "write ranks_per_node=1 or 2 or 6, or make data the innermost axis: "
+            "Topology([('tensor', 2), ('data', 3)], ranks_per_node=3)",
+        ),
+        ([("pipe", 2), ("data", 3)], 2, "the data group [0, 1, 2] of pipe 2 × data 3 meets nodes unevenly"),
+    ],
+)
+def test_a_grid_that_does_not_add_up_is_refused(axes: Any, per_node: Any, says: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        Topology(axes, per_node)
+    assert says in str(caught.value)
+
+
+def test_remedies_that_do_not_help_are_not_proposed() -> None:
+    with pytest.raises(TopologyError) as caught:
+        Topology([("pipe", 2), ("data", 3)], 2)
+    assert str(caught.value).endswith("write ranks_per_node=1 or 3 or 6")
+
+
+@pytest.mark.parametrize(
+    ("rank", "says"),
+    [
+        (16, "rank 16 is outside pipe 2 × tensor 2 × data 4: its ranks are 0 to 15"),
+        (-1, "rank -1 is outside"),
+        ("3", "a rank must be a whole number, got '3'"),
+    ],
+)
+def test_a_rank_outside_the_grid_is_refused(rank: Any, says: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        Topology(CONTRACT).coordinate(rank)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("coordinate", "says"),
+    [
+        ({"pipe": 2, "tensor": 0, "data": 0}, "pipe=2 is outside pipe 2 × tensor 2 × data 4"),
+        ({"pipe": 0, "tensor": -1, "data": 0}, "indices along tensor are 0 to 1"),
+        ({"pipe": 0, "data": 3}, 'lacks "tensor": write every axis, as in rank(pipe=0, data=3, tensor=0)'),
+        ({}, 'rank() lacks "pipe", "tensor", "data"'),
+        ({"pipe": 0, "tensor": 0, "date": 0}, 'unknown axis "date"; did you mean "data"?'),
+        ({"pipe": 0, "pp": 0, "tensor": 0, "data": 0}, "gives the pipe axis twice"),
+        ({"pipe": 0, "tensor": 0, "data": 0.5}, "the index data must be a whole number, got 0.5"),
+    ],
+)
+def test_a_coordinate_outside_the_grid_is_refused(coordinate: dict[str, Any], says: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        Topology(CONTRACT).rank(**coordinate)
+    assert says in str(caught.value)
+
+
+def test_the_only_index_along_an_absent_axis_is_zero() -> None:
+    with pytest.raises(TopologyError, match="tensor=1 is outside pipe 2: the only index there is 0"):
+        Topology([("pipe", 2)]).rank(pipe=0, tensor=1)
+
+
+@pytest.mark.parametrize("method", ["size", "groups", "crosses_nodes", "group"])
+def test_an_unknown_axis_is_refused_wherever_it_is_asked_for(method: str) -> None:
+    with pytest.raises(TopologyError, match='unknown axis "tenser"; did you mean "tensor"'):
+        getattr(Topology(CONTRACT), method)("tenser")
+
+
+def test_without_torch_distributed_there_is_no_mesh_and_no_group() -> None:
+    topo = Topology([("pipe", 2)])
+    with pytest.raises(TopologyError, match=r"torch.distributed is not started.*fxpipe.init\(\)"):
+        _ = topo.mesh
+    with pytest.raises(TopologyError, match=r"torch.distributed is not started.*fxpipe.init\(\)"):
+        topo.group("pipe")
+
+
+# --- in four processes ---
+
+
+def refusal(make: Any) -> str:
+    try:
+        make()
+    except TopologyError as error:
+        return str(error)
+    return ""
+
+
+def facts(topo: Topology, meeting: str) -> dict[str, Any]:
+    """What one rank of four sees."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    def summed(axis: str) -> float:
+        total = torch.tensor(float(10 ** dist.get_rank()))
+        dist.all_reduce(total, group=topo.group(axis))
+        return total.item()
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    seen = Topology.from_mesh(mesh, ranks_per_node=2)
+    unnamed = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    swapped = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("pp", "dp"))
+    other = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("ep", "dp"))
+    result: dict[str, Any] = {
+        "names": topo.mesh.mesh_dim_names,
+        "ranks": topo.mesh.mesh.tolist(),
+        "device": topo.mesh.device_type,
+        "cached": topo.mesh is topo.mesh and topo.group("model") is topo.group("model"),
+        "groups": {
+            axis: dist.get_process_group_ranks(topo.group(axis)) for axis in ("pipe", "data", "tensor", "model")
+        },
+        "sums": {axis: summed(axis) for axis in ("pipe", "dp", "tensor", "model")},
+        "seen": (seen, seen.mesh is mesh, seen.group("pipe") is mesh.get_group("pp")),
+        "too many": refusal(lambda: Topology(CONTRACT).mesh),
+        "too few": refusal(lambda: Topology([("pipe", 2)]).group("model")),
+        "unnamed": refusal(lambda: Topology.from_mesh(unnamed)),
+        "swapped": refusal(lambda: Topology.from_mesh(swapped)),
+        "unknown": refusal(lambda: Topology.from_mesh(other)),
+        "part": refusal(lambda: Topology.from_mesh(mesh["dp"])),
+    }
+    first, rank = topo.mesh, dist.get_rank()
+    dist.destroy_process_group()
+    result["stale"] = refusal(lambda: topo.mesh)
+    # In a place of its own: the launch's store still holds the first group's addresses.
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=4)
+    result["restarted"] = topo.mesh is not first and summed("data")
+    return result
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    meeting = (tmp_path_factory.mktemp("four") / "meeting").as_uri()
+    return launch(facts, 4, Topology([("pipe", 2), ("data", 2)]), meeting)
+
+
+def test_the_mesh_has_the_axes_of_the_topology(four: list[dict[str, Any]]) -> None:
+    for seen in four:
+        assert seen["names"] == ("pipe", "data")
+        assert seen["ranks"] == [[0, 1], [2, 3]]
+        assert seen["device"] == "cpu"
+        assert seen["cached"]
+
+
+def test_process_groups_hold_the_ranks_of_the_groups(four: list[dict[str, Any]]) -> None:
+    topo = Topology([("pipe", 2), ("data", 2)])
+    for rank, seen in enumerate(four):
+        for axis, ranks in seen["groups"].items():
+            assert ranks == next(group for group in topo.groups(axis) if rank in group)
+
+
+def test_process_groups_reduce_over_their_ranks(four: list[dict[str, Any]]) -> None:
+    assert [seen["sums"]["pipe"] for seen in four] == [101, 1010, 101, 1010]
+    assert [seen["sums"]["dp"] for seen in four] == [11, 11, 1100, 1100]
+    assert [seen["sums"]["tensor"] for seen in four] == [1, 10, 100, 1000]
+    assert [seen["sums"]["model"] for seen in four] == [101, 1010, 101, 1010]
+
+
+def test_a_mesh_makes_a_topology_and_remains_its_mesh(four: list[dict[str, Any]]) -> None:
+    for seen in four:
+        assert seen["seen"] == (Topology([("pp", 2), ("dp", 2)], 2), True, True)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("too many", "torch.distributed runs 4 processes, but pipe 2 × tensor 2 × data 4 makes 16"),
+        ("too few", "torch.distributed runs 4 processes, but pipe 2 makes 2"),
+        ("unnamed", "a DeviceMesh of shape (2, 2) names no dimensions"),
+        ("swapped", "the mesh orders its ranks as [0, 2, 1, 3]"),
+        ("unknown", 'unknown axis "ep"; known: "pipe", "pp"'),
+        ("part", "torch.distributed runs 4 processes, but dp 2 makes 2"),
+        ("stale", "torch.distributed is not started"),
+    ],
+)
+def test_processes_that_do_not_fit_the_topology_are_refused(four: list[dict[str, Any]], case: str, says: str) -> None:
+    for seen in four:
+        assert says in seen[case]
+
+
+def test_a_restarted_process_group_gets_a_new_mesh(four: list[dict[str, Any]]) -> None:
+    assert [seen["restarted"] for seen in four] == [11, 11, 1100, 1100]

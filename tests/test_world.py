@@ -1,0 +1,490 @@
+"""init and launch: what the environment means, and that no process is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fxpipe
+from fxpipe.errors import FxpipeError, RunError, TopologyError
+from fxpipe.world import Place, _gpu, first_host, init, launch, slurm_place, slurm_port, torchrun_place
+
+SECONDS = 60.0  # for anything that starts processes; each imports torch
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "29500",
+}
+LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "1234567",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own process may have been started by one."""
+    for name in [*TORCHRUN, *(name for name in os.environ if name.startswith(LAUNCHER_PREFIXES))]:
+        monkeypatch.delenv(name, raising=False)
+
+
+# --- what the variables mean ---
+
+
+def test_torchrun_s_variables_say_where_a_process_stands() -> None:
+    assert torchrun_place(TORCHRUN) == Place(5, 8, 1, "host0", 29500)
+
+
+def test_slurm_s_variables_say_where_a_process_stands() -> None:
+    assert slurm_place(SLURM) == Place(5, 8, 1, "gpu07", slurm_port(1234567), gpu_may_be_private=True)
+
+
+def test_a_step_meets_on_its_own_first_host() -> None:
+    place = slurm_place(SLURM | {"SLURM_STEP_NODELIST": "gpu08"})
+    assert place is not None
+    assert place.address == "gpu08"
+
+
+def test_an_address_and_port_that_are_set_win_over_slurm_s() -> None:
+    place = slurm_place(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "4000", "WORLD_SIZE": "8"})
+    assert place is not None
+    assert (place.address, place.port) == ("head", 4000)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # inside a job, but not under srun
+        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {name: value for name, value in SLURM.items() if name != "SLURM_NTASKS"},
+        {"WORLD_SIZE": "1"},
+    ],
+)
+def test_elsewhere_a_process_is_alone(environ: dict[str, str]) -> None:
+    assert torchrun_place(environ) is None
+    assert slurm_place(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"RANK": "five"}, 'RANK is "five": it must be a whole number from 0 to 7'),
+        ({"RANK": "8"}, 'RANK is "8": it must be a whole number from 0 to 7'),
+        ({"RANK": "-1"}, 'RANK is "-1"'),
+        ({"WORLD_SIZE": "0"}, 'WORLD_SIZE is "0": it must be a whole number from 1 up'),
+        ({"WORLD_SIZE": "8.0"}, 'WORLD_SIZE is "8.0"'),
+        ({"LOCAL_RANK": "8"}, 'LOCAL_RANK is "8"'),
+        ({"MASTER_PORT": "http"}, 'MASTER_PORT is "http": it must be a whole number from 1 to 65535'),
+        ({"MASTER_PORT": "65536"}, 'MASTER_PORT is "65536"'),
+        ({"MASTER_ADDR": "", "LOCAL_RANK": ""}, 'RANK is "5", but LOCAL_RANK, MASTER_ADDR has no value'),
+    ],
+)
+def test_malformed_torchrun_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], says: str
+) -> None:
+    for name, value in (TORCHRUN | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TopologyError) as caught:
+        init()
+    assert says in str(caught.value)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"SLURM_NTASKS": "8(x2)"}, 'SLURM_NTASKS is "8(x2)"'),
+        ({"SLURM_PROCID": "8"}, 'SLURM_PROCID is "8": it must be a whole number from 0 to 7'),
+        ({"SLURM_LOCALID": ""}, 'SLURM_LOCALID is ""'),
+        ({"SLURM_JOB_ID": "1_2"}, 'SLURM_JOB_ID is "1_2"'),
+        ({"SLURM_JOB_NODELIST": "gpu[07"}, 'SLURM_JOB_NODELIST is "gpu[07"'),
+        ({"SLURM_STEP_NODELIST": "[]"}, 'SLURM_STEP_NODELIST is "[]"'),
+        ({"MASTER_PORT": "0"}, 'MASTER_PORT is "0"'),
+    ],
+)
+def test_malformed_slurm_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], says: str
+) -> None:
+    for name, value in (SLURM | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TopologyError) as caught:
+        init()
+    assert says in str(caught.value)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST"])
+def test_missing_slurm_variables_are_named(name: str) -> None:
+    with pytest.raises(TopologyError, match=name):
+        slurm_place({other: value for other, value in SLURM.items() if other != name})
+
+
+def test_a_world_without_a_rank_is_refused() -> None:
+    with pytest.raises(TopologyError, match='WORLD_SIZE is "4", but RANK is not set: start the script with torchrun'):
+        torchrun_place({"WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node[03-05,9]", "node03"),
+        ("node[9,03-05]", "node9"),
+        ("node[007]", "node007"),
+        ("login1,node[1-2]", "login1"),
+        ("node[1-2],login1", "node1"),
+        ("rack[2-3]node[05-09]", "rack2node05"),
+        ("gpu-[1-2]-ib.cluster,x", "gpu-1-ib.cluster"),
+        ("127.0.0.[1-2]", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("nodelist", ["", ",node1", "node[", "node[a-b]", "node[1-]", "node]1", "node[1]x[", "a b"])
+def test_what_is_no_list_of_hosts_is_refused(nodelist: str) -> None:
+    with pytest.raises(TopologyError, match=r"SLURM_STEP_NODELIST is .* MASTER_ADDR"):
+        first_host(nodelist, "SLURM_STEP_NODELIST")
+
+
+def test_ports_of_jobs_are_unprivileged_and_not_ephemeral() -> None:
+    ports = {slurm_port(job) for job in range(100_000)}
+    assert min(ports) >= 1024
+    assert max(ports) < 32768
+    assert slurm_port(41) != slurm_port(42)
+
+
+# --- devices ---
+
+
+@pytest.mark.parametrize(("local_rank", "count", "gpu"), [(0, 1, 0), (3, 4, 3)])
+def test_the_gpu_is_that_of_the_local_rank(local_rank: int, count: int, gpu: int) -> None:
+    assert _gpu(Place(7, 8, local_rank, "host0", 29500), count) == gpu
+
+
+def test_an_srun_task_that_sees_one_gpu_owns_it() -> None:
+    assert _gpu(Place(7, 8, 3, "host0", 29500, gpu_may_be_private=True), 1) == 0
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_local_rank_without_a_gpu_is_refused(private: bool) -> None:
+    with pytest.raises(TopologyError, match="local rank 5 has no GPU, for this process sees 4"):
+        _gpu(Place(7, 8, 5, "host0", 29500, private), 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_with_cuda_the_device_is_bound_and_both_backends_work() -> None:
+    script = (
+        "import fxpipe.world, torch, torch.distributed as dist\n"
+        "device = fxpipe.world.init()\n"
+        "for place in ('cpu', device):\n"
+        "    dist.all_reduce(torch.ones(1, device=place))\n"
+        "from fxpipe.topology import Topology\n"
+        "topo = Topology([('pipe', 1), ('data', 1)])\n"
+        "for axis in ('pipe', 'tensor', 'model'):\n"
+        "    dist.all_reduce(torch.ones(1, device=device), group=topo.group(axis))\n"
+        "print(device, torch.cuda.current_device(), dist.get_backend_config(), topo.mesh.device_type)\n"
+        "dist.destroy_process_group()\n"
+    )
+    environ = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+    }
+    assert run_all(script, [environ]) == ["cuda:0 0 cpu:gloo,cuda:nccl cuda"]
+
+
+# --- init in processes of its own ---
+
+MEET = """
+import sys, torch, torch.distributed as dist
+from fxpipe.world import init
+device = init()
+assert init() == device
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+# One write, so that lines of several processes do not mix.
+sys.stdout.write(f"{dist.get_rank()} {dist.get_world_size()} {dist.get_backend()} {device} {total.item()}\\n")
+dist.destroy_process_group()
+"""
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """This process's environment without any launcher's variables, and without GPUs."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    root = str(Path(fxpipe.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [root, inherited.get("PYTHONPATH")]))
+    return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+
+
+def run_all(script: str, environs: list[dict[str, str]]) -> list[str]:
+    """The outputs of one process for each environment, all running at once."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=clean_environment(**environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environs
+    ]
+    outputs = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, errors
+            outputs.append(output.strip())
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(SECONDS)
+    return outputs
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_without_variables_nothing_is_started() -> None:
+    script = "import fxpipe.world as w, torch.distributed as d; print(w.init(), d.is_initialized())"
+    assert run_all(script, [{}]) == ["cpu False"]
+
+
+def test_init_joins_the_processes_of_torchrun_s_variables() -> None:
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environs = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    assert run_all(MEET, environs) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
+
+
+def test_init_joins_the_processes_of_slurm_s_variables() -> None:
+    shared = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "WORLD_SIZE": "2",  # job scripts often set it for themselves
+    }
+    environs = [shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    assert run_all(MEET, environs) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
+
+
+def test_init_joins_the_processes_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "meet.py"
+    script.write_text(MEET)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    done = subprocess.run(
+        torchrun, env=clean_environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the same, but on the CPU")
+def test_processes_that_cannot_meet_say_where_they_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        changes = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in (TORCHRUN | changes).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RunError, match=f"rank 0 of 8 could not meet the others at 127.0.0.1:{port}"):
+            init()
+    assert not dist.is_initialized()
+
+
+# --- launch ---
+
+
+def report(scale: int, values: torch.Tensor) -> tuple[int, torch.Tensor, dict[str, Any]]:
+    """A rank's own part, computed with the others, and what it found around it."""
+    rank = dist.get_rank()
+    total = values * rank
+    dist.all_reduce(total)
+    around = {
+        "threads": torch.get_num_threads(),
+        "local rank": os.environ["LOCAL_RANK"],
+        "device": init().type,
+        "world": dist.get_world_size(),
+    }
+    return rank * scale, total, around
+
+
+def test_launch_returns_the_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    results = launch(report, 3, 10, torch.tensor([1.0, 2.0]))
+    assert [scaled for scaled, _, _ in results] == [0, 10, 20]
+    for rank, (_, total, around) in enumerate(results):
+        assert total.tolist() == [3.0, 6.0]
+        assert around["threads"] == 1
+        assert around["local rank"] == str(rank)
+        assert around["world"] == 3
+        assert around["device"] == ("cuda" if torch.cuda.device_count() >= 3 else "cpu")
+    assert dict(os.environ) == before
+    assert multiprocessing.active_children() == []
+
+
+def fail_in_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one has had enough")
+    threading.Event().wait(10 * SECONDS)
+
+
+def fail_because_rank_1_fails() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one has had enough")
+    dist.recv(torch.zeros(1), src=1)
+
+
+def die_in_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.recv(torch.zeros(1), src=1)
+
+
+def leave_in_rank_1() -> None:
+    if dist.get_rank() == 1:
+        sys.exit("rank one leaves")
+    threading.Event().wait(10 * SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (
+            fail_in_rank_1,
+            ["rank 1 of 2 failed:\nTraceback", "in fail_in_rank_1", "ValueError: rank one has had enough"],
+        ),
+        (fail_because_rank_1_fails, ["rank 1 of 2 failed", "ValueError: rank one has had enough"]),
+        (die_in_rank_1, ["rank 1 of 2 ended without a result, killed by signal 9"]),
+        (leave_in_rank_1, ["rank 1 of 2 failed", "SystemExit: rank one leaves"]),
+    ],
+)
+def test_a_failing_rank_ends_the_launch(fn: Any, says: list[str]) -> None:
+    start = time.monotonic()
+    with pytest.raises(RunError) as caught:
+        launch(fn, 2)
+    assert time.monotonic() - start < SECONDS
+    for part in says:
+        assert part in str(caught.value)
+    assert multiprocessing.active_children() == []
+
+
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise TypeError("this does not travel")
+
+
+def return_what_does_not_pickle() -> Unpicklable:
+    return Unpicklable()
+
+
+def test_a_result_that_does_not_pickle_is_a_failure_of_its_rank() -> None:
+    with pytest.raises(RunError, match=r"rank 0 of 1 failed:(.|\n)*this does not travel"):
+        launch(return_what_does_not_pickle, 1)
+
+
+def test_a_function_that_does_not_pickle_is_refused() -> None:
+    with pytest.raises(RunError, match=r"<lambda> and its arguments cannot be sent .* at the top of a module"):
+        launch(lambda: None, 2)
+
+
+@pytest.mark.parametrize("nproc", [0, -1])
+def test_no_process_is_no_launch(nproc: int) -> None:
+    with pytest.raises(TopologyError, match=f"nproc={nproc}"):
+        launch(fail_in_rank_1, nproc)
+
+
+def test_the_errors_are_fxpipe_s() -> None:
+    assert issubclass(RunError, FxpipeError)
+
+
+# --- no orphans ---
+
+# Each rank reports to the test over a connection, whose end then tells the test that the rank has ended.
+HANG = """
+import socket, sys, time
+from fxpipe.world import launch
+
+def hang(port):
+    line = socket.create_connection(("127.0.0.1", port))
+    line.sendall(b"!")
+    line.settimeout(600)
+    line.recv(1)
+
+if __name__ == "__main__":
+    launch(hang, 2, int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        server.settimeout(SECONDS)
+        yield server
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_launching_process(
+    tmp_path: Path, listener: socket.socket, number: signal.Signals
+) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(HANG)
+    command = [sys.executable, str(script), str(listener.getsockname()[1])]
+    launcher = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        lines = [listener.accept()[0] for _ in range(2)]
+        for line in lines:
+            line.settimeout(SECONDS)
+            assert line.recv(1) == b"!"
+        launcher.send_signal(number)
+        for line in lines:
+            assert line.recv(1) == b""
+            line.close()
+        _, errors = launcher.communicate(timeout=SECONDS)
+    finally:
+        launcher.kill()
+        launcher.wait(SECONDS)
+    assert launcher.returncode == -number
+    assert ("KeyboardInterrupt" in errors) is (number == signal.SIGINT)
