@@ -18,7 +18,7 @@ class Op(enum.Enum):
     W = "W"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Action:
     """``Action(2, Op.F, 0)`` prints as ``2F0``: stage 2, forward, micro-batch 0."""
 

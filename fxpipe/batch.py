@@ -40,9 +40,6 @@ Description = tuple[tuple[str, Given], ...]
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it."""
-    for parameter in signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            raise TypeError(f"forward takes *{parameter.name}; give its inputs names, so that stages can ask for them")
     bound = signature.bind_partial(*args, **kwargs).arguments
     values: dict[str, Any] = {}
     for name, value in bound.items():
@@ -74,7 +71,7 @@ def _given(value: Any) -> Given:
     described = tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
     )
-    return Given("input", (str(spec), described))
+    return Given("input", ("" if spec.is_leaf() else str(spec), described))
 
 
 def merge(descriptions: Sequence[Description]) -> Description:

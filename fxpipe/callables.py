@@ -8,27 +8,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 
 @dataclass
 class Saved:
-    """What a forward leaves for its backward: the arrivals' gradients to be, and the outputs that carry the graph."""
+    """What a forward leaves for its backward: the arrivals' gradients to be, and where backward begins.
+
+    ``roots``: for each output the autograd edge of each of its tensors, None where one needs no gradient. An edge does
+    not keep the tensor itself: once it has been sent, its memory is free unless autograd saved it.
+    """
 
     arrivals: list[_Arrival]
-    outputs: tuple[Any, ...]
+    roots: list[list[GradientEdge | None]]
 
 
 class _Arrival:
     """One input of a stage: collects the gradient of each of its tensors, exactly as autograd hands it over."""
 
     def __init__(self, value: Any) -> None:
-        self.leaves, self.spec = pytree.tree_flatten(value)
-        self.gradients: list[Tensor | None] = [None] * len(self.leaves)
+        self._leaves, self._spec = pytree.tree_flatten(value)
+        self.gradients: list[Tensor | None] = [None] * len(self._leaves)
 
     def enter(self) -> Any:
         """The value to compute with: cut from where it came from, its gradient collected here."""
-        return pytree.tree_unflatten([self._enter(i, leaf) for i, leaf in enumerate(self.leaves)], self.spec)
+        return pytree.tree_unflatten([self._enter(i, leaf) for i, leaf in enumerate(self._leaves)], self._spec)
 
     def _enter(self, index: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -43,7 +48,7 @@ class _Arrival:
         """The gradient, shaped like the input; None where no tensor of it got any."""
         if all(gradient is None for gradient in self.gradients):
             return None
-        return pytree.tree_unflatten(self.gradients, self.spec)
+        return pytree.tree_unflatten(self.gradients, self._spec)
 
 
 class _Receive(torch.autograd.Function):
@@ -89,7 +94,7 @@ class Forward:
             raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
         arrivals = [_Arrival(value) for value in inputs]
         outputs = self._function(*[arrival.enter() for arrival in arrivals])
-        return outputs, Saved(arrivals, outputs)
+        return outputs, Saved(arrivals, [edges(output) for output in outputs])
 
     def __str__(self) -> str:
         return f"# forward of stage {self.name}: ({', '.join(self.names)}) -> ({', '.join(self.outputs)})\n{self.code}"
@@ -108,14 +113,13 @@ class Backward:
         self.name, self.names, self.outputs = name, tuple(names), tuple(outputs)
 
     def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
-        roots: list[Tensor] = []
+        roots: list[GradientEdge] = []
         seeds: list[Tensor | None] = []
         # the last user first: where one tensor is several outputs, this is the order in which autograd adds up
-        for output, gradient in reversed(list(zip(saved.outputs, gradients, strict=True))):
+        for output, gradient in reversed(list(zip(saved.roots, gradients, strict=True))):
             for root, seed in _pairs(output, gradient):
-                if root.requires_grad:
-                    roots.append(root)
-                    seeds.append(seed)
+                roots.append(root)
+                seeds.append(seed)
         if roots:
             torch.autograd.backward(roots, seeds)
         return [arrival.gradient() for arrival in saved.arrivals]
@@ -132,16 +136,23 @@ class Backward:
     __repr__ = __str__
 
 
-def _pairs(output: Any, gradient: Any) -> list[tuple[Tensor, Tensor | None]]:
+def edges(output: Any) -> list[GradientEdge | None]:
+    """Where the backward of an output begins: an autograd edge for each of its tensors that needs a gradient."""
+    return [
+        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in pytree.tree_leaves(output)
+    ]
+
+
+def _pairs(roots: list[GradientEdge | None], gradient: Any) -> list[tuple[GradientEdge, Tensor | None]]:
     """(root, seed) for each tensor of an output that has a gradient."""
     if gradient is None:
         return []
-    if gradient is True:
-        return [(output, None)]
-    leaves = pytree.tree_leaves(output)
-    seeds = pytree.tree_leaves(gradient)
+    seeds = [None] if gradient is True else pytree.tree_leaves(gradient)
     return [
-        (leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if isinstance(leaf, Tensor) and seed is not None
+        (root, seed)
+        for root, seed in zip(roots, seeds, strict=True)
+        if root is not None and (seed is not None or gradient is True)
     ]
 
 

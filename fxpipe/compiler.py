@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxpipe.agreement import Options, call_signature, modes_of, pattern_of
 from fxpipe.batch import BatchDim, describe
 from fxpipe.batch import bind as bind_call
 from fxpipe.connect import connect
-from fxpipe.engine import ForwardBackward, Options, pattern_of
+from fxpipe.engine import ForwardBackward
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.ir import StageGraph
 from fxpipe.lower import pairs
@@ -21,7 +22,6 @@ from fxpipe.plan import Pattern, Plan, Planner
 from fxpipe.reduce import broadcast
 from fxpipe.schedule import Schedule
 from fxpipe.topology import Topology
-from fxpipe.trace import Request
 from fxpipe.transport import PeerLost, Transport
 
 if TYPE_CHECKING:
@@ -102,24 +102,17 @@ def _first_pattern(
     example_kwargs: Mapping[str, Any] | None,
 ) -> Pattern:
     """The pattern of the example, or of a call with the required inputs alone."""
-    model = planner.module
-    modes = (
-        bytes(module.training for module in model.modules()),
-        bytes(parameter.requires_grad for parameter in model.parameters()),
-    )
-    if isinstance(planner.model, StageGraph):
-        return Pattern(planner.model.inputs, (), options.microbatches, False, *modes)
-    signature = Request.signature(planner.model, options.loss_fn)
+    modes = modes_of(planner.module)
+    signature = call_signature(planner, options.loss_fn)
     if example_args is not None or example_kwargs is not None:
         values = bind_call(signature, example_args or (), example_kwargs or {})
         return pattern_of(describe(values), options.microbatches, True, options.loss_fn, modes)
-    kinds = (signature.empty, None)
     required = [
         name
         for name, parameter in signature.parameters.items()
-        if parameter.default in kinds[:1] and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     ]
-    return Pattern(tuple(required), (), options.microbatches, options.loss_fn is not None, *modes)
+    return Pattern(tuple(required), (), options.microbatches, options.loss_fn is not None, modes)
 
 
 def _plan_together(transport: Transport, make: Callable[[], Plan]) -> Plan:

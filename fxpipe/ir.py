@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -88,6 +89,13 @@ def before_boundary(node: fx.Node) -> fx.Node:
     return value
 
 
+def made_by(node: fx.Node) -> fx.Node:
+    """The node that makes a value: what is in front of all boundaries that ``node`` stands behind."""
+    while is_boundary_value(node):
+        node = before_boundary(node)
+    return node
+
+
 def is_compute(node: fx.Node) -> bool:
     """Whether ``node`` does something: no input, parameter, boundary or output."""
     return node.op.startswith("call_") and not is_boundary(node) and not is_boundary_value(node)
@@ -148,13 +156,13 @@ class Stage:
     def _output_names(self) -> list[str]:
         return [edge.value for edge in self.outputs] + ["result"] * self.returns_result
 
-    @property
+    @cached_property
     def forward(self) -> Forward:
         """``forward(*inputs) -> (outputs, saved)``; prints as code."""
         code = self.module.code.strip() if isinstance(self.module, fx.GraphModule) else repr(self.module)
         return Forward(self.name, self.function, self._input_names(), self._output_names(), code)
 
-    @property
+    @cached_property
     def backward(self) -> Backward:
         """``backward(saved, gradients) -> input gradients``; prints as code."""
         return Backward(self.name, self._input_names(), self._output_names())
@@ -176,7 +184,7 @@ class StageGraph:
     origin: str = ""
     """Where the graph comes from: which tracer, or the user's callables."""
 
-    @property
+    @cached_property
     def edges(self) -> tuple[Edge, ...]:
         return tuple(edge for stage in self.stages for edge in stage.outputs)
 

@@ -7,20 +7,14 @@ which the sender makes them; both ends know it, for it follows from the rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import Literal
 
 from fxpipe.action import Action, Op
-
-
-class EdgeLike(Protocol):
-    """What lowering needs to know of a value that passes between stages."""
-
-    @property
-    def source(self) -> int: ...
-    @property
-    def target(self) -> int: ...
+from fxpipe.dependency import EdgeLike
 
 
 @dataclass(frozen=True)
@@ -82,9 +76,9 @@ def lower(
     ahead of the action that needs it, or earlier: never later than a receive behind it in the sender's order, since
     messages between two ranks arrive in that order.
     """
-    sent = [_sends(row, edges, placement, backward) for row in rows]
+    sent = _sends(rows, edges, placement, backward)
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
-    used_at = {message: _use_of(message, rows[message.receiver], edges) for message in sent_at}
+    used_at = _uses(sent_at, rows, edges)
     arriving: list[list[Message]] = [[] for _ in rows]
     leaving: list[list[Message]] = [[] for _ in rows]
     for message in sent_at:
@@ -106,22 +100,28 @@ def lower(
 
 
 def _sends(
-    row: Sequence[Action], edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool]
-) -> list[list[Message]]:
-    """The messages that each action of a row makes, in order."""
-    groups = []
-    for action in row:
-        made = []
-        for index, edge in enumerate(edges):
-            here, there = placement[edge.source], placement[edge.target]
-            if here == there:
-                continue
-            if action.op is Op.F and edge.source == action.stage:
-                made.append(Message(index, Op.F, action.microbatch, here, there))
-            elif action.op in (Op.B, Op.I) and edge.target == action.stage and backward[edge.source]:
-                made.append(Message(index, Op.B, action.microbatch, there, here))
-        groups.append(made)
-    return groups
+    rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool]
+) -> list[list[list[Message]]]:
+    """Rank and place → the messages that the action there makes, in order."""
+    makes: dict[tuple[int, Op], list[tuple[int, Op, int, int]]] = {}  # (stage, op) → its messages, less micro-batch
+    for index, edge in enumerate(edges):
+        here, there = placement[edge.source], placement[edge.target]
+        if here == there:
+            continue
+        makes.setdefault((edge.source, Op.F), []).append((index, Op.F, here, there))
+        if backward[edge.source]:
+            for op in (Op.B, Op.I):
+                makes.setdefault((edge.target, op), []).append((index, Op.B, there, here))
+    return [
+        [
+            [
+                Message(index, op, action.microbatch, sender, receiver)
+                for index, op, sender, receiver in makes.get((action.stage, action.op), ())
+            ]
+            for action in row
+        ]
+        for row in rows
+    ]
 
 
 def user_of(message: Message, edges: Sequence[EdgeLike]) -> tuple[int, int, bool]:
@@ -131,21 +131,24 @@ def user_of(message: Message, edges: Sequence[EdgeLike]) -> tuple[int, int, bool
     return (edge.target if forward else edge.source), message.microbatch, forward
 
 
-def _use_of(message: Message, row: Sequence[Action], edges: Sequence[EdgeLike]) -> int:
-    """The place in the receiver's row of the first action that needs a message; its end where none does."""
-    stage, microbatch, forward = user_of(message, edges)
-    for place, action in enumerate(row):
-        if (action.stage, action.microbatch, action.op is Op.F) == (stage, microbatch, forward):
-            return place
-    return len(row)
+def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike]) -> dict[Message, int]:
+    """Message → the place in its receiver's row of the first action that needs it; the row's end where none does."""
+    places: list[dict[tuple[int, int, bool], int]] = [{} for _ in rows]
+    for rank, row in enumerate(rows):
+        for place, action in enumerate(row):
+            places[rank].setdefault((action.stage, action.microbatch, action.op is Op.F), place)
+    return {
+        message: places[message.receiver].get(user_of(message, edges), len(rows[message.receiver]))
+        for message in messages
+    }
 
 
 def _posts(arriving: Sequence[Message], used_at: Mapping[Message, int], end: int) -> dict[int, list[Message]]:
     """Place in the row → receives to post before it: an action ahead, and in each sender's own order."""
     posts: dict[int, list[Message]] = {}
-    for sender in sorted({message.sender for message in arriving}):
+    for messages in _by(arriving, "sender").values():
         latest, placed = end, []
-        for message in reversed([m for m in arriving if m.sender == sender]):
+        for message in reversed(messages):
             latest = min(latest, max(used_at[message] - 1, 0))
             placed.append((latest, message))
         for place, message in reversed(placed):
@@ -164,17 +167,24 @@ def _releases(
     Whoever got a message that the peer sent after it used ours knows that ours has arrived.
     """
     releases: dict[int, list[Message]] = {}
-    for message in leaving:
-        answers = [
-            used_at[answer]
-            for answer in arriving
-            if answer.sender == message.receiver
-            and sent_at[answer] >= used_at[message]
-            and used_at[answer] > sent_at[message]
-        ]
-        if answers:
-            releases.setdefault(min(answers), []).append(message)
+    answers_of = _by(arriving, "sender")
+    for peer, messages in _by(leaving, "receiver").items():
+        answers = answers_of.get(peer, [])
+        made = [sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
+        soonest = list(accumulate((used_at[answer] for answer in reversed(answers)), min))[::-1]
+        for message in messages:
+            first = bisect_left(made, used_at[message])  # the answers from here on were made after ours was used
+            if first < len(answers):
+                releases.setdefault(soonest[first], []).append(message)
     return releases
+
+
+def _by(messages: Sequence[Message], end: Literal["sender", "receiver"]) -> dict[int, list[Message]]:
+    """The messages of each rank at that end, in order, by rank."""
+    groups: dict[int, list[Message]] = {}
+    for message in messages:
+        groups.setdefault(getattr(message, end), []).append(message)
+    return dict(sorted(groups.items()))
 
 
 def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int], ...]:
@@ -183,22 +193,8 @@ def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int
     return tuple(sorted({(message.sender, message.receiver) for message in sends}))
 
 
-def needs(action: Action, edges: Sequence[EdgeLike], backward: Sequence[bool]) -> list[Action]:
-    """The actions that must have run before this one."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.op is Op.F:
-        sources = dict.fromkeys(edge.source for edge in edges if edge.target == stage)
-        return [Action(source, Op.F, microbatch) for source in sources]
-    if action.op is Op.W:
-        return [Action(stage, Op.I, microbatch)]
-    targets = dict.fromkeys(edge.target for edge in edges if edge.source == stage and backward[edge.target])
-    return [Action(stage, Op.F, microbatch)] + [Action(target, action.op, microbatch) for target in targets]
-
-
-def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The instructions without everything that belongs to backward."""
-
-    def op(step: Instruction) -> Op:
-        return step.action.op if isinstance(step, Compute) else step.message.op
-
-    return tuple(step for step in instructions if op(step) is Op.F)
+def is_forward(instruction: Instruction) -> bool:
+    """Whether an instruction has a part in a forward-only run, where no gradient tells that a send was received."""
+    if isinstance(instruction, Compute):
+        return instruction.action.op is Op.F
+    return not isinstance(instruction, Release) and instruction.message.op is Op.F

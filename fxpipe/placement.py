@@ -14,9 +14,11 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, int] | None) -> tu
     PartitionError where there are more ranks than stages, a name is unknown, or a rank would have no stage.
     """
     if len(graph) < ranks:
+        none = "no stage_boundary was reached; " if len(graph) == 1 else ""
         raise PartitionError(
             f"{ranks} pipe ranks, but the model has {len(graph)} stage{'s' * (len(graph) > 1)} "
-            f"({', '.join(graph.names)}); mark {ranks - len(graph)} more with fxpipe.stage_boundary, or use fewer ranks"
+            f"({', '.join(graph.names)}); {none}"
+            f"mark {ranks - len(graph)} more with fxpipe.stage_boundary, or use fewer ranks"
         )
     if wanted is None:
         return _balanced([1 + sum(p.numel() for p in stage.parameters.values()) for stage in graph], ranks)

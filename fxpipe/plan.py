@@ -13,13 +13,21 @@ from torch import nn
 from fxpipe import passes as default_passes
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.ir import StageGraph
-from fxpipe.lower import Instruction, lower
+from fxpipe.lower import Instruction, lower, pairs
 from fxpipe.pipeline import Pass, chain
 from fxpipe.placement import place
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import build
 from fxpipe.trace import Request, capture
 from fxpipe.verify import Step, execution_order
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The state of a model that a capture depends on: each module's training flag, each parameter's requires_grad."""
+
+    training: bytes
+    trainable: bytes
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,7 @@ class Pattern:
     fixed: tuple[tuple[str, Any], ...]
     microbatches: int
     with_loss: bool
-    training: bytes = b""
-    """Each module's training flag."""
-    trainable: bytes = b""
-    """Each parameter's requires_grad."""
+    modes: Modes
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ class Plan:
     """All ranks' instructions in one order that a single process can run."""
     description: str
     """What must be equal on all ranks, in words; ``digest`` is its hash."""
+
+    @property
+    def output_rank(self) -> int:
+        """The pipe rank that has the loss."""
+        return self.graph.placement[self.graph.output_stage]
 
     @property
     def digest(self) -> str:
@@ -144,6 +154,12 @@ class Planner:
                 f"this kind of batch gives the stages {list(now.names)} on ranks {list(now.placement)}, the first "
                 f"kind gave {list(first.names)} on {list(first.placement)}; a model must keep its stages. "
                 "Use example_args= of the kind that uses most of it"
+            )
+        new = set(pairs(plan.instructions)) - set(pairs(self._first.instructions))
+        if new:
+            raise PartitionError(
+                f"this kind of batch sends between pipe ranks {sorted(new)}, which the first kind did not; "
+                "use example_args= of the kind that uses most of the model"
             )
         for before, after in zip(first, now, strict=True):
             moved = sorted(set(after.tensors) - set(before.tensors))

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpipe.action import Action, Op
-from fxpipe.callables import Saved
+from fxpipe.callables import Saved, edges
 from fxpipe.errors import RunError
 from fxpipe.exchange import Exchange
 from fxpipe.ir import Edge, Stage, StageGraph, bytes_in
@@ -105,7 +105,7 @@ class Executor:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
         share = self.step.shares[microbatch]
         root = self.loss.add(part, share) if share else part.value
-        saved.outputs = (*saved.outputs[:-1], root)
+        saved.roots[-1] = edges(root)
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.graph[action.stage], action.microbatch

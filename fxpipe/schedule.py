@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.action import Action
+from fxpipe.dependency import Dependencies
+from fxpipe.errors import ScheduleError
 from fxpipe.lower import Instruction, lower
 from fxpipe.show import table
 from fxpipe.simulate import Simulation, simulate
@@ -29,6 +31,7 @@ class Schedule:
 
     ``edges``: pairs of stages. ``placement``: the rank of each stage. ``backward``: whether each stage has one.
     ``str()`` is the table: a row per rank, a column per step, then bubble, makespan and peak in flight.
+    ScheduleError where these do not fit each other; what the rows do is for ``verify`` to say.
     """
 
     rows: tuple[Row, ...]
@@ -39,9 +42,25 @@ class Schedule:
     name: str = "custom"
     stage_names: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        stages = len(self.placement)
+        for name, given in (("backward", self.backward), ("stage_names", self.stage_names or self.placement)):
+            if len(given) != stages:
+                raise ScheduleError(f"{name} has {len(given)} entries for {stages} stages")
+        for source, target in self.edges:
+            if not (0 <= source < stages and 0 <= target < stages):
+                raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{stages - 1}")
+        for stage, rank in enumerate(self.placement):
+            if not 0 <= rank < len(self.rows):
+                raise ScheduleError(f"stage {stage} is placed on rank {rank}, but there are {len(self.rows)} rows")
+
     @cached_property
     def links(self) -> tuple[Link, ...]:
         return tuple(Link(*edge) for edge in self.edges)
+
+    @cached_property
+    def dependencies(self) -> Dependencies:
+        return Dependencies.of(self.links, self.backward)
 
     @cached_property
     def instructions(self) -> tuple[tuple[Instruction, ...], ...]:

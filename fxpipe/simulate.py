@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.action import Action, Op
+from fxpipe.dependency import in_order
 from fxpipe.errors import ScheduleError
-from fxpipe.lower import needs
 
 if TYPE_CHECKING:
     from fxpipe.schedule import Schedule
@@ -44,25 +44,18 @@ def simulate(
     """
     costs = _Costs(schedule, forward, backward, weight)
     spans: dict[Action, Span] = {}
-    waiting = [list(row) for row in schedule.rows]
-    free = [0.0] * len(waiting)
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(waiting):
-            while row and all(n in spans for n in needs(row[0], schedule.links, schedule.backward)):
-                action = row.pop(0)
-                arrivals = [
-                    spans[n].end + comm * (schedule.placement[n.stage] != rank)
-                    for n in needs(action, schedule.links, schedule.backward)
-                ]
-                start = max([free[rank], *arrivals])
-                free[rank] = start + costs.of(action)
-                spans[action] = Span(start, free[rank])
-                progress = True
-    if any(waiting):
-        stuck = ", ".join(str(row[0]) for row in waiting if row)
-        raise ScheduleError(f"the table comes to a halt: {stuck} wait for each other")
+    free = [0.0] * len(schedule.rows)
+    ran = [0] * len(schedule.rows)
+    for rank, _, action, before in in_order(schedule.rows, schedule.dependencies):
+        hops = [comm * (schedule.placement[other.stage] != rank) for other in before]
+        arrivals = [spans[other].end + hop for other, hop in zip(before, hops, strict=True)]
+        start = max([free[rank], *arrivals])
+        free[rank] = start + costs.of(action)
+        spans[action] = Span(start, free[rank])
+        ran[rank] += 1
+    stuck = [str(row[count]) for row, count in zip(schedule.rows, ran, strict=True) if count < len(row)]
+    if stuck:
+        raise ScheduleError(f"the table comes to a halt at {', '.join(stuck)}; verify() says why")
     makespan = max(free, default=0.0)
     busy = sum(span.end - span.start for span in spans.values())
     return Simulation(
@@ -110,15 +103,15 @@ def _per_stage(cost: Cost, count: int) -> list[float]:
 
 
 def _peaks(schedule: Schedule) -> tuple[int, ...]:
-    peaks = [0] * len(schedule.placement)
+    split = {action.stage for row in schedule.rows for action in row if action.op is Op.W}
+    in_flight = [0] * len(schedule.placement)
+    peaks = list(in_flight)
     for row in schedule.rows:
-        in_flight = dict.fromkeys(range(len(peaks)), 0)
         for action in row:
-            last = Op.W if any(a.op is Op.W and a.stage == action.stage for a in row) else Op.B
             if action.op is Op.F and schedule.backward[action.stage]:
                 in_flight[action.stage] += 1
                 peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
-            elif action.op is last:
+            elif action.op is (Op.W if action.stage in split else Op.B):
                 in_flight[action.stage] -= 1
     return tuple(peaks)
 
@@ -136,7 +129,7 @@ def _lower_bound(schedule: Schedule, costs: _Costs, comm: float) -> float:
         for source, target in schedule.edges:
             hop = comm * (schedule.placement[source] != schedule.placement[target])
             head[target] = max(head[target], head[source] + costs.forward(source) + hop)
-            if schedule.backward[source]:
+            if schedule.backward[source] and schedule.backward[target]:
                 tail[target] = max(tail[target], tail[source] + costs.backward(source) + hop)
     bounds = []
     for rank in range(len(schedule.rows)):

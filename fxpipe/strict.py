@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
@@ -176,6 +177,7 @@ class StrictTransport:
         self.pipe_rank: int | None = self._ranks["pipe"].index(seat.rank)
         self.data_rank = self._ranks["data"].index(seat.rank)
         self.data_size = len(self._ranks["data"])
+        self.device = torch.device("cpu")
         self._calls: dict[tuple[int, ...], int] = {}
         self._generation = _count(seat)
 

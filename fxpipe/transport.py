@@ -41,6 +41,8 @@ class Transport(Protocol):
     """This rank's place in its pipe group; None where one process plays them all."""
     data_rank: int
     data_size: int
+    device: torch.device
+    """Where buffers live, and what a rank without parameters works on."""
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
         """Makes ready, on all ranks alike: a queue for each pair, a group for each set of owners."""
@@ -76,6 +78,7 @@ class LocalTransport:
     pipe_rank: int | None = None
     data_rank = 0
     data_size = 1
+    device = torch.device("cpu")
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
         pass
@@ -140,7 +143,8 @@ class DistributedTransport:
         self.pipe_rank: int | None = self._ranks["pipe"].index(self._rank)
         self.data_rank = self._ranks["data"].index(self._rank)
         self.data_size = len(self._ranks["data"])
-        self._world_size = topology.world_size
+        nccl = dist.get_backend() != "gloo"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self._links: dict[Pair, dist.ProcessGroup] = {}
         self._groups: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
         self._hosts: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
@@ -172,22 +176,15 @@ class DistributedTransport:
         """Connects every link before the first step, in one order on all ranks, so that none connects mid-step."""
         works = []
         for sender, receiver in sorted(self._links):
-            token = torch.zeros(1, dtype=torch.uint8, device=self._device())
+            token = torch.zeros(1, dtype=torch.uint8, device=self.device)
             start = self.send if self.pipe_rank == sender else self.receive
             works.append((start((sender, receiver), token), token))
         for work, _ in works:
             work.wait()
 
-    @staticmethod
-    def _device() -> torch.device:
-        return torch.device("cpu" if dist.get_backend() == "gloo" else f"cuda:{torch.cuda.current_device()}")
-
     def _link(self, pair: Pair) -> dist.ProcessGroup:
         if pair not in self._links:
-            raise RunError(
-                f"this kind of batch sends from pipe rank {pair[0]} to {pair[1]}, which the first kind did not; "
-                "give compile example_args of the kind that uses most of the model"
-            )
+            raise RunError(f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
         return self._links[pair]
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:

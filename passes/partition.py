@@ -12,8 +12,11 @@ It ends: every edge between fully separated pieces strictly shrinks the set of b
 from __future__ import annotations
 
 import heapq
+import operator
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 from torch import fx
 
@@ -34,161 +37,169 @@ class _Edge:
 
 def partition(program: Program) -> Program:
     """Fills ``Program.stage_of`` by the rule above; PartitionError where no such cut keeps the program's meaning."""
-    nodes = [n for n in program.graph.nodes if is_compute(n) and n.name not in program.copied]
-    edges, boundaries = _edges(program, nodes)
-    for marker, sources in boundaries:
-        if not sources:
+    flow = _Flow(program)
+    downstream, upstream = flow.downstream(), flow.upstream()
+
+    def bypasses(edge: _Edge) -> bool:
+        return bool(downstream[flow.units.find(edge.source)] & upstream[flow.units.find(edge.target)])
+
+    # 2: what bypasses a boundary is cut
+    joined = [edge for edge in flow.edges if not edge.boundaries and (flow.in_one_unit(edge) or not bypasses(edge))]
+    # 3: pieces, separated until none waits for another that waits for it
+    separated: set[fx.Node] = set()
+    while True:
+        pieces = flow.pieces(joined, downstream, separated)
+        waiting = _waiting(pieces, flow.edges, joined)
+        more = {node for node in flow.nodes if pieces.find(node) in waiting} - separated
+        if waiting and not more:
+            raise _cycle(program, [node for node in flow.nodes if pieces.find(node) in waiting])
+        if not waiting:
+            break
+        separated |= more
+    # 4: topological order
+    order = _topological(pieces, flow)
+    stage_of = {node.name: order[pieces.find(node)] for node in flow.nodes}
+    _check_versions(program, flow.edges, stage_of)
+    return program.replace(stage_of=stage_of)
+
+
+class _Flow:
+    """What the rule looks at: the nodes to place, the edges between them, the boundaries on and before those.
+
+    A shape query belongs to what it asks, also behind a boundary: it is the number that crosses then.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.nodes = [n for n in program.graph.nodes if is_compute(n) and n.name not in program.copied]
+        self.edges: list[_Edge] = []
+        self.units = Union(self.nodes)
+        """Nodes that no cut may separate: what shares written memory, and a shape query with what it asks."""
+        self._marks: list[tuple[fx.Node, int]] = []  # what a boundary marks, and the boundaries on the way there
+        self._opened: list[tuple[fx.Node, int]] = []  # what uses an input or a copied node from behind boundaries
+        self._behind: dict[fx.Node, int] = {}  # the boundaries that a copied node or a number is behind
+        self._bits: dict[fx.Node, int] = {}
+        self._join_written(program)
+        for node in program.graph.nodes:
+            if is_boundary(node):
+                self._add_boundary(node)
+            elif is_compute(node):
+                self._add_node(node, [self._resolve(operand) for operand in node.all_input_nodes])
+
+    def _join_written(self, program: Program) -> None:
+        by_name = {node.name: node for node in program.graph.nodes}
+        for group in program.written:
+            members = [by_name[name] for name in sorted(group)]
+            readers = [user for member in members if member.op == "get_attr" for user in member.users]
+            self._join([node for node in members + readers if node in self.units])
+
+    def _join(self, nodes: list[fx.Node]) -> None:
+        for node in nodes[1:]:
+            self.units.join(nodes[0], node)
+
+    def _resolve(self, value: fx.Node) -> tuple[fx.Node, int]:
+        """The node that makes a value, and the boundaries that the value has crossed on its way from there."""
+        crossed = 0
+        while is_boundary_value(value):
+            crossed |= self._bits[value.all_input_nodes[0]]
+            value = before_boundary(value)
+        return value, crossed | self._behind.get(value, 0)
+
+    def _add_boundary(self, marker: fx.Node) -> None:
+        bit = self._bits[marker] = 1 << len(self._bits)
+        marked = [self._resolve(operand) for operand in marker.all_input_nodes]
+        marks = [(source, crossed | bit) for source, crossed in marked if source in self.units]
+        if not marks:
             raise PartitionError(
                 f"{marker.name}{where(marker)} marks only values that depend on inputs alone, or on parameters "
                 "alone; each stage computes those for itself, so there is nothing to cut. Mark what is computed "
                 "from them"
             )
-    units = _units(program, nodes, edges)
-    downstream, upstream = _reach(nodes, edges, boundaries, units)
+        self._marks += marks
 
-    # 2: what bypasses a boundary is cut
-    joined = [
-        edge
-        for edge in edges
-        if units.same(edge.source, edge.target)
-        or (not edge.boundaries and not downstream[units.find(edge.source)] & upstream[units.find(edge.target)])
-    ]
-    # 3: pieces, separated until none waits for another that waits for it
-    separated: set[fx.Node] = set()
-    while True:
-        pieces = _pieces(nodes, joined, units, downstream, separated)
-        waiting = _cyclic(pieces, nodes, edges, joined)
-        if not waiting:
-            break
-        more = {node for node in nodes if pieces.find(node) in waiting} - separated
-        if not more:
-            _refuse_cycle(program, nodes, pieces, waiting)
-        separated |= more
-    # 4: topological order
-    order = _topological(pieces, nodes, edges)
-    stage_of = {node.name: order[pieces.find(node)] for node in nodes}
-    _check_versions(program, edges, stage_of)
-    return program.replace(stage_of=stage_of)
+    def _add_node(self, node: fx.Node, operands: list[tuple[fx.Node, int]]) -> None:
+        arriving = [(source, crossed) for source, crossed in operands if source in self.units]
+        behind = _union(crossed for _, crossed in operands)
+        if node not in self.units:
+            self._behind[node] = behind
+        elif is_number(node) and len({self.units.find(source) for source, _ in arriving}) == 1:
+            self._join([node, *(source for source, _ in arriving)])
+            self._behind[node] = behind
+        else:
+            self.edges += [_Edge(source, node, crossed) for source, crossed in arriving]
+            self._opened.append((node, behind))
+
+    def in_one_unit(self, edge: _Edge) -> bool:
+        return self.units.same(edge.source, edge.target)
+
+    def downstream(self) -> dict[fx.Node, int]:
+        """For each unit the boundaries that it is before, a bit each."""
+        arrows = [(edge.target, edge.source, edge.boundaries) for edge in reversed(self.edges)]
+        return self._spread(self._marks, arrows)
+
+    def upstream(self) -> dict[fx.Node, int]:
+        """For each unit the boundaries that it is behind, a bit each."""
+        return self._spread(self._opened, [(edge.source, edge.target, edge.boundaries) for edge in self.edges])
+
+    def _spread(
+        self, seeds: list[tuple[fx.Node, int]], arrows: list[tuple[fx.Node, fx.Node, int]]
+    ) -> dict[fx.Node, int]:
+        found = dict.fromkeys((self.units.find(node) for node in self.nodes), 0)
+        for node, bits in seeds:
+            found[self.units.find(node)] |= bits
+        changed = True
+        while changed:  # once around is enough unless a unit spans much of the program
+            changed = False
+            for start, end, bits in arrows:
+                end = self.units.find(end)
+                now = found[end] | found[self.units.find(start)] | bits
+                changed, found[end] = changed or now != found[end], now
+        return found
+
+    def pieces(self, joined: list[_Edge], downstream: dict[fx.Node, int], separated: set[fx.Node]) -> Union[fx.Node]:
+        """What remains connected, where edges between ``separated`` nodes hold only if these are before the same."""
+        pieces = Union(self.nodes)
+        for node in self.nodes:
+            pieces.join(self.units.find(node), node)
+        for edge in joined:
+            apart = downstream[self.units.find(edge.source)] != downstream[self.units.find(edge.target)]
+            if not (apart and edge.source in separated and edge.target in separated):
+                pieces.join(edge.source, edge.target)
+        return pieces
+
+
+def _union(bits: Iterable[int]) -> int:
+    return reduce(operator.or_, bits, 0)
 
 
 def _check_versions(program: Program, edges: list[_Edge], stage_of: dict[str, int]) -> None:
     """A value leaves its stage as it is at the end: nobody elsewhere may want it as it was before a write."""
-    writes = [node for node in program.graph.nodes if written(program, node)]
+    group_of = {name: group for group in program.written for name in group}
+    last_write: dict[frozenset[str], fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.name in group_of and written(program, node):
+            last_write[group_of[node.name]] = node
     for edge in edges:
-        if stage_of[edge.source.name] == stage_of[edge.target.name]:
-            continue
-        group = next((group for group in program.written if edge.source.name in group), frozenset())
-        for write in writes:
-            if write.name in group and edge.target < write:
-                raise PartitionError(
-                    f"{edge.target.name}{where(edge.target)} runs in another stage and reads "
-                    f"{edge.source.name}{where(edge.source)} as it was before {write.name}{where(write)} writes it; "
-                    "write out of place"
-                )
+        write = last_write.get(group_of.get(edge.source.name, frozenset()))
+        if write is not None and edge.target < write and stage_of[edge.source.name] != stage_of[edge.target.name]:
+            raise PartitionError(
+                f"{edge.target.name}{where(edge.target)} runs in another stage and reads "
+                f"{edge.source.name}{where(edge.source)} as it was before {write.name}{where(write)} writes it; "
+                "write out of place"
+            )
 
 
-def _edges(program: Program, nodes: list[fx.Node]) -> tuple[list[_Edge], list[tuple[fx.Node, list[_Edge]]]]:
-    """The edges between ``nodes``; and for each boundary the edges (to themselves) of what it marks."""
-    markers = [node for node in program.graph.nodes if is_boundary(node)]
-    bit = {marker: 1 << place for place, marker in enumerate(markers)}
-    kept = set(nodes)
-
-    def resolve(value: fx.Node) -> tuple[fx.Node, int]:
-        crossed = 0
-        while is_boundary_value(value):
-            crossed |= bit[value.args[0]]
-            value = before_boundary(value)
-        return value, crossed
-
-    edges = []
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            source, crossed = resolve(operand)
-            if source in kept:
-                edges.append(_Edge(source, node, crossed))
-    marked = []
-    for marker in markers:
-        sources = [resolve(operand) for operand in marker.all_input_nodes]
-        marked.append((marker, [_Edge(s, s, crossed | bit[marker]) for s, crossed in sources if s in kept]))
-    return edges, marked
-
-
-def _units(program: Program, nodes: list[fx.Node], edges: list[_Edge]) -> Union[fx.Node]:
-    """Nodes that no cut may separate: what shares written memory, and a shape query with what it asks."""
-    units = Union(nodes)
-    by_name = {node.name: node for node in nodes}
-    for group in program.written:
-        members = [by_name[name] for name in sorted(group) if name in by_name]
-        buffers = [n for n in program.graph.nodes if n.name in group and n.op == "get_attr"]
-        members += [user for buffer in buffers for user in buffer.users if user in by_name.values()]
-        for member in members[1:]:
-            units.join(members[0], member)
-    for edge in edges:
-        if is_number(edge.target) and not edge.boundaries and len(edge.target.all_input_nodes) == 1:
-            units.join(edge.source, edge.target)
-    return units
-
-
-def _reach(
-    nodes: list[fx.Node],
-    edges: list[_Edge],
-    boundaries: list[tuple[fx.Node, list[_Edge]]],
-    units: Union[fx.Node],
-) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """For each unit the boundaries downstream of it, and those upstream, a bit each."""
-    downstream = dict.fromkeys((units.find(node) for node in nodes), 0)
-    upstream = dict(downstream)
-    for _, marked in boundaries:
-        for edge in marked:
-            downstream[units.find(edge.source)] |= edge.boundaries
-    changed = True
-    while changed:  # once around is enough unless a unit spans much of the program
-        changed = False
-        for edge in reversed(edges):
-            source, target = units.find(edge.source), units.find(edge.target)
-            new = downstream[source] | downstream[target] | edge.boundaries
-            changed, downstream[source] = changed or new != downstream[source], new
-        for edge in edges:
-            source, target = units.find(edge.source), units.find(edge.target)
-            new = upstream[target] | upstream[source] | edge.boundaries
-            changed, upstream[target] = changed or new != upstream[target], new
-    return downstream, upstream
-
-
-def _pieces(
-    nodes: list[fx.Node],
-    joined: list[_Edge],
-    units: Union[fx.Node],
-    downstream: dict[fx.Node, int],
-    separated: set[fx.Node],
-) -> Union[fx.Node]:
-    pieces = Union(nodes)
-    for node in nodes:
-        pieces.join(units.find(node), node)
-    for edge in joined:
-        apart = (
-            edge.source in separated
-            and edge.target in separated
-            and downstream[units.find(edge.source)] != downstream[units.find(edge.target)]
-        )
-        if not apart:
-            pieces.join(edge.source, edge.target)
-    return pieces
-
-
-def _cyclic(pieces: Union[fx.Node], nodes: list[fx.Node], edges: list[_Edge], joined: list[_Edge]) -> set[fx.Node]:
+def _waiting(pieces: Union[fx.Node], edges: list[_Edge], joined: list[_Edge]) -> set[fx.Node]:
     """The pieces that wait for themselves, directly (around a boundary) or through others."""
     uncut = set(joined)
-    after: dict[fx.Node, set[fx.Node]] = {pieces.find(node): set() for node in nodes}
+    after: dict[fx.Node, set[fx.Node]] = {}
     for edge in edges:
         source, target = pieces.find(edge.source), pieces.find(edge.target)
+        after.setdefault(target, set())
         if source != target or edge not in uncut:
-            after[source].add(target)
-    return {piece for component in _components(after) for piece in component if _waits(after, component, piece)}
-
-
-def _waits(after: dict[fx.Node, set[fx.Node]], component: list[fx.Node], piece: fx.Node) -> bool:
-    return len(component) > 1 or piece in after[piece]
+            after.setdefault(source, set()).add(target)
+    return {
+        piece for component in _components(after) for piece in component if len(component) > 1 or piece in after[piece]
+    }
 
 
 def _components(after: dict[fx.Node, set[fx.Node]]) -> list[list[fx.Node]]:
@@ -213,10 +224,11 @@ def _components(after: dict[fx.Node, set[fx.Node]]) -> list[list[fx.Node]]:
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[node])
                 if low[node] == index[node]:
-                    place = stack.index(node)
-                    found.append(stack[place:])
-                    on_stack.difference_update(stack[place:])
-                    del stack[place:]
+                    component = [stack.pop()]
+                    while component[-1] != node:
+                        component.append(stack.pop())
+                    on_stack.difference_update(component)
+                    found.append(component)
             elif target not in index:
                 index[target] = low[target] = len(index)
                 stack.append(target)
@@ -227,37 +239,35 @@ def _components(after: dict[fx.Node, set[fx.Node]]) -> list[list[fx.Node]]:
     return found
 
 
-def _topological(pieces: Union[fx.Node], nodes: list[fx.Node], edges: list[_Edge]) -> dict[fx.Node, int]:
+def _topological(pieces: Union[fx.Node], flow: _Flow) -> dict[fx.Node, int]:
     """Piece → stage number: Kahn's order, the piece that begins first in the program first."""
     first: dict[fx.Node, int] = {}
-    for place, node in enumerate(nodes):
+    for place, node in enumerate(flow.nodes):
         first.setdefault(pieces.find(node), place)
-    arrows = {
-        (pieces.find(edge.source), pieces.find(edge.target))
-        for edge in edges
-        if not pieces.same(edge.source, edge.target)
-    }
-    missing = dict.fromkeys(first, 0)
-    for _, target in arrows:
-        missing[target] += 1
+    after: dict[fx.Node, set[fx.Node]] = {piece: set() for piece in first}
+    for edge in flow.edges:
+        if not pieces.same(edge.source, edge.target):
+            after[pieces.find(edge.source)].add(pieces.find(edge.target))
+    missing = Counter(target for targets in after.values() for target in targets)
     ready = [(place, piece) for piece, place in first.items() if not missing[piece]]
     heapq.heapify(ready)
     order: dict[fx.Node, int] = {}
     while ready:
         _, piece = heapq.heappop(ready)
         order[piece] = len(order)
-        for target in sorted({t for s, t in arrows if s == piece}, key=first.__getitem__):
+        for target in after[piece]:
             missing[target] -= 1
             if not missing[target]:
                 heapq.heappush(ready, (first[target], target))
     return order
 
 
-def _refuse_cycle(program: Program, nodes: list[fx.Node], pieces: Union[fx.Node], waiting: Iterable[fx.Node]) -> None:
-    groups = [group for group in program.written for node in nodes if node.name in group]
-    stuck = [n for n in nodes if pieces.find(n) in set(waiting) and any(n.name in group for group in groups)]
+def _cycle(program: Program, waiting: list[fx.Node]) -> PartitionError:
+    """Only what must not be separated can still wait for itself."""
+    shared = frozenset().union(*program.written)
+    stuck = [node for node in waiting if node.name in shared] or waiting
     names = ", ".join(f"{node.name}{where(node)}" for node in stuck[:4])
-    raise PartitionError(
+    return PartitionError(
         f"{names} write or share memory that is written, so they must run in one stage, but a stage boundary lies "
         "between them; write out of place, or move the boundary"
     )

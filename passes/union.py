@@ -14,6 +14,9 @@ class Union(Generic[T]):
     def __init__(self, items: Iterable[T]) -> None:
         self._parent: dict[T, T] = {item: item for item in items}
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._parent
+
     def find(self, item: T) -> T:
         """The item that stands for ``item``'s group."""
         root = item

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from fxpipe.errors import ScheduleError, nearest
 from fxpipe.schedule import Row, Schedule
@@ -32,11 +31,12 @@ def build(
     """The verified schedule of that family for a bare stage graph.
 
     ``edges``: pairs of stage numbers. ``placement``: the rank of each stage; None: a rank for each. ``stages``: how
-    many; None: as many as ``edges`` mention. ``backward``: whether each stage has one; None: all do.
+    many; None: as many as ``placement`` has, or as ``edges`` mention. ``backward``: whether each stage has one; None:
+    all do. ScheduleError where they do not fit each other.
     """
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}{nearest(name, SCHEDULES)}")
-    count = _count(edges, stages)
+    count = _count(edges, placement, stages)
     problem = Problem.checked(
         edges=tuple((int(source), int(target)) for source, target in edges),
         microbatches=microbatches,
@@ -56,11 +56,15 @@ def build(
     return schedule
 
 
-def _count(edges: Sequence[tuple[int, int]], stages: Any) -> int:
-    mentioned = 1 + max((max(edge) for edge in edges), default=0)
-    count = mentioned if stages is None else int(stages)
-    if count < mentioned:
-        raise ScheduleError(f"stages={count}, but the edges mention stage {mentioned - 1}; write stages={mentioned}")
+def _count(edges: Sequence[tuple[int, int]], placement: Sequence[int] | None, stages: int | None) -> int:
+    mentioned = 1 + max((stage for edge in edges for stage in edge), default=-1)
+    given = max(mentioned, 1) if placement is None else len(placement)
+    count = given if stages is None else stages
+    if count < max(mentioned, 1):
+        what = f"the edges mention stage {mentioned - 1}" if edges else "at least one is needed"
+        raise ScheduleError(f"{count} stages, but {what}; write stages={max(mentioned, 1)}")
+    if placement is not None and len(placement) != count:
+        raise ScheduleError(f"placement= has {len(placement)} entries for {count} stages")
     return count
 
 

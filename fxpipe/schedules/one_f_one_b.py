@@ -11,11 +11,10 @@ another needs no warm-up for it. On a chain this is the 1F1B everybody knows.
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass, field
 
 from fxpipe.action import Action, Op
-from fxpipe.errors import ScheduleError
-from fxpipe.lower import needs
-from fxpipe.schedule import Link, Row
+from fxpipe.schedule import Row
 from fxpipe.schedules.problem import Problem
 
 
@@ -45,46 +44,54 @@ def _alternating(problem: Problem, stage: int) -> Row:
 
 
 def _list_schedule(problem: Problem) -> tuple[Row, ...]:
-    """Each rank, when free, takes the best action that is ready, with F = 1 and B = 2."""
-    links = [Link(*edge) for edge in problem.edges]
-    done: dict[Action, int] = {}
+    """Each rank, when free, takes the best action that is ready, with F = 1 and B = 2.
+
+    It comes to no halt: of the first micro-batch that is not done, the first stage's forward is ready, for nothing
+    before it is in flight; and so is the last stage's backward, once all forwards have run.
+    """
+    stages = [problem.stages_of(rank) for rank in range(problem.ranks)]
+    rows: list[list[Action]] = [[] for _ in stages]
     free = [0] * problem.ranks
-    rows: list[list[Action]] = [[] for _ in range(problem.ranks)]
-    next_of = {(stage, op): 0 for stage in problem.order for op in (Op.F, Op.B) if _has(problem, stage, op)}
+    progress = _Progress(problem)
     times = [0]
-    while any(count < problem.microbatches for count in next_of.values()):
-        if not times:
-            raise ScheduleError("list scheduling came to a halt; the stage graph has a dependency it cannot meet")
+    while times:
         now = heapq.heappop(times)
-        for rank in range(problem.ranks):
-            if free[rank] > now:
-                continue
-            ready = [
-                action
-                for (stage, op), batch in next_of.items()
-                if problem.placement[stage] == rank and batch < problem.microbatches
-                for action in [Action(stage, op, batch)]
-                if _below_cap(problem, next_of, action)
-                and all(done.get(n, now + 1) <= now for n in needs(action, links, problem.backward))
-            ]
-            if ready:
-                action = min(ready, key=lambda a: (a.op is Op.F, problem.depth[a.stage], a.microbatch))
-                free[rank] = done[action] = now + (1 if action.op is Op.F else 2)
-                rows[rank].append(action)
-                next_of[action.stage, action.op] += 1
-                heapq.heappush(times, free[rank])
-        while times and times[0] == now:
-            heapq.heappop(times)
+        for rank, row in enumerate(rows):
+            action = progress.best(stages[rank], now) if free[rank] <= now else None
+            if action is not None:
+                free[rank] = now + (1 if action.op is Op.F else 2)
+                progress.run(action, free[rank])
+                row.append(action)
+                if free[rank] not in times:
+                    heapq.heappush(times, free[rank])
     return tuple(map(tuple, rows))
 
 
-def _has(problem: Problem, stage: int, op: Op) -> bool:
-    return op is Op.F or problem.backward[stage]
+@dataclass
+class _Progress:
+    """How far list scheduling has come: when each action was over, and how many of each stage have been begun."""
 
+    problem: Problem
+    over: dict[Action, int] = field(default_factory=dict)
+    begun: dict[tuple[int, Op], int] = field(default_factory=dict)
 
-def _below_cap(problem: Problem, next_of: dict[tuple[int, Op], int], action: Action) -> bool:
-    """Whether one more forward keeps a stage within d(s) in flight."""
-    stage = action.stage
-    if action.op is not Op.F or not problem.backward[stage]:
-        return True
-    return next_of[stage, Op.F] - next_of[stage, Op.B] < problem.depth[stage]
+    def best(self, stages: list[int], now: int) -> Action | None:
+        """A backward first, then the forward of the stage nearest to the sink; None where nothing is ready."""
+        ready = [action for stage in stages for action in self._next(stage) if self._is_ready(action, now)]
+        depth = self.problem.depth
+        return min(ready, key=lambda a: (a.op is Op.F, depth[a.stage], a.microbatch), default=None)
+
+    def run(self, action: Action, end: int) -> None:
+        self.over[action] = end
+        self.begun[action.stage, action.op] = action.microbatch + 1
+
+    def _next(self, stage: int) -> list[Action]:
+        """The stage's next forward, unless d(s) are in flight, and its next backward."""
+        forwards, backwards = self.begun.get((stage, Op.F), 0), self.begun.get((stage, Op.B), 0)
+        has_backward = self.problem.backward[stage]
+        below_cap = not has_backward or forwards - backwards < self.problem.depth[stage]
+        actions = [Action(stage, Op.F, forwards)] if below_cap and forwards < self.problem.microbatches else []
+        return actions + [Action(stage, Op.B, backwards)] * (has_backward and backwards < forwards)
+
+    def _is_ready(self, action: Action, now: int) -> bool:
+        return all(self.over.get(other, now + 1) <= now for other in self.problem.dependencies.before(action))

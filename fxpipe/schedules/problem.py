@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 
+from fxpipe.dependency import Dependencies
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule import Link
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,11 @@ class Problem:
         if ranks != list(range(len(ranks))):
             raise ScheduleError(f"placement {list(placement)} leaves a rank without stages; ranks count from 0")
         problem = Problem(edges, microbatches, placement, backward)
-        if len(problem.order) < count:
-            left = sorted(set(range(count)) - set(problem.order))
-            raise ScheduleError(f"the edges form a cycle through stages {left}; a stage graph must be acyclic")
+        try:
+            _ = problem.order
+        except CycleError as error:
+            cycle = " → ".join(map(str, error.args[1]))
+            raise ScheduleError(f"the edges form a cycle, {cycle}; a stage graph must be acyclic") from None
         return problem
 
     @property
@@ -47,26 +52,32 @@ class Problem:
         return 1 + max(self.placement)
 
     @cached_property
+    def dependencies(self) -> Dependencies:
+        return Dependencies.of([Link(*edge) for edge in self.edges], self.backward)
+
+    @cached_property
     def order(self) -> tuple[int, ...]:
-        """The stages in topological order; shorter than their number where there is a cycle."""
+        """The stages in topological order: those with nothing left before them, by number, then the next."""
+        sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(self.placement)), ()))
+        for source, target in self.edges:
+            sorter.add(target, source)
+        sorter.prepare()
         order: list[int] = []
-        while True:
-            ready = [
-                stage
-                for stage in range(len(self.placement))
-                if stage not in order and all(source in order for source, target in self.edges if target == stage)
-            ]
-            if not ready:
-                return tuple(order)
-            order.extend(ready)
+        while sorter.is_active():
+            ready = sorted(sorter.get_ready())
+            sorter.done(*ready)
+            order += ready
+        return tuple(order)
 
     @cached_property
     def depth(self) -> tuple[int, ...]:
         """d(s): the number of stages on the longest path from s to a sink, s included."""
+        targets: list[list[int]] = [[] for _ in self.placement]
+        for source, target in self.edges:
+            targets[source].append(target)
         depth = [1] * len(self.placement)
         for stage in reversed(self.order):
-            targets = [target for source, target in self.edges if source == stage]
-            depth[stage] = 1 + max((depth[target] for target in targets), default=0)
+            depth[stage] = 1 + max((depth[target] for target in targets[stage]), default=0)
         return tuple(depth)
 
     def stages_of(self, rank: int) -> list[int]:

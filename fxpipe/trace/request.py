@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe.errors import TraceError
+
 
 @dataclass(frozen=True)
 class Request:
@@ -29,6 +31,12 @@ class Request:
     def signature(module: nn.Module, loss_fn: Callable[..., Any] | None) -> inspect.Signature:
         """The signature of a call: the model's forward, and ``target`` where there is a loss function."""
         signature = inspect.signature(module.forward)
+        for parameter in signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                raise TraceError(
+                    f"{type(module).__name__}.forward takes *{parameter.name}; give its inputs names, so that stages "
+                    "can ask for them"
+                )
         if loss_fn is None or "target" in signature.parameters:
             return signature
         extra = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY)

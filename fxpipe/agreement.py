@@ -1,0 +1,203 @@
+"""Agreement: before each call the ranks of a pipe group settle what kind of batch this is. Bad input fails on all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxpipe.batch import BatchDim, Description, bind, describe, merge, row_count, split, split_rows
+from fxpipe.errors import RunError
+from fxpipe.ir import StageGraph
+from fxpipe.plan import Modes, Pattern, Plan, Planner
+from fxpipe.trace import Request
+from fxpipe.transport import Transport
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""(args, kwargs)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call needs to know of compile's options."""
+
+    microbatches: int
+    batch_dim: BatchDim
+    loss_weight: Callable[..., Any] | None
+    loss_fn: Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks of a pipe group know alike of a call. ``kind`` numbers the kinds of batch seen so far."""
+
+    kind: int
+    plan: Plan
+    sizes: tuple[int, ...]
+    """Rows of each micro-batch."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """One rank's side of a call: what it was given, described; or what is wrong with it."""
+
+    training: bool
+    split_evenly: bool
+    modes: Modes
+    given: tuple[Description, ...]
+    error: str = ""
+
+
+class Agreement:
+    """Settles calls, and remembers: for a kind of batch met before, only one number per rank travels."""
+
+    def __init__(self, planner: Planner, transport: Transport, options: Options) -> None:
+        self._planner, self._transport, self._options = planner, transport, options
+        self._signature = call_signature(planner, options.loss_fn)
+        self._settled: dict[tuple[int, ...], Agreed] = {}
+
+    def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
+        """This rank's side, and its inputs by name."""
+        modes = modes_of(self._planner.module)
+        try:
+            given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
+        except TypeError as error:
+            return _Offer(training, split_evenly, modes, (), str(error)), []
+        return _Offer(training, split_evenly, modes, tuple(map(describe, given))), given
+
+    def exchange(self, offer: _Offer) -> tuple[tuple[int, ...], list[_Offer]]:
+        """A key for what all ranks offer, and the offers themselves where the key is new. A collective call."""
+        key = self._transport.gather_int("pipe", hash(offer))
+        return key, ([] if key in self._settled else self._transport.gather("pipe", offer))
+
+    def settle(self, key: tuple[int, ...], offers: Sequence[_Offer]) -> Agreed:
+        """The same decision on every rank, or the same error."""
+        if key not in self._settled:
+            self._settled[key] = self._decide(offers)
+        return self._settled[key]
+
+    def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """This rank's inputs per micro-batch."""
+        return split(given[0], self._options.batch_dim, agreed.sizes) if offer.split_evenly else given
+
+    def weights(self, agreed: Agreed, batches: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+        """The weight of each micro-batch, the same on every rank."""
+        weigh = self._options.loss_weight
+        if weigh is None:
+            return tuple(map(float, agreed.sizes))
+        rank = self._transport.pipe_rank
+        mine = _weigh(weigh, batches) if rank in (None, agreed.plan.output_rank) else None
+        decided = next(item for item in self._transport.gather("pipe", mine) if item is not None)
+        if isinstance(decided, str):
+            raise RunError(decided)
+        return tuple(decided)
+
+    def required(self, plan: Plan, rank: int | None) -> tuple[str, ...]:
+        """The inputs that a rank (None: all of them) must be given."""
+        graph = plan.graph
+        weighs = self._options.loss_weight is not None and rank == plan.output_rank
+        used = {
+            name
+            for stage in graph
+            if rank is None or graph.placement[stage.index] == rank
+            for name in (graph.inputs if weighs else stage.batch_inputs)
+        }
+        return tuple(name for name in graph.inputs if name in used)
+
+    def _signature_for(self, training: bool) -> inspect.Signature:
+        """In evaluation the target of a loss function may be left out."""
+        if training or self._options.loss_fn is None:
+            return self._signature
+        parameters = [p.replace(default=None) if p.name == "target" else p for p in self._signature.parameters.values()]
+        return self._signature.replace(parameters=parameters)
+
+    def _decide(self, offers: Sequence[_Offer]) -> Agreed:
+        first = offers[0]
+        for rank, offer in enumerate(offers):
+            if offer.error:
+                raise RunError(offer.error if len(offers) == 1 else f"pipe rank {rank}: {offer.error}")
+        for rank, offer in enumerate(offers):
+            same_call = (offer.training, offer.split_evenly, offer.modes) == (
+                first.training,
+                first.split_evenly,
+                first.modes,
+            )
+            if not same_call or len(offer.given) != len(first.given):
+                raise RunError(
+                    f"pipe ranks 0 and {rank} differ in the call itself, in a module's training flag or in a "
+                    "parameter's requires_grad; all ranks of a pipe group make the same call"
+                )
+        merged = [merge([offer.given[place] for offer in offers]) for place in range(len(first.given))]
+        sizes = self._sizes(merged, first)
+        patterns = [
+            pattern_of(description, len(sizes), first.training, self._options.loss_fn, first.modes)
+            for description in merged
+        ]
+        if len(set(patterns)) > 1:
+            raise RunError("the micro-batches of one step must have the same inputs")
+        plan = self._planner.plan(patterns[0])
+        self._check_required(plan, offers)
+        return Agreed(len(self._settled), plan, sizes)
+
+    def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
+        counts = [row_count(description, self._options.batch_dim) for description in merged]
+        if not call.split_evenly:
+            return tuple(1 if count is None else count for count in counts)
+        wanted = self._options.microbatches
+        return split_rows(counts[0], wanted if call.training else min(wanted, counts[0] or wanted))
+
+    def _check_required(self, plan: Plan, offers: Sequence[_Offer]) -> None:
+        for rank, offer in enumerate(offers):
+            kinds = {name: given.kind for name, given in offer.given[0]}
+            for name in self.required(plan, rank if self._transport.pipe_rank is not None else None):
+                if kinds.get(name, "none") == "none":
+                    raise RunError(f"pipe rank {rank} needs input {name!r}, but was given None")
+
+
+def pattern_of(
+    description: Description,
+    microbatches: int,
+    training: bool,
+    loss_fn: Callable[..., Any] | None,
+    modes: Modes,
+) -> Pattern:
+    """The capture that a batch like this needs."""
+    with_loss = loss_fn is not None and (training or dict(description)["target"].kind != "none")
+    relevant = [(name, given) for name, given in description if with_loss or loss_fn is None or name != "target"]
+    return Pattern(
+        inputs=tuple(name for name, given in relevant if given.kind == "input"),
+        fixed=tuple((name, given.detail) for name, given in relevant if given.kind != "input"),
+        microbatches=microbatches,
+        with_loss=with_loss,
+        modes=modes,
+    )
+
+
+def modes_of(model: nn.Module) -> Modes:
+    """Each module's training flag and each parameter's requires_grad."""
+    return Modes(
+        training=bytes(module.training for module in model.modules()),
+        trainable=bytes(parameter.requires_grad for parameter in model.parameters()),
+    )
+
+
+def call_signature(planner: Planner, loss_fn: Callable[..., Any] | None) -> inspect.Signature:
+    """The signature of ``forward_backward``."""
+    if isinstance(planner.model, StageGraph):
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature([inspect.Parameter(name, kind) for name in planner.model.inputs])
+    return Request.signature(planner.model, loss_fn)
+
+
+def _weigh(weigh: Callable[..., Any], batches: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | str:
+    """The weights, or what is wrong with them."""
+    try:
+        weights = tuple(float(weigh(*batch.values())) for batch in batches)
+    except Exception as error:
+        return f"loss_weight failed: {type(error).__name__}: {error}"
+    if not all(0 <= weight < float("inf") for weight in weights):
+        return f"loss_weight returned {weights}; weights are finite and not negative"
+    return weights
