@@ -94,7 +94,8 @@ class Executor:
             self._saved[stage.index, microbatch] = saved
         for edge, value in zip(stage.outputs, outputs, strict=False):  # the result is no edge's
             self._values[self._index[edge], Op.F, microbatch] = value
-            self.bytes_of.setdefault(edge, bytes_in(value))
+            if edge not in self.bytes_of:
+                self.bytes_of[edge] = bytes_in(value)
 
     def _keep_result(self, stage: Stage, microbatch: int, result: Any, saved: Saved) -> None:
         if not self.step.training:

@@ -249,5 +249,5 @@ def test_after_a_step_has_failed_the_next_call_says_so() -> None:
     forward_backward = fxpipe.compile(BrokenStage(), fxpipe.Topology([("pipe", 4)]), microbatches=4)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         forward_backward(*batch())
-    with pytest.raises(fxpipe.RunError, match="an earlier step failed .*mat1 and mat2"):
+    with pytest.raises(fxpipe.RunError, match=r"an earlier step failed .*mat1 and mat2"):
         forward_backward(*batch())

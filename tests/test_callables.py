@@ -1,0 +1,151 @@
+"""A stage's forward and backward, called and printed on their own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.callables import handoff, private
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 4), nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        v = fxpipe.stage_boundary(self.image(image).tanh(), name="loss")
+        t = fxpipe.stage_boundary(self.text(text))
+        return (v * t * self.scale.exp()).mean()
+
+
+@pytest.fixture
+def towers() -> tuple[Towers, fxpipe.ForwardBackward]:
+    torch.manual_seed(0)
+    model = Towers()
+    return model, fxpipe.compile(model, fxpipe.Topology([("pipe", 3)]), microbatches=2)
+
+
+def test_stages_called_by_hand_give_plain_pytorchs_loss_and_gradients(
+    towers: tuple[Towers, fxpipe.ForwardBackward],
+) -> None:
+    model, forward_backward = towers
+    image, text = torch.randn(5, 6), torch.randn(5, 3)
+    model(image, text).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    expected_loss = model(image, text).detach()
+    model.zero_grad()
+
+    stages = forward_backward.stages
+    (v,), saved_image = stages["image"].forward(image)
+    (t,), saved_text = stages["text"].forward(text)
+    (loss,), saved_loss = stages["loss"].forward(v, t)
+    d_v, d_t = stages["loss"].backward(saved_loss, [True])
+    assert stages["image"].backward(saved_image, [d_v]) == [None]
+    assert stages["text"].backward(saved_text, [d_t]) == [None]
+
+    assert torch.equal(loss, expected_loss)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+def test_a_gradient_that_did_not_come_back_is_none(towers: tuple[Towers, fxpipe.ForwardBackward]) -> None:
+    model, forward_backward = towers
+    _, saved = forward_backward.stages["image"].forward(torch.randn(5, 6))
+    assert forward_backward.stages["image"].backward(saved, [None]) == [None]
+    assert model.image.weight.grad is None
+
+
+def test_the_wrong_number_of_inputs_is_told_with_their_names(
+    towers: tuple[Towers, fxpipe.ForwardBackward],
+) -> None:
+    with pytest.raises(TypeError, match=r"stage loss takes 2 inputs .* 1 were given"):
+        towers[1].stages["loss"].forward(torch.zeros(1))
+
+
+def test_forward_prints_its_code_and_backward_what_it_returns(
+    towers: tuple[Towers, fxpipe.ForwardBackward],
+) -> None:
+    stages = towers[1].stages
+    forward, backward = str(stages["image"].forward), str(stages["image"].backward)
+    assert forward.startswith("# forward of stage image: (image) -> (tanh)")
+    assert "def forward(self, image)" in forward
+    assert "self.image(image)" in forward
+    assert "torch.autograd.backward([tanh], [d_tanh])" in backward
+    assert "return [d_image]" in backward
+
+
+def test_an_unknown_stage_is_told_with_the_nearest_name(towers: tuple[Towers, fxpipe.ForwardBackward]) -> None:
+    with pytest.raises(fxpipe.PartitionError, match=r"no stage is called 'txt'; did you mean \"text\""):
+        towers[1].stages["txt"]
+
+
+def test_an_output_that_autograd_did_not_save_is_free_once_it_has_been_sent() -> None:
+    class Linears(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(fxpipe.stage_boundary(self.one(x))).sum()
+
+    stages = fxpipe.compile(Linears(), fxpipe.Topology([("pipe", 2)])).stages
+    outputs, saved = stages[0].forward(torch.randn(2, 4))
+    alive = weakref.ref(outputs[0])
+    assert saved.roots[0][0] is not None
+    del outputs
+    gc.collect()
+    assert alive() is None
+
+
+def test_handoff_is_a_node_of_its_own_and_private_a_copy() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    handed = handoff({"y": y, "n": 3, "i": torch.arange(2)})
+    assert handed["n"] == 3
+    assert handed["y"].grad_fn is not y.grad_fn
+    assert handed["y"].data_ptr() == y.data_ptr()
+    copy = private([y])[0]
+    assert torch.equal(copy, y)
+    assert copy.data_ptr() != y.data_ptr()
+
+
+def test_the_stage_table_shows_parameters_bytes_and_destinations(
+    towers: tuple[Towers, fxpipe.ForwardBackward],
+) -> None:
+    _, forward_backward = towers
+    before = str(forward_backward.stages)
+    assert "after 1st step" in before
+    forward_backward(torch.randn(4, 6), torch.randn(4, 3))
+    rows = {line.split()[0]: line.split() for line in str(forward_backward.stages).splitlines()[2:]}
+    sent = 2 * 4 * 4  # rows of a micro-batch × width × bytes of a float32
+    assert rows["image"][1:5] == ["0", str(6 * 4 + 4), "0", str(sent)]
+    assert rows["text"][1:5] == ["1", str(3 * 4 + 4), "0", str(sent)]
+    assert rows["loss"][1:5] == ["2", "1", str(2 * sent), "0"]
+    assert rows["image"][-2:] == ["→", "loss"]
+
+
+STAGES = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "end": lambda x, y: (x * y).sum()}
+
+
+@pytest.mark.parametrize(
+    ("edges", "inputs", "text"),
+    [
+        ([("a", "end"), ("b", "edn")], {"a": ["x"], "b": ["x"]}, r"names 'edn'.*did you mean \"end\""),
+        ([("a", "end")], {"a": ["x"], "b": ["x"]}, r"exactly one stage returns the loss.*\['b', 'end'\]"),
+        ([("a", "end"), ("b", "end"), ("end", "a")], {"b": ["x"]}, r"cycle through \['a', 'end'\]"),
+        ([("a", "end"), ("a", "end"), ("b", "end")], {"a": ["x"]}, r"given twice"),
+        ([("a", "end"), ("b", "end")], {"c": ["x"]}, r"inputs= names 'c'"),
+    ],
+)
+def test_callables_that_make_no_stage_graph_are_refused(
+    edges: list[tuple[str, str]], inputs: dict[str, list[str]], text: str
+) -> None:
+    with pytest.raises(fxpipe.PartitionError, match=text):
+        fxpipe.StageGraph.from_callables(STAGES, edges, inputs)

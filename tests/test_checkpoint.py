@@ -1,0 +1,110 @@
+"""State dicts in the plain model's names: a file saved by either loads in the other; torch's DCP works as it comes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import fxpipe
+from tests.pool import Pool
+
+
+class Model(nn.Module):
+    """Two stages, running statistics, a parameter that nobody uses, a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.last = nn.Linear(4, 1)
+        self.spare = nn.Parameter(torch.randn(3))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(fxpipe.stage_boundary(self.first(x))).square().mean() * self.passing.sum()
+
+
+def compiled(seed: int) -> tuple[Model, fxpipe.ForwardBackward]:
+    torch.manual_seed(seed)
+    model = Model()
+    return model, fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2)
+
+
+def train_and_save(folder: Path) -> list[str]:
+    """One step; saves the whole model's state dict from every rank; the names that this rank holds."""
+    _, forward_backward = compiled(0)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    forward_backward(torch.arange(24.0).view(6, 4))
+    optimizer.step()
+    torch.save(forward_backward.state_dict(full=True), folder / f"full{os.getpid()}.pt")
+    return list(forward_backward.state_dict())
+
+
+def plain_step() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    for rows in torch.arange(24.0).view(6, 4).chunk(2):
+        (model(rows) * 0.5).backward()
+    torch.optim.SGD([p for p in model.parameters() if p.grad is not None], lr=0.1).step()
+    return model
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_full_state_dict_of_every_rank_loads_in_the_plain_model(
+    pool: Pool, tmp_path: Path, processes: int
+) -> None:
+    held = [train_and_save(tmp_path)] if processes == 1 else pool.run(train_and_save, tmp_path, ranks=2)
+    expected = plain_step().state_dict()
+    files = list(tmp_path.glob("full*.pt"))
+    assert len(files) == processes
+    for file in files:
+        plain = Model()
+        plain.load_state_dict(torch.load(file))
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+    names = [name for part in held for name in part]
+    assert sorted(names) == sorted(expected)
+    assert all(not {"spare", "first.0.weight"} & set(part) or processes == 1 for part in held[1:])
+
+
+def test_a_plain_state_dict_loads_and_the_parameters_stay_the_same_objects() -> None:
+    source = plain_step()
+    model, forward_backward = compiled(1)
+    before = [id(parameter) for parameter in model.parameters()]
+    forward_backward.load_state_dict(source.state_dict())
+    assert [id(parameter) for parameter in model.parameters()] == before
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[name]), name
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
+    model, forward_backward = compiled(1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    other = {name: tensor + 1 for name, tensor in before.items() if name != "last.weight"}
+    with pytest.raises(fxpipe.CheckpointError, match=r"lacks 1 of 10 tensors, first 'last.weight'"):
+        forward_backward.load_state_dict(other)
+    with pytest.raises(fxpipe.CheckpointError, match=re.escape("last.weight has shape [1, 4], the state dict has [2]")):
+        forward_backward.load_state_dict({**other, "last.weight": torch.zeros(2)})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def through_dcp(folder: Path) -> bool:
+    """Saves one model with torch's distributed checkpoint, loads it into another; whether they are equal."""
+    _, saved = compiled(0)
+    _, loaded = compiled(1)
+    dcp.save({"model": saved}, checkpoint_id=folder)
+    dcp.load({"model": loaded}, checkpoint_id=folder)
+    one, other = saved.state_dict(full=True), loaded.state_dict(full=True)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
+@pytest.mark.parametrize("processes", [1, 2])
+def test_torchs_distributed_checkpoint_saves_and_loads(pool: Pool, tmp_path: Path, processes: int) -> None:
+    equal = [through_dcp(tmp_path)] if processes == 1 else pool.run(through_dcp, tmp_path, ranks=2)
+    assert all(equal)
