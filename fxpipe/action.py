@@ -32,7 +32,7 @@ class Action:
     @staticmethod
     def parse(text: str) -> Action:
         """The action that prints as ``text``; ScheduleError where none does."""
-        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
+        match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text.strip())
         if match is None:
             raise ScheduleError(f"{text!r} is no action; write <stage><F, B, I or W><micro-batch>, as in 2F0")
         return Action(int(match[1]), Op(match[2]), int(match[3]))

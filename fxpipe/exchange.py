@@ -170,8 +170,14 @@ class WireExchange:
 
 
 def _describe(meta: Meta) -> str:
-    leaves = [
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, TensorMeta) else repr(leaf)
-        for leaf in meta.leaves
-    ]
-    return ", ".join(leaves) or "empty"
+    leaves = [_describe_leaf(leaf) for leaf in meta.leaves]
+    if meta.spec.is_leaf():
+        return leaves[0]
+    return f"{getattr(meta.spec.type, '__name__', 'container')}({', '.join(leaves)})"
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if not isinstance(leaf, TensorMeta):
+        return repr(leaf)
+    gradient = ", with a gradient" if leaf.requires_grad else ""
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} of strides {list(leaf.stride)}{gradient}"

@@ -141,7 +141,8 @@ class _Queue:
         while self.sends and self.receives:
             send, receive = self.sends.popleft(), self.receives.popleft()
             if send.buffer.shape != receive.buffer.shape or send.buffer.dtype != receive.buffer.dtype:
-                raise RunError(f"a message of {send.buffer.numel()} bytes meets a receive of {receive.buffer.numel()}")
+                sizes = [f"{buffer.numel()} {buffer.dtype}" for buffer in (send.buffer, receive.buffer)]
+                raise RunError(f"a message of {sizes[0]} meets a receive of {sizes[1]}")
             receive.buffer.copy_(send.buffer)
             send.done = receive.done = True
 

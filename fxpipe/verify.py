@@ -87,14 +87,14 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _fail_missing(schedule: Schedule, missing: Action, related: Collection[Action], fact: str) -> NoReturn:
-    """Marks the first cell that waits for a missing action, or else those ``related`` to it."""
+    """Marks the first cell that waits for a missing action, or else those ``related`` to it, or its row's last."""
     rank = schedule.placement[missing.stage]
     for other, row in enumerate(schedule.rows):
         for action in row:
             if missing in schedule.dependencies.before(action):
                 fact = f"{fact}; {action} on rank {other} waits for {missing} on rank {rank}"
                 _fail(schedule, [action], fact)
-    _fail(schedule, related, f"{fact}; it belongs on rank {rank}")
+    _fail(schedule, related or schedule.rows[rank][-1:], f"{fact}; it belongs on rank {rank}")
 
 
 def _fail(schedule: Schedule, marked: Collection[Action], fact: str) -> NoReturn:
@@ -191,15 +191,15 @@ class Machine:
     def _halt(self, rank: int, left: Sequence[Instruction]) -> Halt:
         cells = tuple(step.action for step in left if isinstance(step, Compute))[:1]
         lacks = self._lacks(rank, left[0])
-        actions = [f"{other} on rank {self._home(other)}" for other in lacks if isinstance(other, Action)]
+        actions = [f"{other}{self._home(other)}" for other in lacks if isinstance(other, Action)]
         messages = [f"the {other}" for other in lacks if isinstance(other, Message)]
         at = f" at {cells[0]}" if cells else ""
         return Halt(cells, f"rank {rank} waits{at} for " + " and ".join(actions or messages))
 
-    def _home(self, action: Action) -> int | str:
-        """The rank whose row has that action."""
-        homes = (rank for rank, row in enumerate(self.instructions) if Compute(action) in row)
-        return next(homes, "none")
+    def _home(self, action: Action) -> str:
+        """Where an action stands, in words."""
+        homes = (f" on rank {rank}" for rank, row in enumerate(self.instructions) if Compute(action) in row)
+        return next(homes, ", which is not in the table")
 
     def unmatched(self) -> Message | None:
         """A message that one end of a queue knows and the other does not, once all ranks got to the end."""

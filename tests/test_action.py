@@ -1,0 +1,45 @@
+"""Actions print and parse."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpipe.action import Action, Op
+from fxpipe.errors import ScheduleError
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (Action(2, Op.F, 0), "2F0"),
+        (Action(0, Op.B, 13), "0B13"),
+        (Action(11, Op.I, 7), "11I7"),
+        (Action(3, Op.W, 100), "3W100"),
+    ],
+)
+def test_an_action_prints_and_parses(action: Action, text: str) -> None:
+    assert str(action) == text
+    assert Action.parse(text) == action
+    assert Action.parse(f" {text}\n") == action
+
+
+@pytest.mark.parametrize("op", Op)
+def test_every_op_survives_the_way_there_and_back(op: Op) -> None:
+    assert Action.parse(str(Action(1, op, 2))) == Action(1, op, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F-1", "2 F 0", "2F0 2F1", "[2F0]", "2.0F0", "٢F0", "2BW0"]
+)
+def test_what_is_no_action_is_refused_with_the_text_and_an_example(text: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Action.parse(text)
+    assert repr(text) in str(error.value)
+    assert "as in 2F0" in str(error.value)
+
+
+def test_an_action_is_a_key_and_cannot_be_changed() -> None:
+    action = Action(2, Op.F, 0)
+    assert {action: "here"}[Action.parse("2F0")] == "here"
+    with pytest.raises(AttributeError):
+        action.stage = 3  # type: ignore[misc]

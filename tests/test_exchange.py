@@ -1,0 +1,337 @@
+"""The exchange over two strict ranks: descriptions travel once, receives are posted ahead, deviations are told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpipe.action import Op
+from fxpipe.connect import connect
+from fxpipe.errors import RunError
+from fxpipe.exchange import Mailbox, WireExchange
+from fxpipe.lower import Message
+from fxpipe.strict import run_strict
+from fxpipe.topology import Topology
+from fxpipe.transport import Pair, Transport, Work
+
+CPU = torch.device("cpu")
+every_seed = pytest.mark.parametrize("seed", range(8))
+
+
+def forward(microbatch: int, edge: int = 0) -> Message:
+    return Message(edge, Op.F, microbatch, 0, 1)
+
+
+def gradient(microbatch: int, edge: int = 0) -> Message:
+    return Message(edge, Op.B, microbatch, 1, 0)
+
+
+class Recording:
+    """A transport that writes down what it is asked to send and receive, in bytes."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.sends: list[int] = []
+        self.receives: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, pair: Pair, buffer: Tensor) -> Work:
+        self.sends.append(buffer.numel())
+        return self._transport.send(pair, buffer)
+
+    def receive(self, pair: Pair, buffer: Tensor) -> Work:
+        self.receives.append(buffer.numel())
+        return self._transport.receive(pair, buffer)
+
+
+def on_two_ranks(body: Callable[[int, WireExchange, Recording], Any], seed: int = 0) -> list[Any]:
+    """``body(rank, exchange, transport)`` on ranks 0 and 1."""
+    topology = Topology([("pipe", 2)])
+
+    def run(rank: int) -> Any:
+        transport = Recording(connect(topology))
+        transport.open([(0, 1), (1, 0)], [])
+        return body(rank, WireExchange(transport, CPU), transport)  # type: ignore[arg-type]
+
+    return run_strict(run, 2, seed)
+
+
+def numbers(value: float, *shape: int) -> Tensor:
+    return torch.full(shape or (3,), float(value))
+
+
+@every_seed
+def test_values_arrive_as_they_were_step_after_step(seed: int) -> None:
+    def value(step: int) -> Any:
+        tensor = numbers(step, 2, 3).t().requires_grad_()
+        return {"a": (tensor, 4, None), "b": [torch.tensor(step), torch.empty(0, 2)]}
+
+    def body(rank: int, exchange: WireExchange, _: Recording) -> list[Any]:
+        taken = []
+        for step in range(3):
+            exchange.begin("kind")
+            if rank == 0:
+                exchange.send(forward(0), value(step))
+            else:
+                exchange.post(forward(0))
+                taken.append(exchange.take(forward(0)))
+            exchange.finish()
+        return taken
+
+    for step, taken in enumerate(on_two_ranks(body, seed)[1]):
+        tensor, *rest = taken["a"]
+        assert torch.equal(tensor, numbers(step, 3, 2))
+        assert tensor.stride() == (1, 3)
+        assert tensor.requires_grad
+        assert rest == [4, None]
+        assert taken["b"][0].item() == step
+        assert taken["b"][1].shape == (0, 2)
+
+
+def test_the_first_message_is_described_and_later_ones_are_posted_ahead() -> None:
+    def body(rank: int, exchange: WireExchange, transport: Recording) -> list[Any]:
+        log = []
+        for _ in range(3):
+            exchange.begin("kind")
+            transport.sends.clear()
+            transport.receives.clear()
+            if rank == 0:
+                exchange.send(forward(0), (numbers(1), numbers(2, 5)))
+                log.append(list(transport.sends))
+            else:
+                exchange.post(forward(0))
+                log.append(list(transport.receives))
+                exchange.take(forward(0))
+            exchange.finish()
+        return log
+
+    sent, posted = on_two_ranks(body)
+    length, description, *first = sent[0]
+    assert (length, first) == (8, [12, 20])  # a length and a description in front of the bytes
+    assert description > 0
+    assert sent[1:] == [[12, 20], [12, 20]]
+    assert posted == [[], [12, 20], [12, 20]]
+
+
+def test_each_kind_of_batch_has_descriptions_of_its_own() -> None:
+    def body(rank: int, exchange: WireExchange, _: Recording) -> list[tuple[int, ...]]:
+        shapes = []
+        for kind, rows in [("large", 5), ("small", 2), ("large", 5), ("small", 2)]:
+            exchange.begin(kind)
+            if rank == 0:
+                exchange.send(forward(0), numbers(1, rows))
+            else:
+                exchange.post(forward(0))
+                shapes.append(tuple(exchange.take(forward(0)).shape))
+            exchange.finish()
+        return shapes
+
+    assert on_two_ranks(body)[1] == [(5,), (2,), (5,), (2,)]
+
+
+@every_seed
+def test_described_and_undescribed_messages_of_one_pair_keep_their_order(seed: int) -> None:
+    """As when a micro-batch that had no weight in the first step has some in the second."""
+    steps = [[0, 2], [0, 1, 2, 3], [1, 3, 4], [0, 1, 2, 3, 4]]
+
+    def body(rank: int, exchange: WireExchange, _: Recording) -> list[list[float]]:
+        taken = []
+        for step, microbatches in enumerate(steps):
+            exchange.begin("kind")
+            for microbatch in microbatches:
+                if rank == 0:
+                    exchange.send(forward(microbatch), numbers(10 * step + microbatch, 1 + microbatch))
+                else:
+                    exchange.post(forward(microbatch))
+            if rank == 1:
+                values = [exchange.take(forward(microbatch)) for microbatch in microbatches]
+                assert [len(value) for value in values] == [1 + microbatch for microbatch in microbatches]
+                taken.append([value[0].item() for value in values])
+            exchange.finish()
+        return taken
+
+    wanted = [[10.0 * step + microbatch for microbatch in batches] for step, batches in enumerate(steps)]
+    assert on_two_ranks(body, seed)[1] == wanted
+
+
+@every_seed
+def test_messages_may_be_taken_in_another_order_than_they_come_in(seed: int) -> None:
+    def body(rank: int, exchange: WireExchange, _: Recording) -> list[list[float]]:
+        taken = []
+        for step in range(2):
+            exchange.begin("kind")
+            for microbatch in range(4):
+                if rank == 0:
+                    exchange.send(forward(microbatch), numbers(10 * step + microbatch))
+                else:
+                    exchange.post(forward(microbatch))
+            if rank == 1:
+                taken.append([exchange.take(forward(microbatch))[0].item() for microbatch in (2, 0, 3, 1)])
+            exchange.finish()
+        return taken
+
+    assert on_two_ranks(body, seed)[1] == [[2, 0, 3, 1], [12, 10, 13, 11]]
+
+
+@every_seed
+def test_activations_and_gradients_pass_each_other(seed: int) -> None:
+    def body(rank: int, exchange: WireExchange, _: Recording) -> list[float]:
+        taken = []
+        for step in range(3):
+            exchange.begin("kind")
+            if rank == 0:
+                exchange.send(forward(0), numbers(step))
+                exchange.send(forward(1), numbers(step + 0.5))
+                for microbatch in (0, 1):
+                    exchange.post(gradient(microbatch))
+                    taken.append(exchange.take(gradient(microbatch))[0].item())
+                    exchange.release(forward(microbatch))
+            else:
+                for microbatch in (0, 1):
+                    exchange.post(forward(microbatch))
+                for microbatch in (0, 1):
+                    exchange.send(gradient(microbatch), 10 * exchange.take(forward(microbatch)))
+            exchange.finish()
+        return taken
+
+    assert on_two_ranks(body, seed)[0] == [0, 5, 10, 15, 20, 25]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (numbers(1, 2), numbers(1, 3)),
+        (numbers(1, 2), numbers(1, 2).double()),
+        ((numbers(1, 2), 7), (numbers(1, 2), 8)),
+        (numbers(1, 2), None),
+        ({"a": numbers(1, 2)}, {"a": numbers(1, 2), "b": 1}),
+        (numbers(1, 2, 2), numbers(1, 2, 2).t()),
+        (numbers(1, 2), numbers(1, 2).requires_grad_()),
+        ((numbers(1, 2),), [numbers(1, 2)]),
+    ],
+    ids=["shape", "dtype", "number", "none", "another leaf", "strides", "requires_grad", "container"],
+)
+def test_a_deviation_is_an_error_at_the_sender_that_tells_both(first: Any, second: Any) -> None:
+    raised: dict[int, BaseException] = {}
+
+    def body(rank: int, exchange: WireExchange, _: Recording) -> None:
+        try:
+            for value in (first, second):
+                exchange.begin("kind")
+                if rank == 0:
+                    exchange.send(forward(0), value)
+                else:
+                    exchange.post(forward(0))
+                    exchange.take(forward(0))
+                exchange.finish()
+        except BaseException as error:
+            raised[rank] = error
+            raise
+
+    with pytest.raises(RunError) as error:
+        on_two_ranks(body)
+    assert raised[0] is error.value  # the sender's own
+    assert "value 0 of micro-batch 0 from rank 0 to rank 1" in str(error.value)
+    told = re.search(r"rank 1 is (.*), but for this kind of batch it was (.*); what passes", str(error.value))
+    assert told is not None
+    assert told[1] != told[2]
+
+
+def test_a_deviation_is_told_by_type_and_shape() -> None:
+    def body(rank: int, exchange: WireExchange, _: Recording) -> None:
+        for value in ((numbers(1, 2), 7), (numbers(1, 3).double(), 8)):
+            exchange.begin("kind")
+            if rank == 0:
+                exchange.send(forward(0), value)
+            else:
+                exchange.post(forward(0))
+                exchange.take(forward(0))
+            exchange.finish()
+
+    with pytest.raises(RunError, match=r"is float64\[3\], 8, but for this kind of batch it was float32\[2\], 7; "):
+        on_two_ranks(body)
+
+
+@every_seed
+def test_what_was_posted_and_never_taken_is_drained_at_the_end_of_a_step(seed: int) -> None:
+    def body(rank: int, exchange: WireExchange, _: Recording) -> list[float]:
+        taken = []
+        for step in range(3):
+            exchange.begin("kind")
+            for microbatch in range(3):
+                if rank == 0:
+                    exchange.send(forward(microbatch), numbers(10 * step + microbatch))
+                else:
+                    exchange.post(forward(microbatch))
+            if rank == 1:
+                taken.append(exchange.take(forward(0))[0].item())
+            exchange.finish()
+        return taken
+
+    assert on_two_ranks(body, seed)[1] == [0, 10, 20]
+
+
+@every_seed
+def test_the_end_of_a_step_waits_until_every_send_was_received(seed: int) -> None:
+    log: list[str] = []
+
+    def body(rank: int, exchange: WireExchange, _: Recording) -> None:
+        exchange.begin("kind")
+        if rank == 0:
+            exchange.send(forward(0), numbers(1))
+            exchange.finish()
+            log.append("step ended")
+        else:
+            log.append("about to receive")
+            exchange.post(forward(0))
+            exchange.take(forward(0))
+            exchange.finish()
+
+    on_two_ranks(body, seed)
+    assert log == ["about to receive", "step ended"]
+
+
+@every_seed
+def test_the_end_of_a_step_waits_for_what_was_posted_and_not_taken(seed: int) -> None:
+    log: list[str] = []
+
+    def body(rank: int, exchange: WireExchange, transport: Recording) -> None:
+        for step in range(2):  # in the second step the receive is posted ahead
+            exchange.begin("kind")
+            if rank == 0:
+                log.append(f"about to send {step}")
+                exchange.send(forward(0), numbers(1))
+                exchange.finish()
+            else:
+                exchange.post(forward(0))
+                exchange.finish()
+                log.append(f"ended {step}")
+            transport.gather("pipe", None)
+
+    on_two_ranks(body, seed)
+    assert log == ["about to send 0", "ended 0", "about to send 1", "ended 1"]
+
+
+def test_a_mailbox_hands_over_the_very_same_value_once() -> None:
+    mailbox, value = Mailbox(), (numbers(1), object())
+    mailbox.begin("kind")
+    mailbox.post(forward(0))
+    mailbox.send(forward(0), value)
+    assert mailbox.take(forward(0)) is value
+    with pytest.raises(KeyError):
+        mailbox.take(forward(0))
+
+
+def test_a_mailbox_is_empty_at_the_start_of_a_step() -> None:
+    mailbox = Mailbox()
+    mailbox.send(forward(0), 1)
+    mailbox.begin("kind")
+    with pytest.raises(KeyError):
+        mailbox.take(forward(0))

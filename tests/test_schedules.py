@@ -1,0 +1,344 @@
+"""Every schedule of the table on every kind of stage graph; then the closed forms of each."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from fxpipe.action import Action, Op
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import SCHEDULES, build
+from fxpipe.show import grid
+from tests.graphs import WORKED, Bare, bare, branches, chain, random_bare
+
+GRAPHS: dict[str, Bare] = {
+    "one stage": bare((), 1),
+    "chain of 2": bare(chain(2), 2),
+    "chain of 5": bare(chain(5), 5),
+    "worked example": bare(WORKED, 5),
+    "2 branches of 4": bare(branches(2, 4), 9),
+    "4 branches of 3": bare(branches(4, 3), 13),
+    "skip over two stages": bare((*chain(4), (0, 3)), 4),
+    "two sinks": bare(((0, 1), (0, 2), (2, 3)), 4),
+    "stages that nothing connects": bare((), 3),
+    "numbered against the order": bare(((3, 2), (2, 1), (1, 0)), 4),
+    "an edge given twice": bare(((0, 1), (0, 1)), 2),
+    "all on one rank": bare(WORKED, 5, (0, 0, 0, 0, 0)),
+    "6 stages on 3 ranks in blocks": bare(chain(6), 6, (0, 0, 1, 1, 2, 2)),
+    "6 stages on 3 ranks in turns": bare(chain(6), 6, (0, 1, 2, 0, 1, 2)),
+    "6 stages back and forth": bare(chain(6), 6, (0, 1, 2, 2, 1, 0)),
+    "worked example on 2 ranks": bare(WORKED, 5, (0, 0, 1, 1, 0)),
+    "frozen first stage": bare(chain(3), 3, frozen=frozenset([0])),
+    "frozen tower": bare(WORKED, 5, frozen=frozenset([2, 3])),
+    "frozen tower beside a trained one": bare(WORKED, 5, (0, 1, 0, 1, 2), frozen=frozenset([2, 3])),
+    "nothing to train": bare(chain(3), 3, frozen=frozenset([0, 1, 2])),
+    **{f"random {seed}": random_bare(seed, frozen=seed % 2 == 1) for seed in range(12)},
+}
+every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+every_graph = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
+microbatch_counts = pytest.mark.parametrize("m", [1, 2, 8])
+
+
+def before(graph: Bare, action: Action) -> list[Action]:
+    """What must have run before an action, straight from the edges."""
+    if action.op is Op.F:
+        return [Action(source, Op.F, action.microbatch) for source in graph.sources(action.stage)]
+    later = [target for target in graph.targets(action.stage) if graph.backward[target]]
+    own = Action(action.stage, Op.F, action.microbatch)
+    return [own, *(Action(target, Op.B, action.microbatch) for target in later)]
+
+
+# --- every schedule, every graph ---
+
+
+@every_schedule
+@every_graph
+@microbatch_counts
+def test_every_action_stands_once_on_the_rank_of_its_stage(name: str, graph: Bare, m: int) -> None:
+    found = Counter((rank, action) for rank, row in enumerate(graph.build(name, m).rows) for action in row)
+    wanted = Counter(
+        (graph.placement[stage], Action(stage, op, j))
+        for stage in range(graph.stages)
+        for op in (Op.F, Op.B)
+        for j in range(m)
+        if op is Op.F or graph.backward[stage]
+    )
+    assert found == wanted
+
+
+@every_schedule
+@every_graph
+@microbatch_counts
+def test_dependencies_hold_in_simulated_time(name: str, graph: Bare, m: int) -> None:
+    schedule = graph.build(name, m)
+    forward = [1 + stage % 3 for stage in range(graph.stages)]
+    spans = schedule.simulate(forward, backward=2.5, comm=0.25).spans
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            cost = forward[action.stage] if action.op is Op.F else 2.5
+            assert spans[action].end - spans[action].start == pytest.approx(cost)
+            for other in before(graph, action):
+                hop = 0.25 if graph.placement[other.stage] != rank else 0
+                assert spans[other].end + hop <= spans[action].start
+        for first, second in pairwise(row):
+            assert spans[first].end <= spans[second].start
+
+
+@every_schedule
+@every_graph
+@microbatch_counts
+@pytest.mark.parametrize(("forward", "backward", "comm"), [(1, 2, 0), (3, 1, 0), (1, 2, 0.25)])
+def test_the_makespan_is_no_less_than_the_lower_bound(
+    name: str, graph: Bare, m: int, forward: float, backward: float, comm: float
+) -> None:
+    result = graph.build(name, m).simulate(forward, backward, comm=comm)
+    work = [0.0] * graph.ranks
+    for stage, rank in enumerate(graph.placement):
+        work[rank] += m * (forward + backward * graph.backward[stage])
+    assert max(work) <= result.lower_bound <= result.makespan
+
+
+@every_schedule
+@every_graph
+def test_backwards_run_in_micro_batch_order_so_that_gradients_add_up_in_it(name: str, graph: Bare) -> None:
+    for row in graph.build(name, 8).rows:
+        for stage in range(graph.stages):
+            order = [action.microbatch for action in row if action.stage == stage and action.op is Op.B]
+            assert order == sorted(order)
+
+
+@every_schedule
+@every_graph
+@microbatch_counts
+def test_the_table_is_verified_again_after_it_was_built(name: str, graph: Bare, m: int) -> None:
+    schedule = graph.build(name, m)
+    schedule.verify()
+    first = next(action for row in schedule.rows for action in row)
+    shorter = tuple(tuple(action for action in row if action != first) for row in schedule.rows)
+    with pytest.raises(ScheduleError, match=f"{first} is missing"):
+        Schedule(shorter, schedule.edges, schedule.placement, schedule.backward, m).verify()
+
+
+@every_schedule
+@every_graph
+@microbatch_counts
+def test_the_peak_is_the_most_forwards_that_wait_for_their_backward(name: str, graph: Bare, m: int) -> None:
+    schedule = graph.build(name, m)
+    result = schedule.simulate()
+    for stage in range(graph.stages):
+        if graph.backward[stage]:
+            held = [
+                (result.spans[Action(stage, Op.F, j)].end, result.spans[Action(stage, Op.B, j)].end) for j in range(m)
+            ]
+            most = max(sum(start <= moment < end for start, end in held) for moment, _ in held)
+            assert result.peak_in_flight[stage] == most
+        else:
+            assert result.peak_in_flight[stage] == 0
+
+
+@every_schedule
+def test_no_random_graph_with_several_stages_on_a_rank_comes_to_a_halt(name: str) -> None:
+    for seed in range(200):
+        graph = random_bare(1000 + seed, frozen=seed % 3 == 0)
+        graph.build(name, 1 + seed % 7).simulate()
+
+
+@every_schedule
+def test_one_stage_has_no_bubble(name: str) -> None:
+    assert build(name, [], 4).simulate().bubble == 0
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 1), (3, 1), (2, 5)])
+@pytest.mark.parametrize("p", range(1, 9))
+def test_the_bubble_of_a_balanced_chain_is_the_textbooks(name: str, p: int, forward: int, backward: int) -> None:
+    for m in (1, 2, p, 3 * p + 1):
+        result = build(name, chain(p), m, stages=p).simulate(forward, backward)
+        assert result.bubble == pytest.approx((p - 1) / (m + p - 1))
+        assert result.makespan == (m + p - 1) * (forward + backward)
+
+
+@every_schedule
+def test_the_name_that_was_asked_for_stands_in_the_schedule(name: str) -> None:
+    assert build(name, chain(2), 2).name == name
+
+
+@every_schedule
+def test_a_large_table_is_built_verified_simulated_and_printed_quickly(name: str) -> None:
+    start = time.perf_counter()
+    schedule = build(name, chain(64), 256)
+    schedule.verify()
+    schedule.simulate()
+    str(schedule)
+    assert time.perf_counter() - start < 10  # a quadratic step anywhere takes longer
+
+
+# --- 1F1B ---
+
+
+def drawn(picture: str) -> list[list[str]]:
+    """The cells of a picture: one column per four characters, a dot where a rank idles."""
+    rows = [line.split() for line in picture.strip().splitlines()]
+    return [[cell if cell != "." else "" for cell in row] for row in rows]
+
+
+def printed(schedule: Schedule) -> list[list[str]]:
+    """The cells of the printed table, by rank and step."""
+    header, _, *lines = grid(schedule).splitlines()
+    starts = [header.index(f" {step} ") + 1 for step in range(len(header.split()) - 2 - 1)]
+    starts.append(header.rindex(header.split()[-1]))
+    ends = [*starts[1:], None]
+    return [[line[a:b].strip() for a, b in zip(starts, ends, strict=True)] for line in lines]
+
+
+CHAIN_OF_3 = """
+    0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+     .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
+     .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
+"""
+
+WORKED_EXAMPLE = """
+    0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+     .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
+    2F0 2F1 2F2  .   .  2B0 2F3 2B1  .  2B2  .  2B3
+     .  3F0 3F1  .  3B0 3F2 3B1 3F3 3B2  .  3B3  .
+     .   .  4F0 4B0 4F1 4B1 4F2 4B2 4F3 4B3  .   .
+"""
+
+GPIPE_CHAIN_OF_3 = """
+    0F0 0F1 0F2  .   .   .   .  0B0 0B1 0B2
+     .  1F0 1F1 1F2  .   .  1B0 1B1 1B2  .
+     .   .  2F0 2F1 2F2 2B0 2B1 2B2  .   .
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "edges", "m", "picture"),
+    [
+        ("1f1b", chain(3), 4, CHAIN_OF_3),
+        ("1f1b", WORKED, 4, WORKED_EXAMPLE),
+        ("gpipe", chain(3), 3, GPIPE_CHAIN_OF_3),
+    ],
+    ids=["1f1b on a chain", "1f1b on the worked example", "gpipe on a chain"],
+)
+def test_the_table_is_the_one_that_is_known(
+    name: str, edges: tuple[tuple[int, int], ...], m: int, picture: str
+) -> None:
+    schedule = build(name, edges, m)
+    assert printed(schedule) == drawn(picture)
+    assert [[str(action) for action in row] for row in schedule.rows] == [
+        [cell for cell in row if cell] for row in drawn(picture)
+    ]
+
+
+def test_the_worked_example_takes_36_as_a_chain_and_30_as_a_graph() -> None:
+    as_chain = build("1f1b", chain(5), 8).simulate(forward=1, backward=2)
+    as_graph = build("1f1b", WORKED, 8).simulate(forward=1, backward=2)
+    assert (as_chain.makespan, as_chain.peak_in_flight) == (36, (5, 4, 3, 2, 1))
+    assert (as_graph.makespan, as_graph.peak_in_flight) == (30, (3, 2, 3, 2, 1))
+    assert (as_chain.lower_bound, as_graph.lower_bound) == (36, 30)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "as_chain", "as_graph", "chain_in_flight", "graph_in_flight"),
+    [(2, 4, 48, 36, 44, 29), (4, 3, 60, 33, 76, 37), (8, 2, 72, 30, 108, 41)],
+)
+def test_depth_counts_and_not_the_number_of_stages(
+    count: int, length: int, as_chain: int, as_graph: int, chain_in_flight: int, graph_in_flight: int
+) -> None:
+    line = build("1f1b", chain(count * length + 1), 8).simulate()
+    graph = build("1f1b", branches(count, length), 8).simulate()
+    assert (line.makespan, graph.makespan) == (as_chain, as_graph)
+    assert (sum(line.peak_in_flight), sum(graph.peak_in_flight)) == (chain_in_flight, graph_in_flight)
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (1, 1)])
+def test_1f1b_reaches_the_lower_bound_on_balanced_graphs_with_a_stage_a_rank(forward: int, backward: int) -> None:
+    for seed in range(150):
+        graph = random_bare(seed, one_each=True)
+        depths = [graph.depth(stage) for stage in range(graph.stages)]
+        for m in (1, 3, 9):
+            result = graph.build("1f1b", m).simulate(forward, backward)
+            assert result.makespan == (m + max(depths) - 1) * (forward + backward), graph
+            assert result.lower_bound == result.makespan
+            assert result.peak_in_flight == tuple(min(m, depth) for depth in depths)
+
+
+def test_1f1b_keeps_within_its_cap_with_several_stages_on_a_rank() -> None:
+    for seed in range(200):
+        graph = random_bare(5000 + seed, frozen=seed % 3 == 0)
+        m = 1 + seed % 9
+        peaks = graph.build("1f1b", m).simulate().peak_in_flight
+        for stage, peak in enumerate(peaks):
+            assert peak <= min(m, graph.depth(stage))
+
+
+def test_1f1b_wastes_no_time_where_one_rank_has_all_stages() -> None:
+    result = bare(WORKED, 5, (0, 0, 0, 0, 0)).build("1f1b", 6).simulate()
+    assert result.makespan == 6 * 5 * 3
+    assert result.bubble == 0
+
+
+def test_1f1b_hides_the_second_of_two_stages_on_a_rank() -> None:
+    """In blocks of two, a chain of 4 is a chain of 2 with stages twice as long: no worse than (m + 1) · 2(F + B)."""
+    for m in (2, 4, 8):
+        result = bare(chain(4), 4, (0, 0, 1, 1)).build("1f1b", m).simulate()
+        assert result.makespan <= (m + 1) * 6
+
+
+def test_gpipe_holds_every_micro_batch() -> None:
+    assert build("gpipe", WORKED, 6).simulate().peak_in_flight == (6,) * 5
+
+
+# --- what cannot be built ---
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"), [("1f1", "1f1b"), ("1F1B", "1f1b"), ("gpip", "gpipe"), ("zigzag", '"1f1b", "gpipe"')]
+)
+def test_an_unknown_schedule_names_the_nearest(asked: str, nearest: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        build(asked, chain(2), 2)
+    assert asked in str(error.value)
+    assert nearest in str(error.value)
+
+
+@pytest.mark.parametrize("m", [0, -3])
+def test_no_micro_batch_is_an_error(m: int) -> None:
+    with pytest.raises(ScheduleError, match=f"{m} micro-batches; at least 1"):
+        build("1f1b", chain(2), m)
+
+
+@pytest.mark.parametrize("edges", [[(0, 1), (1, 2), (2, 1)], [(0, 1), (2, 2)]], ids=["two stages", "one stage"])
+def test_a_cycle_is_named(edges: list[tuple[int, int]]) -> None:
+    with pytest.raises(ScheduleError, match=r"cycle, (1 → 2 → 1|2 → 1 → 2|2 → 2);"):
+        build("1f1b", edges, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        ({"edges": chain(5), "stages": 3}, "3 stages, but the edges mention stage 4; write stages=5"),
+        ({"edges": [], "stages": 0}, "0 stages, but at least one is needed"),
+        ({"edges": [(-1, 0)]}, "edge -1-0 names a stage outside of 0..0"),
+        ({"edges": chain(3), "placement": [0, 2, 0]}, r"placement \[0, 2, 0\] leaves a rank without stages"),
+        ({"edges": chain(3), "placement": [1, 1, 2]}, r"placement \[1, 1, 2\] leaves a rank without stages"),
+        ({"edges": chain(3), "placement": [0, 1]}, "2 stages, but the edges mention stage 2; write stages=3"),
+        ({"edges": chain(3), "placement": [0, 1, 2], "stages": 4}, r"placement= has 3 entries for 4 stages"),
+        ({"edges": chain(3), "backward": [True]}, "backward= has 1 entries for 3 stages"),
+        ({"edges": chain(3), "names": ["a", "b"]}, "stage_names has 2 entries for 3 stages"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused_with_the_values(arguments: dict[str, object], fact: str) -> None:
+    with pytest.raises(ScheduleError, match=fact):
+        build("1f1b", microbatches=2, **arguments)  # type: ignore[arg-type]
+
+
+def test_stages_that_no_edge_mentions_count() -> None:
+    assert len(build("1f1b", [(0, 1)], 2, stages=4).rows) == 4
+    assert len(build("1f1b", [(0, 1)], 2, placement=[0, 1, 1]).placement) == 3

@@ -1,0 +1,66 @@
+"""Seeds: one for each stage, micro-batch, step and replica, and generators that are left as they were."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+
+import pytest
+import torch
+
+from fxpipe.seeds import seed_of, seeded
+
+CPU = torch.device("cpu")
+
+
+def test_every_step_stage_micro_batch_and_replica_has_a_seed_of_its_own() -> None:
+    seeds = [
+        seed_of(base, *rest)
+        for base in (0, 1, 2**64 - 1)
+        for rest in itertools.product(range(5), range(6), range(7), range(3))
+    ]
+    assert len(set(seeds)) == len(seeds) == 3 * 5 * 6 * 7 * 3
+
+
+def test_places_are_not_mixed_up() -> None:
+    assert len({seed_of(0, *order) for order in itertools.permutations((1, 2, 3, 4))}) == 24
+
+
+@pytest.mark.parametrize("base", [0, 42, -1, 2**63, 2**64 + 5])
+def test_a_seed_is_63_bits_of_a_hash_of_the_five_numbers_whatever_torchs_seed_is(base: int) -> None:
+    words = b"".join(struct.pack("<Q", number) for number in (base % 2**64, 3, 1, 4, 1))
+    eight = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+    assert seed_of(base, 3, 1, 4, 1) == eight // 2
+    assert 0 <= seed_of(base, 3, 1, 4, 1) < 2**63
+    torch.Generator().manual_seed(seed_of(base, 3, 1, 4, 1))  # torch takes it
+
+
+def test_inside_numbers_follow_from_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    with seeded(7, CPU):
+        first = torch.rand(4)
+    torch.manual_seed(2)
+    torch.rand(3)
+    with seeded(7, CPU):
+        assert torch.equal(torch.rand(4), first)
+    with seeded(8, CPU):
+        assert not torch.equal(torch.rand(4), first)
+
+
+def test_outside_the_generator_goes_on_as_if_nothing_had_been_drawn() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(6)
+    torch.manual_seed(1)
+    before = torch.rand(3)
+    with seeded(7, CPU), seeded(8, CPU):
+        torch.rand(100)
+    assert torch.equal(torch.cat([before, torch.rand(3)]), expected)
+
+
+def test_outside_the_generator_is_restored_after_an_error() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="size"), seeded(7, CPU):
+        torch.rand(5) @ torch.rand(4)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,391 @@
+"""The strict transport: rendezvous, queues, interleavings that replay, and hangs that are told at once."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpipe.connect import connect
+from fxpipe.errors import RunError, TopologyError
+from fxpipe.strict import current_seat, run_strict
+from fxpipe.topology import Topology
+from fxpipe.transport import PeerLost, Transport
+
+T = TypeVar("T")
+
+every_seed = pytest.mark.parametrize("seed", range(12))
+
+
+def on_pipe(body: Callable[[int, Transport], T], ranks: int = 2, seed: int = 0) -> list[T]:
+    """``body(rank, transport)`` on every rank of a pipe group, with a queue for each directed pair."""
+    topology = Topology([("pipe", ranks)])
+
+    def run(rank: int) -> T:
+        transport = connect(topology)
+        transport.open([(a, b) for a in range(ranks) for b in range(ranks) if a != b], [])
+        return body(rank, transport)
+
+    return run_strict(run, ranks, seed)
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor([float(value)])
+
+
+def meet(transport: Transport) -> None:
+    """All ranks get here before any goes on."""
+    transport.gather("pipe", None)
+
+
+# --- sends and receives ---
+
+
+@every_seed
+def test_a_send_does_not_end_before_its_receive_is_posted(seed: int) -> None:
+    log: list[str] = []
+
+    def body(rank: int, transport: Transport) -> None:
+        if rank == 0:
+            work = transport.send((0, 1), number(5))
+            meet(transport)
+            work.wait()
+            log.append("send ended")
+        else:
+            meet(transport)
+            log.append("receive posted")
+            transport.receive((0, 1), torch.empty(1)).wait()
+
+    on_pipe(body, seed=seed)
+    assert log == ["receive posted", "send ended"]
+
+
+@every_seed
+@pytest.mark.parametrize("first", [0, 1], ids=["send first", "receive first"])
+def test_a_send_and_a_receive_meet_whichever_is_first(seed: int, first: int) -> None:
+    def body(rank: int, transport: Transport) -> float:
+        buffer = torch.zeros(1) if rank == 1 else number(5)
+        if rank != first:
+            meet(transport)
+        work = (transport.receive if rank == 1 else transport.send)((0, 1), buffer)
+        if rank == first:
+            meet(transport)
+        work.wait()
+        return buffer.item()
+
+    assert on_pipe(body, seed=seed) == [5.0, 5.0]
+
+
+@every_seed
+def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> list[float]:
+        outgoing = [number(10 * rank + place) for place in range(4)]
+        incoming = [torch.zeros(1) for _ in range(4)]
+        works = [transport.send((rank, 1 - rank), buffer) for buffer in outgoing]
+        works += [transport.receive((1 - rank, rank), buffer) for buffer in incoming]
+        for work in reversed(works):
+            work.wait()
+        return [buffer.item() for buffer in incoming]
+
+    assert on_pipe(body, seed=seed) == [[10, 11, 12, 13], [0, 1, 2, 3]]
+
+
+@every_seed
+def test_a_later_send_waits_behind_an_earlier_one(seed: int) -> None:
+    """The first receive gets the first message, although it is the second one that the receiver has in mind."""
+
+    def body(rank: int, transport: Transport) -> float | None:
+        if rank == 0:
+            first, second = transport.send((0, 1), number(1)), transport.send((0, 1), number(2))
+            meet(transport)
+            first.wait()
+            meet(transport)
+            second.wait()
+            return None
+        meet(transport)
+        wanted = torch.zeros(1)
+        transport.receive((0, 1), wanted).wait()
+        meet(transport)
+        transport.receive((0, 1), torch.zeros(1)).wait()
+        return wanted.item()
+
+    assert on_pipe(body, seed=seed)[1] == 1.0
+
+
+@every_seed
+def test_the_two_directions_of_a_pair_do_not_wait_for_each_other(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> float:
+        mine, theirs = number(rank), torch.zeros(1)
+        receive = transport.receive((1 - rank, rank), theirs)  # both ranks receive first
+        transport.send((rank, 1 - rank), mine).wait()
+        receive.wait()
+        return theirs.item()
+
+    assert on_pipe(body, seed=seed) == [1.0, 0.0]
+
+
+@every_seed
+def test_a_buffer_that_is_overwritten_before_its_receive_is_posted_delivers_the_new_bytes(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> float:
+        buffer = number(1) if rank == 0 else torch.zeros(1)
+        if rank == 0:
+            work = transport.send((0, 1), buffer)
+            buffer.fill_(2)
+            meet(transport)
+            work.wait()
+        else:
+            meet(transport)
+            transport.receive((0, 1), buffer).wait()
+        return buffer.item()
+
+    assert on_pipe(body, seed=seed)[1] == 2.0
+
+
+@every_seed
+def test_a_buffer_that_is_overwritten_after_the_send_has_ended_does_no_harm(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> float:
+        buffer = number(1) if rank == 0 else torch.zeros(1)
+        (transport.send if rank == 0 else transport.receive)((0, 1), buffer).wait()
+        if rank == 0:
+            buffer.fill_(2)
+        meet(transport)
+        return buffer.item()
+
+    assert on_pipe(body, seed=seed)[1] == 1.0
+
+
+def test_buffers_of_different_sizes_are_an_error_with_both() -> None:
+    def body(rank: int, transport: Transport) -> None:
+        if rank == 0:
+            transport.send((0, 1), torch.zeros(4, dtype=torch.uint8)).wait()
+        else:
+            transport.receive((0, 1), torch.zeros(8, dtype=torch.uint8)).wait()
+
+    with pytest.raises(RunError, match="a message of 4 bytes meets a receive of 8"):
+        on_pipe(body)
+
+
+def test_two_transports_of_one_rank_do_not_mix_their_messages() -> None:
+    topology = Topology([("pipe", 2)])
+
+    def body(rank: int) -> list[float]:
+        transports = [connect(topology), connect(topology)]
+        buffers = [number(1 + place) if rank == 0 else torch.zeros(1) for place in range(2)]
+        for transport in transports:
+            transport.open([(0, 1)], [])
+        order = [0, 1] if rank == 0 else [1, 0]
+        works = [(transports[i].send if rank == 0 else transports[i].receive)((0, 1), buffers[i]) for i in order]
+        for work in works:
+            work.wait()
+        return [buffer.item() for buffer in buffers]
+
+    assert run_strict(body, 2)[1] == [1.0, 2.0]
+
+
+# --- hangs and errors ---
+
+
+@every_seed
+def test_a_hang_is_an_error_at_once_that_says_who_waits_for_whom(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> None:
+        transport.receive(((rank + 1) % 3, rank), torch.zeros(1)).wait()
+
+    start = time.perf_counter()
+    with pytest.raises(RunError) as error:
+        on_pipe(body, ranks=3, seed=seed)
+    assert time.perf_counter() - start < 1
+    for told in (
+        f"the ranks hang (seed {seed})",
+        "rank 0 waits for a message from rank 1",
+        "rank 1 waits for a message from rank 2",
+        "rank 2 waits for a message from rank 0",
+    ):
+        assert told in str(error.value)
+
+
+def test_a_send_that_nobody_receives_is_a_hang_where_it_is_waited_for() -> None:
+    def body(rank: int, transport: Transport) -> None:
+        if rank == 0:
+            transport.send((0, 1), number(1)).wait()
+
+    with pytest.raises(RunError, match="rank 0 waits for rank 1 to receive"):
+        on_pipe(body)
+
+
+def test_a_collective_call_that_a_rank_never_joins_is_a_hang() -> None:
+    def body(rank: int, transport: Transport) -> None:
+        if rank != 1:
+            transport.gather("pipe", rank)
+
+    with pytest.raises(RunError) as error:
+        on_pipe(body, ranks=3)
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank} waits for ranks \[.*\b1\] to join gather", str(error.value))
+
+
+@every_seed
+def test_an_error_of_one_rank_ends_the_others_and_is_the_one_that_is_raised(seed: int) -> None:
+    ended: dict[int, str] = {}
+
+    def body(rank: int, transport: Transport) -> None:
+        if rank == 1:
+            raise KeyError("the cause")
+        try:
+            transport.receive((1, rank), torch.zeros(1)).wait()
+        except PeerLost as error:
+            ended[rank] = str(error)
+            raise
+
+    with pytest.raises(KeyError, match="the cause"):
+        on_pipe(body, ranks=3, seed=seed)
+    assert sorted(ended) == [0, 2]
+    assert all("the cause" in text for text in ended.values())
+
+
+@every_seed
+def test_a_wait_that_begins_after_the_error_ends_too(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> None:
+        if rank == 0:
+            transport.abort("gave up")
+            return
+        meet(transport)
+
+    with pytest.raises(RunError, match="rank 0: gave up"):
+        on_pipe(body, seed=seed)
+
+
+def test_results_come_back_by_rank_and_a_strict_world_ends_with_the_call() -> None:
+    assert run_strict(lambda rank: rank * rank, 4) == [0, 1, 4, 9]
+    assert current_seat() is None
+
+
+def test_a_topology_of_another_size_is_refused() -> None:
+    with pytest.raises(TopologyError, match=r"4 ranks \(pipe 4\), but 2 processes run"):
+        run_strict(lambda rank: connect(Topology([("pipe", 4)])), 2)
+
+
+# --- interleavings ---
+
+
+def interleaving(seed: int, ranks: int = 3) -> list[tuple[int, int]]:
+    """Who ran when: each rank logs itself between waits."""
+    log: list[tuple[int, int]] = []
+
+    def body(rank: int, transport: Transport) -> None:
+        for turn in range(5):
+            log.append((rank, turn))
+            meet(transport)
+
+    on_pipe(body, ranks, seed)
+    return log
+
+
+@every_seed
+def test_the_same_seed_replays_the_same_interleaving(seed: int) -> None:
+    assert interleaving(seed) == interleaving(seed)
+
+
+def test_other_seeds_try_other_interleavings() -> None:
+    assert len({tuple(interleaving(seed)) for seed in range(20)}) > 10
+
+
+def test_one_rank_runs_at_a_time_until_it_must_wait() -> None:
+    """Random numbers therefore do not depend on how threads happen to be scheduled."""
+
+    def draw(seed: int) -> list[list[float]]:
+        torch.manual_seed(0)
+
+        def body(rank: int, transport: Transport) -> list[float]:
+            numbers = []
+            for _ in range(3):
+                numbers += [torch.rand(1).item() for _ in range(50)]
+                meet(transport)
+            return numbers
+
+        return on_pipe(body, 3, seed)
+
+    assert draw(4) == draw(4)
+    torch.manual_seed(0)
+    alone = [torch.rand(1).item() for _ in range(450)]
+    for numbers in draw(5):
+        for start in range(0, 150, 50):  # 50 in a row, for nobody ran in between
+            first = alone.index(numbers[start])
+            assert numbers[start : start + 50] == alone[first : first + 50]
+
+
+# --- collective calls ---
+
+
+@every_seed
+def test_collective_calls_over_the_pipe(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> tuple[object, ...]:
+        total, copied = number(10**rank), number(rank)
+        transport.all_reduce("pipe", total)
+        transport.broadcast("pipe", copied, 2)
+        flags = torch.zeros(3, dtype=torch.uint8)
+        flags[rank] = 1
+        return (
+            total.item(),
+            copied.item(),
+            transport.maximum("pipe", flags).tolist(),
+            transport.gather("pipe", {"rank": rank}),
+            transport.gather_int("pipe", rank - 1),
+        )
+
+    wanted = (111.0, 2.0, [1, 1, 1], [{"rank": 0}, {"rank": 1}, {"rank": 2}], (-1, 0, 1))
+    assert on_pipe(body, 3, seed) == [wanted] * 3
+
+
+def test_what_was_gathered_is_each_ranks_own() -> None:
+    def body(rank: int, transport: Transport) -> list[list[int]]:
+        mine = [rank]
+        everyone: list[list[int]] = transport.gather("pipe", mine)
+        everyone[0].append(99)
+        meet(transport)
+        return [mine, everyone[1]]
+
+    assert on_pipe(body) == [[[0], [1]], [[1], [1]]]
+
+
+def test_groups_of_a_grid_are_separate() -> None:
+    topology = Topology([("pipe", 2), ("data", 2)])
+
+    def body(rank: int) -> tuple[object, ...]:
+        transport = connect(topology)
+        transport.open([(0, 1)], [(0, 1)])
+        owned = number(10**rank)
+        transport.all_reduce((0, 1), owned)
+        place = (transport.pipe_rank, transport.data_rank, transport.data_size)
+        return place, transport.gather("pipe", rank), transport.gather("data", rank), owned.item()
+
+    assert run_strict(body, 4) == [
+        ((0, 0, 2), [0, 2], [0, 1], 101.0),
+        ((0, 1, 2), [1, 3], [0, 1], 1010.0),
+        ((1, 0, 2), [0, 2], [2, 3], 101.0),
+        ((1, 1, 2), [1, 3], [2, 3], 1010.0),
+    ]
+
+
+@every_seed
+def test_mismatched_collective_calls_are_an_error_that_names_both(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> None:
+        if rank == 0:
+            transport.all_reduce("pipe", number(1))
+        else:
+            transport.broadcast("pipe", number(1), 0)
+
+    with pytest.raises(RunError, match=r"calls (all_reduce|broadcast) where others call (all_reduce|broadcast)"):
+        on_pipe(body, seed=seed)
+
+
+def test_a_reduction_of_other_sizes_is_an_error() -> None:
+    def body(rank: int, transport: Transport) -> None:
+        transport.all_reduce("pipe", torch.zeros(2 + rank))
+
+    with pytest.raises((RunError, RuntimeError), match=r"size|shape"):
+        on_pipe(body)

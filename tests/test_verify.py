@@ -1,0 +1,685 @@
+"""Verify: tables broken by hand, the strict model against a simulator of its own, and what lowering promises."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import pytest
+
+from fxpipe.action import Action, Op
+from fxpipe.errors import ScheduleError
+from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send, is_forward, lower, pairs
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import SCHEDULES, build
+from fxpipe.verify import Machine, execution_order
+from tests.graphs import WORKED, bare, chain, random_bare
+
+
+def schedule_of(rows: str, edges: Sequence[tuple[int, int]], placement: Sequence[int] | None = None) -> Schedule:
+    """A schedule from rows as they print; a rank for each stage where ``placement`` says nothing."""
+    parsed = tuple(tuple(Action.parse(cell) for cell in line.split()) for line in rows.strip().splitlines())
+    ranks = tuple(placement) if placement is not None else tuple(range(len(parsed)))
+    m = 1 + max(action.microbatch for row in parsed for action in row)
+    return Schedule(parsed, tuple(edges), ranks, (True,) * len(ranks), m)
+
+
+GOOD = """
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+"""
+
+
+def error_of(schedule: Schedule) -> str:
+    with pytest.raises(ScheduleError) as error:
+        schedule.verify()
+    return str(error.value)
+
+
+def marked(message: str) -> list[str]:
+    """What stands in brackets in the grid below the first line."""
+    return re.findall(r"\[(\w+)\]", message.split("\n", 1)[1])
+
+
+def test_a_good_table_passes() -> None:
+    schedule_of(GOOD, chain(2)).verify()
+
+
+# --- tables broken by hand ---
+
+
+@dataclass(frozen=True)
+class Broken:
+    rows: str
+    facts: tuple[str, ...]
+    """What the error says."""
+    marked: tuple[str, ...]
+    """The cells in brackets."""
+
+
+BROKEN = {
+    "a forward is missing, and a later stage waits for it": Broken(
+        """
+        0F0 0B0 0B1
+        1F0 1B0 1F1 1B1
+        """,
+        ("0F1 is missing", "waits for 0F1 on rank 0"),
+        ("0B1",),
+    ),
+    "a backward is missing, and an earlier stage waits for it": Broken(
+        """
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1
+        """,
+        ("stage 1 needs 1B1, or 1I1 and 1W1; the table has neither", "0B1 on rank 0 waits for 1B1 on rank 1"),
+        ("0B1",),
+    ),
+    "a backward is missing that nobody waits for": Broken(
+        """
+        0F0 0F1 0B0
+        1F0 1B0 1F1 1B1
+        """,
+        ("stage 0 needs 0B1", "it belongs on rank 0"),
+        ("0F1",),
+    ),
+    "a half of a backward is missing": Broken(
+        """
+        0F0 0F1 0B0 0I1
+        1F0 1B0 1F1 1I1 1W1
+        """,
+        ("stage 0 needs 0B1, or 0I1 and 0W1; the table has 0I1",),
+        ("0I1",),
+    ),
+    "a backward stands whole and in halves": Broken(
+        """
+        0F0 0F1 0B0 0B1 0I1 0W1
+        1F0 1B0 1F1 1B1
+        """,
+        ("the table has 0B1, 0I1, 0W1",),
+        ("0B1", "0I1", "0W1"),
+    ),
+    "a backward stands twice": Broken(
+        """
+        0F0 0F1 0B0 0B0 0B1
+        1F0 1B0 1F1 1B1
+        """,
+        ("0B0 stands 2 times",),
+        ("0B0", "0B0"),
+    ),
+    "a forward stands on two ranks": Broken(
+        """
+        0F0 0F1 0B0 0B1
+        1F0 1B0 0F1 1F1 1B1
+        """,
+        ("0F1 stands",),
+        ("0F1", "0F1"),
+    ),
+    "an action stands on the wrong rank": Broken(
+        """
+        0F0 0F1 1B0 0B0 0B1
+        1F0 1F1 1B1
+        """,
+        ("1B0 stands on rank 0, but its stage is on rank 1",),
+        ("1B0",),
+    ),
+    "a backward stands before its forward": Broken(
+        """
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1B1 1F1
+        """,
+        ("rank 1 waits at 1B1 for 1F1 on rank 1", "rank 0 waits at 0B1 for 1B1 on rank 1"),
+        ("0B1", "1B1"),
+    ),
+    "two ranks wait for each other": Broken(
+        """
+        0F0 0B0 0F1 0B1
+        1F0 1F1 1B0 1B1
+        """,
+        ("rank 0 waits at 0B0 for 1B0 on rank 1", "rank 1 waits at 1F1 for 0F1 on rank 0"),
+        ("0B0", "1F1"),
+    ),
+    "a weight gradient stands before its input gradient": Broken(
+        """
+        0F0 0F1 0W0 0I0 0B1
+        1F0 1I0 1W0 1F1 1B1
+        """,
+        ("rank 0 waits at 0W0 for 0I0 on rank 0",),
+        ("0W0",),
+    ),
+    "a stage does not exist": Broken(
+        """
+        0F0 0F1 7F0 0B0 0B1
+        1F0 1B0 1F1 1B1
+        """,
+        ("7F0 is of a stage outside of 0..1",),
+        ("7F0",),
+    ),
+    "a row ends early": Broken(
+        """
+        0F0 0F1 0B0 0B1
+        1F0 1B0
+        """,
+        ("1F1 is missing; it belongs on rank 1",),
+        ("1B0",),
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_table_is_printed_with_the_failing_cell_marked(broken: Broken) -> None:
+    schedule = schedule_of(broken.rows, chain(2))
+    message = error_of(schedule)
+    for fact in broken.facts:
+        assert fact in message.splitlines()[0]
+    assert tuple(sorted(marked(message))) == broken.marked
+    cells = re.findall(r"\d+[FBIW]\d+", message.split("\n", 1)[1])
+    assert sorted(cells) == sorted(str(action) for row in schedule.rows for action in row)
+
+
+def test_a_micro_batch_out_of_range_is_marked() -> None:
+    message = error_of(replace(schedule_of(GOOD, chain(2)), microbatches=1))
+    assert "0F1 is of a micro-batch outside of 0..0" in message
+    assert marked(message) == ["0F1"]
+
+
+def test_a_backward_of_a_stage_that_has_none_is_marked() -> None:
+    message = error_of(replace(schedule_of(GOOD, chain(2)), backward=(False, True)))
+    assert "stage 0 has no backward, but 0B0 is in the table" in message
+    assert marked(message) == ["0B0"]
+
+
+def test_edges_in_a_circle_are_a_halt_that_names_both_ranks() -> None:
+    message = error_of(schedule_of(GOOD, [(0, 1), (1, 0)]))
+    assert "rank 0 waits at 0F0 for 1F0 on rank 1" in message
+    assert "rank 1 waits at 1F0 for 0F0 on rank 0" in message
+
+
+def test_a_backward_in_halves_passes_and_its_gradient_is_sent_after_the_first() -> None:
+    rows = """
+        0F0 0F1 0I0 0W0 0I1 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
+    """
+    schedule = schedule_of(rows, chain(2))
+    schedule.verify()
+    last = [str(step.action) for step in schedule.instructions[1] if isinstance(step, Compute)]
+    sends = [place for place, step in enumerate(schedule.instructions[1]) if isinstance(step, Send)]
+    before_sends = [str(schedule.instructions[1][place - 1].action) for place in sends]  # type: ignore[union-attr]
+    assert before_sends == ["1I0", "1I1"]
+    assert last == rows.split()[6:]
+
+
+def test_a_whole_backward_that_waits_for_a_half_is_told_that_it_waits_for_what_is_not_there() -> None:
+    message = error_of(schedule_of("0F0 0B0\n1F0 1I0 1W0", chain(2)))
+    assert "rank 0 waits at 0B0 for 1B0, which is not in the table" in message
+
+
+def test_whatever_is_wrong_with_a_table_is_a_schedule_error_and_it_can_still_be_printed() -> None:
+    draw = random.Random(0)
+    passed = 0
+    for seed in range(300):
+        graph = random_bare(seed, most=4, frozen=seed % 3 == 0)
+        schedule = graph.build("1f1b", 1 + seed % 3)
+        rows = [list(row) for row in schedule.rows]
+        for _ in range(draw.randint(0, 3)):
+            row = draw.choice(rows)
+            place = draw.randint(0, len(row))
+            row[place : place + draw.randint(0, 1)] = [
+                Action(draw.randint(0, graph.stages), draw.choice(list(Op)), draw.randint(0, schedule.microbatches))
+                for _ in range(draw.randint(0, 1))
+            ]
+        changed = replace(schedule, rows=tuple(map(tuple, rows)))
+        assert str(changed).count("\n") > len(rows)
+        if changed.rows == schedule.rows:
+            changed.verify()
+            passed += 1
+        else:
+            try:
+                changed.verify()
+            except ScheduleError:
+                continue
+            assert network(changed, values_of(graph.edges, seed)).ends(0)
+    assert passed > 30
+
+
+def test_everyone_in_a_circle_of_three_is_named() -> None:
+    rows = """
+        0F0 0B0 0F1 0B1
+        1F0 1F1 1B0 1B1
+        2F0 2B0 2F1 2B1
+    """
+    message = error_of(schedule_of(rows, chain(3)))
+    for told in ("rank 0 waits at 0B0 for 1B0", "rank 1 waits at 1F1 for 0F1", "rank 2 waits at 2F1 for 1F1"):
+        assert told in message
+    assert sorted(marked(message)) == ["0B0", "1F1", "2F1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"backward": (True,)}, "backward has 1 entries for 2 stages"),
+        ({"stage_names": ("a",)}, "stage_names has 1 entries for 2 stages"),
+        ({"edges": ((0, 2),)}, "edge 0-2 names a stage outside of 0..1"),
+        ({"placement": (0, 2)}, "stage 1 is placed on rank 2, but there are 2 rows"),
+    ],
+    ids=str,
+)
+def test_a_schedule_whose_parts_do_not_fit_cannot_be_made(changes: dict[str, tuple[object, ...]], fact: str) -> None:
+    with pytest.raises(ScheduleError, match=fact):
+        replace(schedule_of(GOOD, chain(2)), **changes)  # type: ignore[arg-type]
+
+
+# --- a simulator of message passing, independent of verify's ---
+
+
+class Value(NamedTuple):
+    """One of many values between a pair of stages, as lowering sees them."""
+
+    source: int
+    target: int
+    number: int
+
+
+QueueOf = Callable[[Message], object]
+
+
+def per_directed_pair(message: Message) -> object:
+    return message.sender, message.receiver
+
+
+def per_pair(message: Message) -> object:
+    return frozenset((message.sender, message.receiver))
+
+
+def per_kind(message: Message) -> object:
+    return per_pair(message), message.op
+
+
+class Network:
+    """Ranks that issue sends and receives to queues. Each rank works through its side of a queue in order of issue:
+    a send and a receive are over when both stand at the head of their sides. Nothing blocks but a compute."""
+
+    def __init__(
+        self,
+        instructions: Sequence[Sequence[Instruction]],
+        edges: Sequence[Value],
+        placement: Sequence[int],
+        backward: Sequence[bool],
+        queue_of: QueueOf = per_directed_pair,
+    ) -> None:
+        self.instructions, self.edges, self.placement = instructions, edges, placement
+        self.backward, self.queue_of = backward, queue_of
+        self.sides: dict[tuple[int, object], list[tuple[str, Message]]] = {}
+        self.place = [0] * len(instructions)
+        self.over: set[Message] = set()
+        self.ran: set[Action] = set()
+
+    def ends(self, seed: int) -> bool:
+        """Plays the ranks in an order drawn at random; whether all get to their end and nothing is left over."""
+        draw = random.Random(seed)
+        while True:
+            able = [rank for rank in range(len(self.place)) if self.is_able(rank)]
+            if not able:
+                break
+            self.step(draw.choice(able))
+        done = all(place == len(row) for place, row in zip(self.place, self.instructions, strict=True))
+        return done and not any(self.sides.values())
+
+    def is_able(self, rank: int) -> bool:
+        if self.place[rank] == len(self.instructions[rank]):
+            return False
+        step = self.instructions[rank][self.place[rank]]
+        return not isinstance(step, Compute) or (
+            self.inputs(step.action) <= self.over and self.locals(step.action) <= self.ran
+        )
+
+    def step(self, rank: int) -> None:
+        step = self.instructions[rank][self.place[rank]]
+        self.place[rank] += 1
+        if isinstance(step, Compute):
+            self.ran.add(step.action)
+        elif isinstance(step, Release):
+            assert step.message in self.over, f"a release would have waited: {step.message}"
+        else:
+            kind = "send" if isinstance(step, Send) else "receive"
+            self.sides.setdefault((rank, self.queue_of(step.message)), []).append((kind, step.message))
+            self.match(self.queue_of(step.message), step.message.sender, step.message.receiver)
+
+    def match(self, queue: object, one: int, other: int) -> None:
+        """Ends what stands at the heads of both sides of a queue, as long as one sends and the other receives."""
+        first, second = (self.sides.setdefault((rank, queue), []) for rank in (one, other))
+        while first and second and first[0][0] != second[0][0]:
+            (_, sent), (_, posted) = first.pop(0), second.pop(0)
+            assert sent == posted, f"{sent} lands in the buffer of {posted}"
+            self.over.add(sent)
+
+    def inputs(self, action: Action) -> set[Message]:
+        """The messages that an action needs, from the edges."""
+        found = set()
+        for index, (source, target, _) in enumerate(self.edges):
+            here, there = self.placement[source], self.placement[target]
+            if here != there and action.op is Op.F and target == action.stage:
+                found.add(Message(index, Op.F, action.microbatch, here, there))
+            if here != there and action.op is Op.B and source == action.stage and self.backward[target]:
+                found.add(Message(index, Op.B, action.microbatch, there, here))
+        return found
+
+    def locals(self, action: Action) -> set[Action]:
+        """The actions of the same rank that an action needs, from the edges."""
+        found = {Action(action.stage, Op.F, action.microbatch)} if action.op is Op.B else set()
+        for source, target, _ in self.edges:
+            if self.placement[source] == self.placement[target]:
+                if action.op is Op.F and target == action.stage:
+                    found.add(Action(source, Op.F, action.microbatch))
+                if action.op is Op.B and source == action.stage and self.backward[target]:
+                    found.add(Action(target, Op.B, action.microbatch))
+        return found
+
+
+def values_of(edges: Sequence[tuple[int, int]], seed: int) -> list[Value]:
+    """One to three values per pair of stages, in no particular order."""
+    draw = random.Random(seed)
+    values = [Value(*edge, number) for edge in sorted(set(edges)) for number in range(draw.randint(1, 3))]
+    draw.shuffle(values)
+    return values
+
+
+def network(schedule: Schedule, values: Sequence[Value], queue_of: QueueOf = per_directed_pair) -> Network:
+    lowered = lower(schedule.rows, values, schedule.placement, schedule.backward)
+    return Network(lowered, values, schedule.placement, schedule.backward, queue_of)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_verified_table_hangs_whatever_the_interleaving(name: str) -> None:
+    for seed in range(120):
+        graph = random_bare(seed, frozen=seed % 3 == 0)
+        schedule = graph.build(name, 1 + seed % 6)
+        values = values_of(graph.edges, seed)
+        for interleaving in range(3):
+            assert network(schedule, values).ends(interleaving), (graph, interleaving)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_table_hangs_when_only_its_forwards_run(name: str) -> None:
+    for seed in range(80):
+        graph = random_bare(seed, frozen=seed % 3 == 0)
+        whole = network(graph.build(name, 1 + seed % 6), values_of(graph.edges, seed))
+        whole.instructions = [list(filter(is_forward, row)) for row in whole.instructions]
+        assert whole.ends(seed)
+
+
+def without(row: Sequence[Instruction], left_out: set[int]) -> list[Instruction]:
+    """A rank's instructions where the micro-batches ``left_out`` have no backward."""
+    kept: list[Instruction] = []
+    skipping = False
+    for step in row:
+        if isinstance(step, Compute):
+            skipping = step.action.op is Op.B and step.action.microbatch in left_out
+            kept += [] if skipping else [step]
+        elif isinstance(step, Release) and skipping:
+            continue  # the answer that tells of the arrival never comes
+        elif step.message.op is Op.F or step.message.microbatch not in left_out:
+            kept.append(step)
+    return kept
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_table_hangs_when_some_micro_batches_have_no_backward(name: str) -> None:
+    draw = random.Random(0)
+    for seed in range(80):
+        graph = random_bare(seed, frozen=seed % 3 == 0)
+        m = 1 + seed % 6
+        whole = network(graph.build(name, m), values_of(graph.edges, seed))
+        left_out = {microbatch for microbatch in range(m) if draw.random() < 0.5}
+        whole.instructions = [without(row, left_out) for row in whole.instructions]
+        assert whole.ends(seed)
+
+
+def shuffled(schedule: Schedule, draw: random.Random) -> Schedule:
+    """The same actions, with a few pairs of neighbours exchanged."""
+    rows = [list(row) for row in schedule.rows]
+    for _ in range(draw.randint(1, 4)):
+        row = draw.choice([row for row in rows if len(row) > 1])
+        place = draw.randrange(len(row) - 1)
+        row[place], row[place + 1] = row[place + 1], row[place]
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def test_verify_and_the_simulator_agree_on_which_shuffled_tables_hang() -> None:
+    draw = random.Random(0)
+    hung = 0
+    for seed in range(400):
+        graph = random_bare(seed, most=5)
+        schedule = shuffled(graph.build("1f1b", 2 + seed % 4), draw)
+        ends = [network(schedule, values_of(graph.edges, seed)).ends(interleaving) for interleaving in (0, 1)]
+        assert ends[0] == ends[1]
+        if ends[0]:
+            schedule.verify()
+        else:
+            hung += 1
+            assert "the table comes to a halt: rank" in error_of(schedule)
+    assert 50 < hung < 350  # both cases were met
+
+
+@pytest.mark.parametrize("edges", [chain(3), WORKED], ids=["chain", "worked example"])
+def test_1f1b_would_hang_with_one_queue_for_both_directions_and_does_not_with_one_for_each(
+    edges: tuple[tuple[int, int], ...],
+) -> None:
+    schedule = build("1f1b", edges, 8)
+    values = [Value(*edge, 0) for edge in edges]
+    assert network(schedule, values, per_directed_pair).ends(0)
+    assert not network(schedule, values, per_pair).ends(0)
+
+
+def test_queues_for_activations_and_gradients_would_hang_with_several_stages_on_a_rank() -> None:
+    graphs = [random_bare(seed) for seed in range(60)]
+    tables = [(graph.build("1f1b", 6), values_of(graph.edges, 0)) for graph in graphs]
+    assert all(network(*table, per_directed_pair).ends(0) for table in tables)
+    assert not all(network(*table, per_kind).ends(0) for table in tables)
+
+
+# --- what lowering promises ---
+
+
+Examples = list[tuple[Schedule, list[Value], tuple[tuple[Instruction, ...], ...]]]
+
+
+@pytest.fixture(scope="module")
+def examples() -> Examples:
+    """Tables of every schedule, the values that pass between their stages, and what lowering makes of them."""
+    made = []
+    for name in SCHEDULES:
+        for seed in range(60):
+            graph = random_bare(seed, frozen=seed % 2 == 0)
+            schedule, values = graph.build(name, 1 + seed % 6), values_of(graph.edges, seed)
+            made.append((schedule, values, lower(schedule.rows, values, schedule.placement, schedule.backward)))
+    return made
+
+
+def messages(row: Sequence[Instruction], kind: type) -> list[Message]:
+    return [step.message for step in row if isinstance(step, kind) and not isinstance(step, Compute)]
+
+
+def test_the_computes_of_a_rank_are_its_row(examples: Examples) -> None:
+    for schedule, _, lowered in examples:
+        computed = tuple(tuple(step.action for step in row if isinstance(step, Compute)) for row in lowered)
+        assert computed == schedule.rows
+
+
+def test_every_value_and_gradient_that_changes_ranks_is_sent_once_and_received_once(examples: Examples) -> None:
+    for schedule, values, lowered in examples:
+        rank_of, m = schedule.placement, schedule.microbatches
+        crossing = [(i, v) for i, v in enumerate(values) if rank_of[v.source] != rank_of[v.target]]
+        wanted = [Message(i, Op.F, j, rank_of[v.source], rank_of[v.target]) for i, v in crossing for j in range(m)] + [
+            Message(i, Op.B, j, rank_of[v.target], rank_of[v.source])
+            for i, v in crossing
+            for j in range(m)
+            if schedule.backward[v.source]
+        ]
+        sent = [(rank, message) for rank, row in enumerate(lowered) for message in messages(row, Send)]
+        received = [(rank, message) for rank, row in enumerate(lowered) for message in messages(row, Receive)]
+        assert len(sent) == len(received) == len(wanted)
+        assert set(sent) == {(message.sender, message) for message in wanted}
+        assert set(received) == {(message.receiver, message) for message in wanted}
+
+
+def test_a_send_follows_at_once_on_the_action_that_makes_its_message(examples: Examples) -> None:
+    for _, values, lowered in examples:
+        for row in lowered:
+            action = None
+            for step in row:
+                if isinstance(step, Compute):
+                    action = step.action
+                elif isinstance(step, Send):
+                    value, message = values[step.message.edge], step.message
+                    maker = value.source if message.op is Op.F else value.target
+                    assert action == Action(maker, message.op, message.microbatch)
+
+
+def test_receives_are_posted_in_the_senders_order(examples: Examples) -> None:
+    for _, _, lowered in examples:
+        for sender, receiver in pairs(lowered):
+            sent = [message for message in messages(lowered[sender], Send) if message.receiver == receiver]
+            posted = [message for message in messages(lowered[receiver], Receive) if message.sender == sender]
+            assert sent == posted
+
+
+def test_a_receive_is_posted_at_least_one_action_ahead_or_at_the_start(examples: Examples) -> None:
+    for _, values, lowered in examples:
+        for row in lowered:
+            computes = [place for place, step in enumerate(row) if isinstance(step, Compute)]
+            for place, step in enumerate(row):
+                if isinstance(step, Receive):
+                    value, message = values[step.message.edge], step.message
+                    stage = value.target if message.op is Op.F else value.source
+                    use = row.index(Compute(Action(stage, message.op, message.microbatch)))
+                    between = [compute for compute in computes if place < compute < use]
+                    assert between or place < computes[0], f"{message} is posted just before its use"
+                    assert place < use
+
+
+def test_a_receive_is_posted_no_earlier_than_it_must(examples: Examples) -> None:
+    """A buffer is held from the post on: one action ahead of the use, or of that of a later one in the queue."""
+    for _, values, lowered in examples:
+        for row in lowered:
+            uses: dict[Message, int] = {}
+            for message in messages(row, Receive):
+                value = values[message.edge]
+                stage = value.target if message.op is Op.F else value.source
+                uses[message] = row.index(Compute(Action(stage, message.op, message.microbatch)))
+            for place, step in enumerate(row):
+                if isinstance(step, Receive):
+                    queue = [message for message in uses if message.sender == step.message.sender]
+                    soonest = min(uses[message] for message in queue[queue.index(step.message) :])
+                    ahead = [s for s in row[place:soonest] if isinstance(s, Compute)]
+                    assert len(ahead) <= 1
+
+
+def test_a_release_stands_behind_its_send_and_some_sends_are_released_early(examples: Examples) -> None:
+    released = 0
+    for _, _, lowered in examples:
+        for row in lowered:
+            sent: set[Message] = set()
+            for step in row:
+                if isinstance(step, Send):
+                    sent.add(step.message)
+                elif isinstance(step, Release):
+                    assert step.message in sent
+                    sent.remove(step.message)  # and only once
+                    released += 1
+    assert released > 0
+
+
+def test_on_a_chain_an_activation_is_released_when_its_gradient_comes() -> None:
+    first, _ = build("1f1b", chain(2), 3).instructions
+    told = []
+    for step in first:
+        if isinstance(step, Compute):
+            told.append(str(step.action))
+        elif isinstance(step, Release):
+            told.append(f"release {step.message.op.value}{step.message.microbatch}")
+    assert told == ["0F0", "0F1", "0B0", "release F0", "0F2", "0B1", "release F1", "0B2", "release F2"]
+
+
+def test_what_needs_no_gradient_sends_none_back() -> None:
+    schedule = bare(chain(3), 3, frozen=frozenset([0])).build("1f1b", 2)
+    assert pairs(schedule.instructions) == ((0, 1), (1, 2), (2, 1))
+
+
+def test_stages_on_one_rank_send_nothing() -> None:
+    schedule = bare(WORKED, 5, (0, 0, 0, 0, 0)).build("1f1b", 4)
+    assert pairs(schedule.instructions) == ()
+    assert all(isinstance(step, Compute) for step in schedule.instructions[0])
+
+
+# --- the machine on instructions that lowering would not make ---
+
+FIRST, SECOND = (Message(edge, Op.F, 0, 0, 1) for edge in (0, 1))
+TWO_VALUES = [Value(0, 1, 0), Value(0, 1, 1)]
+FORWARD, NEXT = Compute(Action(0, Op.F, 0)), Compute(Action(1, Op.F, 0))
+SENDER = (FORWARD, Send(FIRST), Send(SECOND))
+
+
+def machine_of(*rows: tuple[Instruction, ...]) -> Machine:
+    machine = Machine(rows, TWO_VALUES, [False, False])
+    machine.run()
+    return machine
+
+
+def test_receives_in_the_senders_order_arrive() -> None:
+    machine = machine_of(SENDER, (Receive(FIRST), Receive(SECOND), NEXT))
+    assert machine.stuck() == []
+    assert machine.unmatched() is None
+
+
+def test_receives_in_another_order_than_the_senders_never_arrive() -> None:
+    (halt,) = machine_of(SENDER, (Receive(SECOND), Receive(FIRST), NEXT)).stuck()
+    assert halt.cells == (NEXT.action,)
+    assert halt.reason.startswith("rank 1 waits at 1F0 for the value ")
+
+
+def test_a_receive_behind_one_that_is_never_sent_never_arrives() -> None:
+    (halt,) = machine_of((FORWARD, Send(SECOND)), (Receive(FIRST), Receive(SECOND), NEXT)).stuck()
+    assert "the value 1 of micro-batch 0 from rank 0 to rank 1" in halt.reason
+
+
+def test_a_receive_posted_after_the_compute_that_needs_it_is_a_halt() -> None:
+    (halt,) = machine_of(SENDER, (Receive(FIRST), NEXT, Receive(SECOND))).stuck()
+    assert halt.cells == (NEXT.action,)
+
+
+def test_a_send_that_nobody_receives_is_told() -> None:
+    machine = machine_of(SENDER, (Receive(FIRST), NEXT))
+    assert machine.stuck() == []
+    assert machine.unmatched() == SECOND
+
+
+def test_a_release_before_the_message_has_arrived_is_a_halt_even_at_the_end_of_a_row() -> None:
+    (halt,) = machine_of((*SENDER, Release(SECOND)), (Receive(FIRST), NEXT)).stuck()
+    assert halt.cells == ()
+    assert halt.reason == "rank 0 waits for the value 1 of micro-batch 0 from rank 0 to rank 1"
+
+
+# --- the order for one process ---
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_order_for_one_process_runs_everything_once_and_nothing_too_early(name: str) -> None:
+    for seed in range(40):
+        graph = random_bare(seed, frozen=seed % 2 == 0)
+        schedule, values = graph.build(name, 3), values_of(graph.edges, seed)
+        lowered = lower(schedule.rows, values, schedule.placement, schedule.backward)
+        player = Network(lowered, values, schedule.placement, schedule.backward)
+        for rank, step in execution_order(lowered, values, schedule.backward):
+            assert player.is_able(rank)
+            assert lowered[rank][player.place[rank]] == step
+            player.step(rank)
+        assert player.place == [len(row) for row in lowered]
+
+
+def test_there_is_no_order_for_a_table_that_halts() -> None:
+    schedule = schedule_of(BROKEN["two ranks wait for each other"].rows, chain(2))
+    with pytest.raises(ScheduleError, match="rank 0 waits at 0B0 for 1B0 on rank 1"):
+        execution_order(schedule.instructions, schedule.links, schedule.backward)
