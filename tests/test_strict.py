@@ -166,7 +166,7 @@ def test_buffers_of_different_sizes_are_an_error_with_both() -> None:
         else:
             transport.receive((0, 1), torch.zeros(8, dtype=torch.uint8)).wait()
 
-    with pytest.raises(RunError, match="a message of 4 bytes meets a receive of 8"):
+    with pytest.raises(RunError, match=r"a message of 4 torch.uint8 meets a receive of 8 torch.uint8"):
         on_pipe(body)
 
 
