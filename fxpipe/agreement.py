@@ -165,7 +165,8 @@ def pattern_of(
     modes: Modes,
 ) -> Pattern:
     """The capture that a batch like this needs."""
-    with_loss = loss_fn is not None and (training or dict(description)["target"].kind != "none")
+    has_target = any(name == "target" and given.kind != "none" for name, given in description)
+    with_loss = loss_fn is not None and (training or has_target)
     relevant = [(name, given) for name, given in description if with_loss or loss_fn is None or name != "target"]
     return Pattern(
         inputs=tuple(name for name, given in relevant if given.kind == "input"),

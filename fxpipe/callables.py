@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from fxpipe.wire import duplicate
+
 
 @dataclass
 class Saved:
@@ -169,7 +171,19 @@ def handoff(value: Any) -> Any:
 
 def private(value: Any) -> Any:
     """A copy that the stage may write into: what it received, or the caller's batch, stays as it was."""
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+    return pytree.tree_map_only(Tensor, _Duplicate.apply, value)
+
+
+class _Duplicate(torch.autograd.Function):
+    """A clone that keeps strides and alignment, which decide the last bit of what is computed from it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return duplicate(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
 
 
 def setitem(target: Any, index: Any, value: Any) -> Any:

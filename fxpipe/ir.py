@@ -48,6 +48,12 @@ class Program:
         owner, _, name = target.rpartition(".")
         return getattr(self.module.get_submodule(owner), name) if target else self.module
 
+    @property
+    def output_stage(self) -> int | None:
+        """The last stage that makes a part of the result; None where no stage does."""
+        makers = [self.stage_of.get(made_by(node).name) for node in self.graph.output_node().all_input_nodes]
+        return max((stage for stage in makers if stage is not None), default=None)
+
     def replace(self, **changes: Any) -> Program:
         return dataclasses.replace(self, **changes)
 
@@ -94,6 +100,17 @@ def made_by(node: fx.Node) -> fx.Node:
     while is_boundary_value(node):
         node = before_boundary(node)
     return node
+
+
+def readers(value: fx.Node) -> Iterator[fx.Node]:
+    """Who uses a value, through boundaries too."""
+    for user in value.users:
+        if not is_boundary(user):
+            yield user
+            continue
+        for out in user.users:
+            if before_boundary(out) is value:
+                yield from readers(out)
 
 
 def is_compute(node: fx.Node) -> bool:

@@ -76,6 +76,7 @@ class StepLoss:
         self._value: Tensor | None = None
         self._count: Any = None
         self._metrics: dict[str, Tensor] = {}
+        self.metric_names: tuple[str, ...] = ()
         self.dtype = torch.float32
         self.is_sum = False
 
@@ -84,13 +85,14 @@ class StepLoss:
         """Whether no micro-batch had any weight."""
         return self._value is None
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return tuple(self._metrics)
-
     def add(self, part: MicrobatchLoss, share: float) -> Tensor:
-        """Adds a micro-batch whose share of the local weight is ``share``; returns what to call backward on."""
-        self.is_sum, self.dtype = part.count is not None, part.value.dtype
+        """Adds a micro-batch whose share of the local weight is ``share``; returns what to call backward on.
+
+        One without weight, whose numbers may be NaN, adds nothing; what kind of loss it is counts even so.
+        """
+        self.is_sum, self.dtype, self.metric_names = part.count is not None, part.value.dtype, tuple(part.metrics)
+        if not share:
+            return part.value
         root = part.value if self.is_sum else part.value * share
         self._value = root.detach() if self._value is None else self._value + root.detach()
         if self.is_sum:

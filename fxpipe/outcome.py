@@ -44,9 +44,11 @@ def conclude(
         is_sum, dtype, names = next(item for item in gathered if item is not None)
     else:
         is_sum, dtype, names = known.is_sum, known.dtype, tuple(known.metrics)
-    if step is not None and step.is_sum != is_sum and not step.is_empty:
+    if step is not None and step.is_sum != is_sum:
         raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
     alone = transport.data_size == 1
+    if alone:
+        weight = 1.0  # a mean over one replica, and nothing is rounded
     if transport.pipe_rank is None and step is not None and alone and not is_sum and not step.is_empty:
         return Outcome(step.value(), None, step.metrics(), is_sum, dtype)
 

@@ -158,8 +158,8 @@ class Planner:
         new = set(pairs(plan.instructions)) - set(pairs(self._first.instructions))
         if new:
             raise PartitionError(
-                f"this kind of batch sends between pipe ranks {sorted(new)}, which the first kind did not; "
-                "use example_args= of the kind that uses most of the model"
+                f"this kind of batch sends between pipe ranks {sorted(new)}, which the first kind did not; compile "
+                "again, or with example_args= of the kind that uses most of the model"
             )
         for before, after in zip(first, now, strict=True):
             moved = sorted(set(after.tensors) - set(before.tensors))

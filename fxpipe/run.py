@@ -104,9 +104,7 @@ class Executor:
         part = read_loss(result)
         if stage.has_backward and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
-        share = self.step.shares[microbatch]
-        root = self.loss.add(part, share) if share else part.value
-        saved.roots[-1] = edges(root)
+        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch]))
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.graph[action.stage], action.microbatch

@@ -82,7 +82,10 @@ class _Costs:
         }
 
     def of(self, action: Action) -> float:
-        return self._of[action.op][action.stage]
+        costs = self._of[action.op]
+        if not 0 <= action.stage < len(costs):
+            raise ScheduleError(f"{action} is of a stage outside of 0..{len(costs) - 1}; verify() says where")
+        return costs[action.stage]
 
     def per_microbatch(self, stage: int, backward: bool) -> float:
         return self._of[Op.F][stage] + (self._of[Op.B][stage] if backward else 0)

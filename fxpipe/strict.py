@@ -49,8 +49,10 @@ def run_strict(function: Callable[[int], T], ranks: int, seed: int = 0) -> list[
     """
     world = StrictWorld(ranks, seed)
     results: list[Any] = [None] * ranks
+    threads_per_kernel = torch.get_num_threads()
 
     def body(rank: int) -> None:
+        torch.set_num_threads(threads_per_kernel)  # OpenMP keeps this per thread, and it changes bits
         _seat.seat = Seat(world, rank)
         try:
             world.enter(rank)

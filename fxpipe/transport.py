@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -253,14 +254,15 @@ def _together(call: Any, *args: Any, **kwargs: Any) -> None:
         raise PeerLost(str(error)) from None
 
 
-_made = 0
+_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def _next_number() -> int:
-    """Counts the transports of this process: all ranks make them in the same order."""
-    global _made
-    _made += 1
-    return _made
+    """Counts the transports of this world of processes: all its ranks make them in the same order."""
+    world = dist.group.WORLD
+    assert world is not None
+    _made[world] = _made.get(world, 0) + 1
+    return _made[world]
 
 
 def _default_store() -> dist.distributed_c10d.Store:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+_LINE = 64  # bytes of a cache line, to which torch aligns what it allocates
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,35 @@ class TensorMeta:
     dtype: torch.dtype
     requires_grad: bool
     device: str
+    shift: int = field(compare=False)
+    """Bytes from a cache line's begin to its first element: matrix products depend on it, in their last bit."""
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape without the repetition of expanded dimensions."""
+        return tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def span(self) -> int:
+        """Elements of memory from the first one to the last one, gaps included."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it travels without its gaps, which it may have only where no two elements share memory."""
+        end = 1
+        for step, size in sorted((step, size) for size, step in zip(self.stored, self.stride, strict=True) if size > 1):
+            if step < end:
+                return False
+            end += step * (size - 1)
+        return math.prod(self.stored) < self.span
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        if 0 in self.shape:
+            return 0
+        return (math.prod(self.stored) if self.is_packed else self.span) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -39,26 +72,40 @@ def _meta_of(tree: Any) -> Meta:
 
 
 def pack(value: Any) -> tuple[Meta, list[Tensor]]:
-    """(description, one flat uint8 tensor per tensor that is not empty); a dense tensor is not copied."""
+    """(description, one flat uint8 tensor per tensor that is not empty); a tensor without gaps is not copied."""
     leaves, spec = pytree.tree_flatten(value)
     metas, buffers = [], []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             metas.append(leaf)
             continue
-        metas.append(TensorMeta(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, leaf.device.type))
-        if leaf.numel():
-            buffers.append(_flat(leaf.detach()))
+        tensor = leaf.detach().resolve_conj().resolve_neg()
+        meta = TensorMeta(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            leaf.requires_grad,
+            tensor.device.type,
+            int(tensor.storage_offset()) * tensor.itemsize % _LINE,
+        )
+        metas.append(meta)
+        if meta.nbytes:
+            buffers.append(_flat(tensor, meta))
     return Meta(spec, tuple(metas)), buffers
+
+
+def _flat(tensor: Tensor, meta: TensorMeta) -> Tensor:
+    """The bytes of a tensor: its memory from end to end, or its elements in index order."""
+    if meta.is_packed:
+        flat = tensor.as_strided(meta.stored, meta.stride).contiguous().view(-1)
+    else:
+        flat = tensor.as_strided((meta.span,), (1,))
+    return flat.view(torch.uint8)
 
 
 def allocate(meta: Meta, device: torch.device) -> list[Tensor]:
     """Buffers on ``device`` for a value that is about to arrive."""
-    return [
-        torch.empty(_numel(_stored_shape(leaf)) * leaf.dtype.itemsize, dtype=torch.uint8, device=device)
-        for leaf in meta.leaves
-        if isinstance(leaf, TensorMeta) and _numel(leaf.shape)
-    ]
+    return [_empty(leaf.nbytes, leaf, device) for leaf in meta.leaves if isinstance(leaf, TensorMeta) and leaf.nbytes]
 
 
 def unpack(meta: Meta, buffers: list[Tensor]) -> Any:
@@ -68,51 +115,34 @@ def unpack(meta: Meta, buffers: list[Tensor]) -> Any:
     return pytree.tree_unflatten(leaves, meta.spec)
 
 
-def _rebuild(meta: TensorMeta, buffers: Any) -> Tensor:
-    if not _numel(meta.shape):
+def duplicate(tensor: Tensor) -> Tensor:
+    """A copy without a gradient that lies in memory as the original does, so that the next kernel is the same one."""
+    meta, memory = pack(tensor)
+    copies = allocate(meta, tensor.device)
+    for copy, original in zip(copies, memory, strict=True):
+        copy.copy_(original)
+    duplicated: Tensor = unpack(meta, copies)
+    return duplicated.data  # no view of its memory any more, or autograd would not let it be written
+
+
+def _rebuild(meta: TensorMeta, buffers: Iterator[Tensor]) -> Tensor:
+    if not meta.nbytes:
         tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
         return tensor.requires_grad_(meta.requires_grad)
-    buffer: Tensor = next(buffers)
-    if buffer.device.type != meta.device:
-        buffer = buffer.to(meta.device)
-    flat = buffer.view(meta.dtype)
-    stored = _stored_shape(meta)
-    if _is_dense(stored, meta.stride):
-        tensor = flat.as_strided(stored, meta.stride)
-    else:
-        tensor = torch.empty_strided(stored, meta.stride, dtype=meta.dtype, device=meta.device)
-        tensor.copy_(flat.view(stored))
-    return tensor.as_strided(meta.shape, meta.stride).requires_grad_(meta.requires_grad)
+    flat = next(buffers)
+    if flat.device.type != meta.device:
+        flat = flat.to(meta.device)
+    if meta.is_packed:
+        spread = _empty(meta.span * meta.dtype.itemsize, meta, flat.device)
+        _as_stored(spread, meta).copy_(flat.view(meta.dtype).view(meta.stored))
+        flat = spread
+    return _as_stored(flat, meta).as_strided(meta.shape, meta.stride).requires_grad_(meta.requires_grad)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in memory order where it is dense, in index order where it has gaps."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    stored = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if _is_dense(stored, tensor.stride()):
-        flat = tensor.as_strided((_numel(stored),), (1,))
-    else:
-        flat = tensor.as_strided(stored, tensor.stride()).reshape(-1)
-    return flat.view(torch.uint8)
+def _as_stored(memory: Tensor, meta: TensorMeta) -> Tensor:
+    return memory.view(meta.dtype).as_strided(meta.stored, meta.stride)
 
 
-def _stored_shape(meta: TensorMeta) -> tuple[int, ...]:
-    """The shape without the repetition of expanded dimensions."""
-    return tuple(1 if stride == 0 else size for size, stride in zip(meta.shape, meta.stride, strict=True))
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without gaps or overlap, in whatever order of dimensions."""
-    expected = 1
-    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _empty(nbytes: int, meta: TensorMeta, device: torch.device | str) -> Tensor:
+    """Memory that stands to a cache line as the original did."""
+    return torch.empty(meta.shift + nbytes, dtype=torch.uint8, device=device)[meta.shift :]

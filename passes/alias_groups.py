@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Program, before_boundary, is_boundary_value, where
-from fxpipe.passes.effects import aliased, updates_own_buffers, written
+from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, where
+from fxpipe.passes.effects import aliased, is_number, own_writes, written
 from fxpipe.passes.union import Union
 
 
@@ -16,38 +16,62 @@ def alias_groups(program: Program) -> Program:
     for node in program.graph.nodes:
         for source in aliased(program, node):
             shared.join(node, source)
-    for calls in _calls_of_writing_modules(program).values():
-        for call in calls[1:]:
-            shared.join(calls[0], call)
-    writes = {w: written(program, w) for w in program.graph.nodes if w.op.startswith("call_")}
-    roots = {shared.find(target) for targets in writes.values() for target in targets}
-    roots |= {shared.find(calls[0]) for calls in _calls_of_writing_modules(program).values()}
-    for write, targets in writes.items():
-        for target in targets:
-            _check_private_copy(shared, write, target)
-    groups = [group for group in shared.groups() if shared.find(group[0]) in roots]
-    return program.replace(written=tuple(frozenset(node.name for node in group) for group in groups))
-
-
-def _calls_of_writing_modules(program: Program) -> dict[int, list[fx.Node]]:
-    """The calls of each module that updates its own buffers, by the module's identity."""
-    calls: dict[int, list[fx.Node]] = {}
+    groups = {shared.find(group[0]): group for group in shared.groups()}
+    first_write: dict[fx.Node, fx.Node] = {}  # the first of each group that is written
     for node in program.graph.nodes:
+        for target in written(program, node):
+            first_write.setdefault(shared.find(target), node)
+    written_groups = {write: groups[root] for root, write in first_write.items()}
+    _check_private_copies(program, shared, written_groups)
+    return program.replace(written=tuple(frozenset(n.name for n in group) for group in written_groups.values()))
+
+
+def holders_of_written(program: Program) -> list[list[fx.Node]]:
+    """For each parameter or buffer that is written, the nodes that name it and the calls of modules that hold it."""
+    in_groups = frozenset().union(*program.written)
+    holders: dict[int, list[fx.Node]] = {}
+    changed: set[int] = set()
+    for node in program.graph.nodes:
+        for tensor in _held(program, node):
+            holders.setdefault(tensor, []).append(node)
         if node.op == "call_module":
-            module = program.attribute(str(node.target))
-            if updates_own_buffers(module):
-                calls.setdefault(id(module), []).append(node)
-    return calls
+            changed |= {id(tensor) for tensor in own_writes(program.attribute(str(node.target)))}
+        elif node.op == "get_attr" and node.name in in_groups:
+            changed |= _held(program, node)
+    return [nodes for tensor, nodes in holders.items() if tensor in changed]
 
 
-def _check_private_copy(shared: Union[fx.Node], write: fx.Node, target: fx.Node) -> None:
-    """A write behind a boundary acts on a private copy, so nobody may read the original after it."""
-    for member in shared.members(target):
-        if not is_boundary_value(member):
+def _held(program: Program, node: fx.Node) -> set[int]:
+    """The parameters and buffers that a node names, or that the module it calls holds, by identity."""
+    if node.op == "get_attr":
+        return {id(program.attribute(str(node.target)))}
+    if node.op == "call_module":
+        module = program.attribute(str(node.target))
+        return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return set()
+
+
+def _check_private_copies(
+    program: Program, shared: Union[fx.Node], written_groups: dict[fx.Node, list[fx.Node]]
+) -> None:
+    """A write behind a boundary acts on a private copy, so nobody may read what is still the original after it."""
+    originals = Union(program.graph.nodes)  # what shares memory in the model itself, where a boundary copies nothing
+    for node in program.graph.nodes:
+        originals.join(shared.find(node), node)
+        if is_boundary_value(node):
+            originals.join(before_boundary(node), node)
+    memory = {originals.find(group[0]): group for group in originals.groups()}
+    for write, group in written_groups.items():
+        if not any(is_boundary_value(member) for member in group):
             continue
-        original = before_boundary(member)
-        for reader in _readers(shared, original):
-            if write < reader and not shared.same(reader, target):
+        for member in memory[originals.find(write)]:
+            if member.op == "get_attr" and not shared.same(member, write):
+                raise PartitionError(
+                    f"{write.name}{where(write)} writes {member.target} behind a stage boundary, on the later stage's "
+                    "own copy, so the model would keep the old value; write it in front of the boundary"
+                )
+            reader = next((user for user in member.users if _reads_after(write, user)), None)
+            if reader is not None and not shared.same(member, write):
                 raise PartitionError(
                     f"{write.name}{where(write)} writes a value that crossed a stage boundary, and "
                     f"{reader.name}{where(reader)} reads the old value afterwards; the write acts on the later "
@@ -55,18 +79,5 @@ def _check_private_copy(shared: Union[fx.Node], write: fx.Node, target: fx.Node)
                 )
 
 
-def _readers(shared: Union[fx.Node], original: fx.Node) -> list[fx.Node]:
-    """Who uses a value or what shares its memory, through other boundaries too."""
-    found: list[fx.Node] = []
-    for alias in shared.members(original):
-        for user in alias.users:
-            found.extend(_behind(user) if user.op == "call_function" and _is_marker(user, alias) else [user])
-    return found
-
-
-def _is_marker(user: fx.Node, value: fx.Node) -> bool:
-    return bool(user.users) and all(is_boundary_value(out) for out in user.users) and value in user.all_input_nodes
-
-
-def _behind(marker: fx.Node) -> list[fx.Node]:
-    return [reader for out in marker.users for reader in out.users]
+def _reads_after(write: fx.Node, user: fx.Node) -> bool:
+    return write < user and not is_boundary(user) and not is_number(user)

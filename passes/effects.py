@@ -10,14 +10,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxpipe.callables import setitem
 from fxpipe.ir import Program, is_boundary, is_boundary_value
 
-_IN_PLACE_OPERATORS: frozenset[Any] = frozenset(
-    getattr(operator, name)
-    for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
+_IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
+_IN_PLACE_OPERATORS: frozenset[Any] = frozenset(getattr(operator, name) for name in _IN_PLACE_NAMES) | frozenset(
+    f"__{name}__" for name in _IN_PLACE_NAMES
 )
 _ITEM_WRITES: frozenset[Any] = frozenset({operator.setitem, setitem, "__setitem__"})
 _NUMBER_METHODS = frozenset("size dim numel nelement ndimension stride element_size is_contiguous get_device".split())
@@ -26,9 +26,14 @@ _CONVERSIONS = frozenset(
     "float double half bfloat16 int long short bool byte char cpu cuda type requires_grad_".split()
 )
 """Methods without a schema of their own whose result may be the very same tensor."""
+_VIEWS_UNSAID = frozenset(
+    "type_as atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid cartesian_prod chain_matmul einsum".split()
+)
+"""Functions whose schema does not tell that the result may share memory with an argument."""
 _RUNNING_STATISTICS = frozenset({"batch_norm", "instance_norm"})
 """Functions whose schema does not tell that they write ``running_mean`` and ``running_var``."""
 _MAY_RETURN_INPUT = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+_HAVE_STATISTICS = (nn.modules.batchnorm._NormBase, nn.utils.parametrizations._SpectralNorm)
 _RANDOM_MODULES = (
     nn.modules.dropout._DropoutNd,
     nn.RReLU,
@@ -53,6 +58,11 @@ def is_number(node: fx.Node) -> bool:
     return False
 
 
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a function is called with ``inplace=True``: it writes its first argument, and returns it."""
+    return _bound(node).get("inplace") is True
+
+
 def written(program: Program, node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory ``node`` writes."""
     if node.op == "call_module":
@@ -64,10 +74,12 @@ def written(program: Program, node: fx.Node) -> list[fx.Node]:
         return _nodes(node.args[0])
     found = [source for argument, value in _schema_arguments(node) if argument.is_write for source in _nodes(value)]
     bound = _bound(node)
-    if bound.get("inplace") is True:
+    if is_in_place(node):
         found += _nodes(next(iter(bound.values())))
     if _name(node) in _RUNNING_STATISTICS:
         found += _nodes(bound.get("running_mean")) + _nodes(bound.get("running_var"))
+    if _name(node) in ("embedding", "embedding_bag") and bound.get("max_norm") is not None:
+        found += _nodes(bound["weight"])
     return list(dict.fromkeys(found))
 
 
@@ -81,6 +93,8 @@ def aliased(program: Program, node: fx.Node) -> list[fx.Node]:
         return writes + (node.all_input_nodes if isinstance(module, _MAY_RETURN_INPUT) else [])
     if node.target in (operator.getitem, getattr) or node.target in _CONVERSIONS:
         return writes + _nodes(node.args[0])
+    if _name(node) in _VIEWS_UNSAID:
+        return list(dict.fromkeys(writes + node.all_input_nodes))
     schemas = _schemas(_name(node))
     if not schemas:
         known = getattr(node.target, "__module__", "") in (
@@ -114,13 +128,18 @@ def is_random(program: Program, node: fx.Node) -> bool:
     )
 
 
-def updates_own_buffers(module: nn.Module) -> bool:
-    """Whether calling ``module`` writes its own buffers: batch statistics, power iterations."""
-    return any(
-        (isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats)
-        or (isinstance(part, nn.utils.parametrizations._SpectralNorm))
-        for part in module.modules()
-    )
+def own_writes(module: nn.Module) -> list[Tensor]:
+    """What a call of ``module`` writes of its own: batch statistics, power iterations, rows that grew too long.
+
+    Whether it is in training mode or not, so that both have the same stages.
+    """
+    found: list[Tensor] = []
+    for part in module.modules():
+        if isinstance(part, _HAVE_STATISTICS):
+            found += part.buffers(recurse=False)
+        elif getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            found.append(part.weight)
+    return found
 
 
 def _is_known(target: Any) -> bool:

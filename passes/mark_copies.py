@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from fxpipe.ir import Program, is_compute
-from fxpipe.passes.effects import is_random, updates_own_buffers
+from fxpipe.ir import Program, is_compute, made_by
+from fxpipe.passes.alias_groups import holders_of_written
+from fxpipe.passes.effects import is_random
 
 
 def mark_copies(program: Program) -> Program:
     """Fills ``Program.copied``: deterministic nodes without writes, on inputs alone or on parameters alone."""
-    in_written_group = frozenset().union(*program.written)
+    changing = set(frozenset().union(*program.written))
+    changing |= {node.name for holders in holders_of_written(program) for node in holders}
     roots: dict[fx.Node, frozenset[str]] = {}  # what a source or copied node depends on: "input", "parameter"
     copied: set[str] = set()
     for node in program.graph.nodes:
-        if node.name in in_written_group:
+        if node.name in changing:
             continue
         if node.op == "placeholder":
             roots[node] = frozenset({"input"})
         elif node.op == "get_attr":
             roots[node] = _kind(program, str(node.target))
-        elif is_compute(node) and all(source in roots for source in node.all_input_nodes):
-            depends = frozenset().union(*(roots[source] for source in node.all_input_nodes), _own(program, node))
-            if len(depends) < 2 and not is_random(program, node) and not _writes_inside(program, node):
+        elif is_compute(node) and all(made_by(operand) in roots for operand in node.all_input_nodes):
+            operands = (roots[made_by(operand)] for operand in node.all_input_nodes)
+            depends = frozenset().union(*operands, _own(program, node))
+            if len(depends) < 2 and not is_random(program, node):
                 roots[node] = depends
                 copied.add(node.name)
     return program.replace(copied=frozenset(copied))
@@ -40,7 +43,3 @@ def _own(program: Program, node: fx.Node) -> frozenset[str]:
         return frozenset()
     module = program.attribute(str(node.target))
     return frozenset({"parameter"}) if any(True for _ in module.parameters()) else frozenset()
-
-
-def _writes_inside(program: Program, node: fx.Node) -> bool:
-    return node.op == "call_module" and updates_own_buffers(program.attribute(str(node.target)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from torch import fx
 
-from fxpipe.ir import Program, is_boundary_value
+from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, made_by
 
 
 def name_stages(program: Program) -> Program:
@@ -17,26 +20,60 @@ def name_stages(program: Program) -> Program:
             members.setdefault(stage, []).append(node)
             for path in _paths(node):
                 stages_in.setdefault(path, set()).add(stage)
+    opened = _opened(program)
     names = [
-        _opened_by(program, set(members[stage])) or _first_submodule(members[stage], stages_in) or f"stage{stage}"
+        opened.get(stage) or _first_submodule(members[stage], stages_in) or f"stage{stage}"
         for stage in range(len(members))
     ]
-    seen: dict[str, int] = {}
-    numbered = []
+    return program.replace(stage_names=_numbered(names))
+
+
+def _numbered(names: Sequence[str]) -> tuple[str, ...]:
+    """Equal names made different: tower, tower_2, tower_3."""
+    found: list[str] = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        numbered.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return program.replace(stage_names=tuple(numbered))
+        choices = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
+        found.append(
+            next(choice for choice in choices if choice not in found and (choice == name or choice not in names))
+        )
+    return tuple(found)
 
 
-def _opened_by(program: Program, members: set[fx.Node]) -> str | None:
-    """The name of the earliest named boundary with a value that this stage uses."""
-    for value in program.graph.nodes:
-        if is_boundary_value(value) and members & set(value.users):
-            name = value.args[0].args[1]
-            if isinstance(name, str):
-                return name
-    return None
+def _opened(program: Program) -> dict[int, str]:
+    """Stage → the name of the earliest named boundary that opens it.
+
+    Boundaries open a stage that uses a value from behind them, unless they lie before others that do: a skip
+    connection from behind an earlier boundary opens nothing.
+    """
+    crossed: dict[int, list[list[fx.Node]]] = {}  # stage → for each value that it uses, the boundaries in front of it
+    before: dict[fx.Node, set[fx.Node]] = {}  # node → boundaries before it
+    for node in program.graph.nodes:
+        before[node] = set().union(*(before[o] | ({o} if is_boundary(o) else set()) for o in node.all_input_nodes))
+        if is_boundary_value(node):
+            for stage in _users_elsewhere(program, node):
+                crossed.setdefault(stage, []).append(_in_front(node))
+    found: dict[int, str] = {}
+    for stage, paths in crossed.items():
+        earlier = set().union(*(before[path[0]] for path in paths))
+        openers = {boundary for path in paths if path[0] not in earlier for boundary in path}
+        names = [boundary.args[1] for boundary in sorted(openers)]
+        found[stage] = next((name for name in names if isinstance(name, str)), "")
+    return found
+
+
+def _in_front(value: fx.Node) -> list[fx.Node]:
+    """The boundaries between a value and the node that makes it, the earliest first."""
+    found: list[fx.Node] = []
+    while is_boundary_value(value):
+        found.insert(0, value.all_input_nodes[0])
+        value = before_boundary(value)
+    return found
+
+
+def _users_elsewhere(program: Program, value: fx.Node) -> set[int]:
+    """The stages that use a value from behind a boundary, and have not made it themselves."""
+    users = {program.stage_of[user.name] for user in value.users if user.name in program.stage_of}
+    return users - {program.stage_of.get(made_by(value).name, -1)}
 
 
 def _first_submodule(members: list[fx.Node], stages_in: dict[str, set[int]]) -> str | None:

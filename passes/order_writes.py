@@ -14,7 +14,7 @@ from torch import fx
 from fxpipe.callables import setitem
 from fxpipe.errors import PartitionError
 from fxpipe.ir import Program, where
-from fxpipe.passes.effects import written
+from fxpipe.passes.effects import is_in_place, written
 
 
 def order_writes(program: Program) -> Program:
@@ -27,8 +27,8 @@ def order_writes(program: Program) -> Program:
         for target in targets:
             if target.op == "get_attr" and str(target.target) in program.constants:
                 raise PartitionError(
-                    f"a tensor that forward made while it was traced is written by {node.name}{where(node)}; "
-                    "make it from a traced tensor, as in x.new_zeros(...)"
+                    f"{node.name}{where(node)} writes a tensor that is no buffer, and every micro-batch would write "
+                    "the same one; make it from a traced tensor, as in x.new_zeros(...), or register it as a buffer"
                 )
         if not targets:
             continue
@@ -52,8 +52,8 @@ def _as_expression(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _if_in_place(node: fx.Node) -> fx.Node | None:
-    """``F.relu(x, inplace=True)`` returns x; ``F.batch_norm`` and ``out=`` do not return what they write first."""
-    return node if node.kwargs.get("inplace") is True or node.args[-1:] == (True,) else None
+    """``F.relu(x, inplace=True)`` and ``torch.add(x, y, out=x)`` return what they write; ``F.batch_norm`` does not."""
+    return node if is_in_place(node) or isinstance(node.kwargs.get("out"), fx.Node) else None
 
 
 def _comes_after(write: fx.Node, user: fx.Node) -> bool:

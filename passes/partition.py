@@ -12,27 +12,26 @@ It ends: every edge between fully separated pieces strictly shrinks the set of b
 from __future__ import annotations
 
 import heapq
-import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, is_compute, where
+from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, is_compute, readers, where
+from fxpipe.passes.alias_groups import holders_of_written
 from fxpipe.passes.effects import is_number, written
 from fxpipe.passes.union import Union
 
 
 @dataclass(frozen=True)
 class _Edge:
-    """A value made by ``source`` and used by ``target``, through ``boundaries`` (a bit each; 0 for none)."""
+    """A value made by ``source`` and used by ``target``; ``marked``: through a boundary."""
 
     source: fx.Node
     target: fx.Node
-    boundaries: int
+    marked: bool
 
 
 def partition(program: Program) -> Program:
@@ -44,7 +43,7 @@ def partition(program: Program) -> Program:
         return bool(downstream[flow.units.find(edge.source)] & upstream[flow.units.find(edge.target)])
 
     # 2: what bypasses a boundary is cut
-    joined = [edge for edge in flow.edges if not edge.boundaries and (flow.in_one_unit(edge) or not bypasses(edge))]
+    joined = [edge for edge in flow.edges if not edge.marked and (flow.in_one_unit(edge) or not bypasses(edge))]
     # 3: pieces, separated until none waits for another that waits for it
     separated: set[fx.Node] = set()
     while True:
@@ -59,8 +58,10 @@ def partition(program: Program) -> Program:
     # 4: topological order
     order = _topological(pieces, flow)
     stage_of = {node.name: order[pieces.find(node)] for node in flow.nodes}
-    _check_versions(program, flow.edges, stage_of)
-    return program.replace(stage_of=stage_of)
+    program = program.replace(stage_of=stage_of)
+    _check_versions(program, flow.edges)
+    _check_inputs(program)
+    return program
 
 
 class _Flow:
@@ -74,10 +75,9 @@ class _Flow:
         self.edges: list[_Edge] = []
         self.units = Union(self.nodes)
         """Nodes that no cut may separate: what shares written memory, and a shape query with what it asks."""
-        self._marks: list[tuple[fx.Node, int]] = []  # what a boundary marks, and the boundaries on the way there
-        self._opened: list[tuple[fx.Node, int]] = []  # what uses an input or a copied node from behind boundaries
-        self._behind: dict[fx.Node, int] = {}  # the boundaries that a copied node or a number is behind
-        self._bits: dict[fx.Node, int] = {}
+        self._arrows: list[tuple[fx.Node, fx.Node]] = []  # who is before whom, boundaries included
+        self._behind: dict[fx.Node, frozenset[fx.Node]] = {}  # the boundaries that a copied node or a number is behind
+        self._markers = [node for node in program.graph.nodes if is_boundary(node)]
         self._join_written(program)
         for node in program.graph.nodes:
             if is_boundary(node):
@@ -88,72 +88,75 @@ class _Flow:
     def _join_written(self, program: Program) -> None:
         by_name = {node.name: node for node in program.graph.nodes}
         for group in program.written:
-            members = [by_name[name] for name in sorted(group)]
-            readers = [user for member in members if member.op == "get_attr" for user in member.users]
-            self._join([node for node in members + readers if node in self.units])
+            self._join([by_name[name] for name in sorted(group)])
+        for holders in holders_of_written(program):
+            named = [node for node in holders if node.op == "get_attr"]
+            self._join([*holders, *(reader for node in named for reader in readers(node))])
 
     def _join(self, nodes: list[fx.Node]) -> None:
-        for node in nodes[1:]:
-            self.units.join(nodes[0], node)
+        placed = [node for node in nodes if node in self.units]
+        for node in placed[1:]:
+            self.units.join(placed[0], node)
 
-    def _resolve(self, value: fx.Node) -> tuple[fx.Node, int]:
+    def _resolve(self, value: fx.Node) -> tuple[fx.Node, frozenset[fx.Node]]:
         """The node that makes a value, and the boundaries that the value has crossed on its way from there."""
-        crossed = 0
+        crossed: set[fx.Node] = set()
         while is_boundary_value(value):
-            crossed |= self._bits[value.all_input_nodes[0]]
+            crossed.add(value.all_input_nodes[0])
             value = before_boundary(value)
-        return value, crossed | self._behind.get(value, 0)
+        return value, self._behind.get(value, frozenset()) | crossed
 
     def _add_boundary(self, marker: fx.Node) -> None:
-        bit = self._bits[marker] = 1 << len(self._bits)
         marked = [self._resolve(operand) for operand in marker.all_input_nodes]
-        marks = [(source, crossed | bit) for source, crossed in marked if source in self.units]
-        if not marks:
+        if not any(source in self.units for source, _ in marked):
             raise PartitionError(
                 f"{marker.name}{where(marker)} marks only values that depend on inputs alone, or on parameters "
                 "alone; each stage computes those for itself, so there is nothing to cut. Mark what is computed "
                 "from them"
             )
-        self._marks += marks
+        self._add_arrows(marker, marked)
 
-    def _add_node(self, node: fx.Node, operands: list[tuple[fx.Node, int]]) -> None:
-        arriving = [(source, crossed) for source, crossed in operands if source in self.units]
-        behind = _union(crossed for _, crossed in operands)
+    def _add_node(self, node: fx.Node, operands: list[tuple[fx.Node, frozenset[fx.Node]]]) -> None:
+        sources = [source for source, _ in operands if source in self.units]
         if node not in self.units:
-            self._behind[node] = behind
-        elif is_number(node) and len({self.units.find(source) for source, _ in arriving}) == 1:
-            self._join([node, *(source for source, _ in arriving)])
-            self._behind[node] = behind
+            self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
+        elif is_number(node) and len({self.units.find(source) for source in sources}) == 1:
+            self._join([node, *sources])
+            self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
         else:
-            self.edges += [_Edge(source, node, crossed) for source, crossed in arriving]
-            self._opened.append((node, behind))
+            self.edges += [_Edge(s, node, bool(crossed)) for s, crossed in operands if s in self.units]
+            self._add_arrows(node, operands)
+
+    def _add_arrows(self, node: fx.Node, operands: list[tuple[fx.Node, frozenset[fx.Node]]]) -> None:
+        for source, crossed in operands:
+            before = [source, *crossed] if source in self.units else crossed
+            self._arrows += [(earlier, node) for earlier in before]
 
     def in_one_unit(self, edge: _Edge) -> bool:
         return self.units.same(edge.source, edge.target)
 
     def downstream(self) -> dict[fx.Node, int]:
         """For each unit the boundaries that it is before, a bit each."""
-        arrows = [(edge.target, edge.source, edge.boundaries) for edge in reversed(self.edges)]
-        return self._spread(self._marks, arrows)
+        return self._spread([(after, before) for before, after in reversed(self._arrows)])
 
     def upstream(self) -> dict[fx.Node, int]:
         """For each unit the boundaries that it is behind, a bit each."""
-        return self._spread(self._opened, [(edge.source, edge.target, edge.boundaries) for edge in self.edges])
+        return self._spread(self._arrows)
 
-    def _spread(
-        self, seeds: list[tuple[fx.Node, int]], arrows: list[tuple[fx.Node, fx.Node, int]]
-    ) -> dict[fx.Node, int]:
+    def _spread(self, arrows: list[tuple[fx.Node, fx.Node]]) -> dict[fx.Node, int]:
+        """What reaches each unit along the arrows, from the boundaries on."""
         found = dict.fromkeys((self.units.find(node) for node in self.nodes), 0)
-        for node, bits in seeds:
-            found[self.units.find(node)] |= bits
+        found |= {marker: 1 << place for place, marker in enumerate(self._markers)}
         changed = True
         while changed:  # once around is enough unless a unit spans much of the program
             changed = False
-            for start, end, bits in arrows:
-                end = self.units.find(end)
-                now = found[end] | found[self.units.find(start)] | bits
+            for start, end in ((self._unit(start), self._unit(end)) for start, end in arrows):
+                now = found[end] | found[start]
                 changed, found[end] = changed or now != found[end], now
         return found
+
+    def _unit(self, node: fx.Node) -> fx.Node:
+        return self.units.find(node) if node in self.units else node
 
     def pieces(self, joined: list[_Edge], downstream: dict[fx.Node, int], separated: set[fx.Node]) -> Union[fx.Node]:
         """What remains connected, where edges between ``separated`` nodes hold only if these are before the same."""
@@ -167,25 +170,44 @@ class _Flow:
         return pieces
 
 
-def _union(bits: Iterable[int]) -> int:
-    return reduce(operator.or_, bits, 0)
-
-
-def _check_versions(program: Program, edges: list[_Edge], stage_of: dict[str, int]) -> None:
+def _check_versions(program: Program, edges: list[_Edge]) -> None:
     """A value leaves its stage as it is at the end: nobody elsewhere may want it as it was before a write."""
     group_of = {name: group for group in program.written for name in group}
-    last_write: dict[frozenset[str], fx.Node] = {}
-    for node in program.graph.nodes:
-        if node.name in group_of and written(program, node):
-            last_write[group_of[node.name]] = node
+    last_write = dict(_writes(program))
     for edge in edges:
         write = last_write.get(group_of.get(edge.source.name, frozenset()))
-        if write is not None and edge.target < write and stage_of[edge.source.name] != stage_of[edge.target.name]:
+        elsewhere = program.stage_of[edge.source.name] != program.stage_of[edge.target.name]
+        if write is not None and elsewhere and edge.target < write:
             raise PartitionError(
                 f"{edge.target.name}{where(edge.target)} runs in another stage and reads "
                 f"{edge.source.name}{where(edge.source)} as it was before {write.name}{where(write)} writes it; "
                 "write out of place"
             )
+
+
+def _check_inputs(program: Program) -> None:
+    """A stage takes an input from the batch: nobody may want it as another stage has written it, by another name."""
+    group_of = {name: group for group in program.written for name in group}
+    first_write = dict(reversed(list(_writes(program))))
+    for node in program.graph.nodes:
+        if node.op != "placeholder" or node.name not in group_of:
+            continue
+        write = first_write[group_of[node.name]]
+        for reader in readers(node):
+            stage = program.output_stage if reader.op == "output" else program.stage_of.get(reader.name)
+            if write < reader and stage != program.stage_of[write.name]:
+                raise PartitionError(
+                    f"{reader.name}{where(reader)} reads the input {node.name} in another stage than "
+                    f"{write.name}{where(write)}, which writes it; write out of place, or read what was written"
+                )
+
+
+def _writes(program: Program) -> Iterator[tuple[frozenset[str], fx.Node]]:
+    """(group, write), in program order."""
+    group_of = {name: group for group in program.written for name in group}
+    for node in program.graph.nodes:
+        if node.name in group_of and written(program, node):
+            yield group_of[node.name], node
 
 
 def _waiting(pieces: Union[fx.Node], edges: list[_Edge], joined: list[_Edge]) -> set[fx.Node]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from fxpipe.callables import handoff, private
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Edge, Program, Stage, StageGraph, before_boundary, is_boundary_value, is_compute
-from fxpipe.passes.effects import is_random
+from fxpipe.ir import Edge, Program, Stage, StageGraph, is_boundary_value, is_compute, made_by
+from fxpipe.passes.effects import is_number, is_random
 
 _Use = tuple[int, int]
 """A value's use: (program position, stage)."""
@@ -51,29 +52,37 @@ class _Plan:
         self.nodes = list(program.graph.nodes)
         self.position = {node: place for place, node in enumerate(self.nodes)}
         output = program.graph.output_node()
-        producers = [self.stage_of(self.made_by(node)) for node in output.all_input_nodes]
-        made = [stage for stage in producers if stage is not None]
-        if not made:
+        if program.output_stage is None:
             raise PartitionError("the model's output depends on inputs alone, or on parameters alone")
-        self.output_stage = max(made)
+        self.output_stage = program.output_stage
+        self.rewritten = self._rewritten()
+        self.kept = self._kept()
         self.uses: dict[fx.Node, list[_Use]] = {}
         for node in self.nodes:
             stage = self.output_stage if node is output else self.stage_of(node)
             if stage is not None:
                 self._note_uses(node, self.position[node], stage, set())
 
+    def _rewritten(self) -> dict[fx.Node, list[frozenset[str]]]:
+        """Value → the groups that write into it as an input, or behind a boundary: there it needs a private copy."""
+        group_of = {name: group for group in self.program.written for name in group}
+        found: dict[fx.Node, list[frozenset[str]]] = {}
+        for node in self.nodes:
+            if node.name in group_of and (node.op == "placeholder" or is_boundary_value(node)):
+                found.setdefault(made_by(node), []).append(group_of[node.name])
+        return found
+
+    def _kept(self) -> frozenset[str]:
+        """The nodes that are a buffer which is written, or share its memory: the next micro-batch writes it again."""
+        named = {node.name for node in self.nodes if node.op == "get_attr"}
+        return frozenset().union(*(group for group in self.program.written if not named.isdisjoint(group)))
+
     def stage_of(self, node: fx.Node) -> int | None:
         return self.program.stage_of.get(node.name)
 
-    def made_by(self, node: fx.Node) -> fx.Node:
-        """The node that makes a value: what is in front of all boundaries that ``node`` stands behind."""
-        while is_boundary_value(node):
-            node = before_boundary(node)
-        return node
-
     def _note_uses(self, user: fx.Node, place: int, stage: int, seen: set[fx.Node]) -> None:
         for operand in user.all_input_nodes:
-            value = self.made_by(operand)
+            value = made_by(operand)
             if value in seen:
                 continue
             seen.add(value)
@@ -103,13 +112,18 @@ class _Builder:
     def __post_init__(self) -> None:
         program, plan = self.plan.program, self.plan
         self._built: dict[fx.Node, fx.Node] = {}
-        self._written = frozenset().union(*program.written)
+        self._as_now: dict[fx.Node, fx.Node] = {}
+        self._handed_off: dict[tuple[str, int | None], fx.Node] = {}
         self._members = self._needed()
+        self._own_names = {node.name for node in self._members if is_compute(node)}
         self._add_inputs()
         handoffs = self._handoffs()
         for node in plan.nodes:
             if node in self._members:
-                self._built[node] = self.graph.node_copy(node, self._value)
+                self._built[node] = self.graph.node_copy(node, partial(self._read, node))
+                self._make_private(node)
+                if node.name in plan.kept:
+                    self._as_now.clear()
                 self.draws_random |= is_random(program, node)
             for value in handoffs.get(plan.position[node], ()):
                 self._hand_off(value, node)
@@ -121,7 +135,7 @@ class _Builder:
         own = [n for n in self.plan.nodes if self.plan.stage_of(n) == self.stage]
         waiting = [*own, *(self._result_operands() if self.stage == self.plan.output_stage else [])]
         while waiting:
-            node = self.plan.made_by(waiting.pop())
+            node = made_by(waiting.pop())
             mine = self.plan.stage_of(node) == self.stage or node.name in self.plan.program.copied
             if node not in needed and (mine or node.op == "get_attr"):
                 needed.add(node)
@@ -132,9 +146,9 @@ class _Builder:
         return self.plan.program.graph.output_node().all_input_nodes
 
     def _operands(self) -> set[fx.Node]:
-        found = {self.plan.made_by(o) for node in self._members for o in node.all_input_nodes}
+        found = {made_by(o) for node in self._members for o in node.all_input_nodes}
         if self.stage == self.plan.output_stage:
-            found |= {self.plan.made_by(o) for o in self._result_operands()}
+            found |= {made_by(o) for o in self._result_operands()}
         return found
 
     def _add_inputs(self) -> None:
@@ -147,16 +161,12 @@ class _Builder:
             self.inputs.append(str(node.target) if source is None else Edge(source, self.stage, node.name))
             self._built[node] = self.graph.placeholder(node.name)
         for node in [*batch, *arriving]:
-            if self._writes_into(node):
-                self._built[node] = self.graph.call_function(private, (self._built[node],))
+            self._make_private(node)
 
-    def _writes_into(self, value: fx.Node) -> bool:
-        """Whether this stage writes into a value that it was given, itself or behind a boundary."""
-        behind = [n for n in self.plan.nodes if is_boundary_value(n) and self.plan.made_by(n) is value]
-        groups = [g for g in self.plan.program.written if any(n.name in g for n in [value, *behind])]
-        mine = {n.name for n in self._members if is_compute(n)}
-        received = value.op == "placeholder" or bool(behind)
-        return received and any(mine & group for group in groups)
+    def _make_private(self, value: fx.Node) -> None:
+        """Where this stage writes into a value that it was given, it gets a copy of its own."""
+        if any(not self._own_names.isdisjoint(group) for group in self.plan.rewritten.get(value, ())):
+            self._built[value] = self.graph.call_function(private, (self._built[value],))
 
     def _handoffs(self) -> dict[int, list[fx.Node]]:
         """Position → values to hand off there: a value used more than once gets a node of its own per consumer."""
@@ -175,18 +185,29 @@ class _Builder:
     def _hand_off(self, value: fx.Node, user: fx.Node) -> None:
         stage = self.plan.output_stage if user.op == "output" else self.plan.stage_of(user)
         name = f"{value.name}_to_{self.plan.program.stage_names[stage or 0]}".replace(".", "_")
-        made = self.graph.create_node("call_function", handoff, (self._built[value],), name=name)
-        self._handed_off = {**getattr(self, "_handed_off", {}), (value.name, stage): made}
+        made = self.graph.create_node("call_function", handoff, (self._now(value),), name=name)
+        self._handed_off[value.name, stage] = made
 
-    def _value(self, node: fx.Node) -> fx.Node:
-        return self._built[self.plan.made_by(node)]
+    def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
+        value = made_by(operand)
+        return self._built[value] if reader.name in self.plan.kept or is_number(reader) else self._now(value)
+
+    def _now(self, value: fx.Node) -> fx.Node:
+        """What ``value`` is at this place, for a backward or another stage to have when the buffer is written again."""
+        if value.name not in self.plan.kept:
+            return self._built[value]
+        if value not in self._as_now:
+            self._as_now[value] = self.graph.call_function(private, (self._built[value],))
+        return self._as_now[value]
 
     def _add_output(self) -> None:
-        handed_off: dict[tuple[str, int | None], fx.Node] = getattr(self, "_handed_off", {})
-        by_name = {node.name: built for node, built in self._built.items()}
-        values: list[Any] = [handed_off.get((e.value, e.target), by_name[e.value]) for e in self.outputs]
+        by_name = {node.name: node for node in self._built}
+        values: list[Any] = [
+            self._handed_off.get((e.value, e.target)) or self._now(by_name[e.value]) for e in self.outputs
+        ]
         if self.stage == self.plan.output_stage:
-            values.append(fx.node.map_arg(self.plan.program.graph.output_node().args[0], self._value))
+            output = self.plan.program.graph.output_node()
+            values.append(fx.node.map_arg(output.args[0], partial(self._read, output)))
         self.graph.output(tuple(values))
 
     def tensors(self) -> dict[str, Tensor]:

@@ -55,9 +55,7 @@ def plain_step() -> Model:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_full_state_dict_of_every_rank_loads_in_the_plain_model(
-    pool: Pool, tmp_path: Path, processes: int
-) -> None:
+def test_the_full_state_dict_of_every_rank_loads_in_the_plain_model(pool: Pool, tmp_path: Path, processes: int) -> None:
     held = [train_and_save(tmp_path)] if processes == 1 else pool.run(train_and_save, tmp_path, ranks=2)
     expected = plain_step().state_dict()
     files = list(tmp_path.glob("full*.pt"))

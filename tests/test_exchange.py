@@ -255,7 +255,9 @@ def test_a_deviation_is_told_by_type_and_shape() -> None:
                 exchange.take(forward(0))
             exchange.finish()
 
-    with pytest.raises(RunError, match=r"is tuple\(float64\[3\] .*, 8\), but for this kind .* was tuple\(float32\[2\] .*, 7\); "):
+    with pytest.raises(
+        RunError, match=r"is tuple\(float64\[3\] .*, 8\), but for this kind .* was tuple\(float32\[2\] .*, 7\); "
+    ):
         on_two_ranks(body)
 
 

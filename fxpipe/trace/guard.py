@@ -8,19 +8,17 @@ operations run (autocast, no_grad) leave no trace in the graph, and an ``autogra
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import TraceError
-from fxpipe.trace.source import current_line
-
-_CONTAINERS = (list, dict, set)
+from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
+from fxpipe.trace.source import current_line, definition
 
 
 def refuse(fact: str, instead: str) -> TraceError:
@@ -33,35 +31,45 @@ class Guard:
     """Watches one capture of ``module``. ``check()`` is called as each node is recorded."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = {id(m): name or type(m).__name__ for name, m in module.named_modules()}
+        self._names = {id(m): name or type(m).__name__ for name, m in module.named_modules()}
         self._module = module
         self._modes = _modes()
-        self._random = _python_random_state()
-        self._attributes = _attributes(module)
-        self._storages = {
-            tensor.untyped_storage()._cdata: name
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        }
+        self._random = RandomState()
+        self._snapshot = Snapshot(module)
+        self._state = _StateMode(self._snapshot.storages(), _storages([*module.parameters(), *module.buffers()]))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        with (
-            _StateMode(self._storages),
-            patched(nn.Module, "__setattr__", self._guarded_setattr()),
-            patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
-        ):
-            yield
-            self.check()
+        """Refuses, while it is open, what a capture gets wrong; leaves the model and random state as they were."""
+        grad_mode = torch.is_grad_enabled()
+        try:
+            with (
+                self._state,
+                patched(nn.Module, "__setattr__", self._guarded_setattr()),
+                patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
+            ):
+                yield
+                self.check()
             self._check_attributes()
+        finally:
+            torch.set_grad_enabled(grad_mode)
+            self._snapshot.restore()
+            if RandomState() != self._random:
+                self._random.restore()
+
+    def keep(self, tensor: Tensor) -> None:
+        """A tensor has become a constant of the program: from now on it may not be written either."""
+        self._state.watch(tensor, "a tensor that the program uses already")
 
     def check(self) -> None:
-        """Refuses a mode that changed, and a draw from Python's or NumPy's random numbers."""
+        """Refuses a mode that changed, and a draw of random numbers that nothing has recorded."""
         for (name, instead), now in _modes().items():
             if now != self._modes[name, instead]:
                 raise refuse(f"{name} is changed inside forward, which a symbolic trace cannot record", instead)
-        if _python_random_state() != self._random:
+        if RandomState() != self._random:
             raise refuse(
-                "Python's or NumPy's random numbers are drawn while tracing and would be the same ever after",
+                "Python's, NumPy's or torch's random numbers are drawn or seeded while tracing, and what was drawn "
+                "would be the same ever after",
                 "draw with torch from a traced tensor (torch.rand_like(x)), or pass the number in as an input",
             )
 
@@ -69,9 +77,9 @@ class Guard:
         original = nn.Module.__setattr__
 
         def guarded(module: nn.Module, name: str, value: Any) -> None:
-            if id(module) in self._modules:
+            if id(module) in self._names:
                 raise refuse(
-                    f"forward sets {self._modules[id(module)]}.{name}, which would happen once, while tracing",
+                    f"forward sets {self._names[id(module)]}.{name}, which would happen once, while tracing",
                     "return the value instead, or write into a buffer in place",
                 )
             original(module, name, value)
@@ -79,21 +87,31 @@ class Guard:
         return guarded
 
     def _check_attributes(self) -> None:
-        for (module, name), value in _attributes(self._module).items():
-            before = self._attributes.get((module, name))
-            if value is not before and (type(value) not in _CONTAINERS or not _same(value, before)):
-                raise TraceError(
-                    f"forward changes {module or 'the model'}.{name}, which would happen once, while tracing; "
-                    "return the value instead, or write into a buffer in place"
-                )
+        changed = next(self._snapshot.changes(), None)
+        if changed is not None:
+            raise TraceError(
+                f"forward changes {type(self._module).__name__}.{changed}, which would happen once, while tracing; "
+                f"return the value instead, or write into a buffer in place\n{definition(type(self._module).forward)}"
+            )
+
+
+def _storages(tensors: list[Tensor]) -> frozenset[int]:
+    return frozenset(storage_of(tensor) for tensor in tensors) - {0}
+
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation on real tensors: refuses random ones, and writes to parameters and buffers."""
+    """Sees every operation on real tensors: refuses random ones, writes to what the model holds, and reads of its
+    parameters and buffers."""
 
-    def __init__(self, storages: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], changing: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = storages
+        self._names, self._changing = names, changing
+
+    def watch(self, tensor: Tensor, name: str) -> None:
+        self._names.setdefault(storage_of(tensor), name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -101,20 +119,25 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{func} draws random numbers while tracing, and they would be the same ever after",
                 "draw from a traced tensor (torch.randn_like(x), x.new_empty(4, 8).normal_())",
             )
-        if func._schema.is_mutable:
-            self._check_writes(func, args, kwargs or {})
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, Tensor):
+                    self._check(func, storage_of(tensor), argument.is_write)
         return func(*args, **(kwargs or {}))
 
-    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        for position, argument in enumerate(func._schema.arguments):
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if argument.is_write and isinstance(value, Tensor):
-                name = self._storages.get(value.untyped_storage()._cdata)
-                if name is not None:
-                    raise refuse(
-                        f"forward writes {name} while tracing, which would happen once",
-                        "write it as self.<name>.add_(...), which is recorded, or outside of forward",
-                    )
+    def _check(self, func: Any, storage: int, is_write: bool) -> None:
+        if is_write and storage in self._names:
+            raise refuse(
+                f"forward writes {self._names[storage]} while tracing, which would happen once",
+                "write it as self.<name>.add_(...), which is recorded, or outside of forward",
+            )
+        if storage in self._changing and func not in _ALIASES:
+            raise refuse(
+                f"forward computes with the values that {self._names[storage]} has while tracing, and the result would "
+                "be the same ever after",
+                "use it as self.<name>, which is recorded",
+            )
 
 
 def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,35 +166,6 @@ def _modes() -> dict[tuple[str, str], Any]:
         ("inference mode", _FREEZE): torch.is_inference_mode_enabled(),
         ("autocast", _OUTSIDE): autocast,
     }
-
-
-def _python_random_state() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    drawn = None
-    if numpy is not None:
-        name, keys, position, *rest = numpy.random.get_state()
-        drawn = (name, keys.tobytes(), position, rest)
-    return random.getstate(), drawn
-
-
-def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Every attribute of every submodule; containers as shallow copies, so that a change shows."""
-    found = {}
-    for path, submodule in module.named_modules():
-        for name, value in vars(submodule).items():
-            found[path, name] = value.copy() if type(value) in _CONTAINERS else value
-    return found
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two containers hold the same objects."""
-    if type(one) is not type(other) or len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(key in other and value is other[key] for key, value in one.items())
-    if isinstance(one, set):
-        return bool(one == other)
-    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 @contextlib.contextmanager

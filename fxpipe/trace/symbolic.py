@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +14,11 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.ir import Program
-from fxpipe.marker import boundary, recording
+from fxpipe.ir import Program, is_boundary
+from fxpipe.marker import boundary, recording, stage_boundary
 from fxpipe.trace.guard import Guard, patched, refuse
 from fxpipe.trace.request import Request
-from fxpipe.trace.source import current_line, line_of
+from fxpipe.trace.source import current_line, definition, line_of, mentions
 
 
 def symbolic(request: Request) -> Program:
@@ -26,11 +27,12 @@ def symbolic(request: Request) -> Program:
     try:
         with tracer.guard.watching(), recording(tracer.record_boundary), _proxied_factories(tracer):
             graph = tracer.trace(request.module)
+            tracer.check_boundaries()
     except TraceError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
-    _drop_unused_sources(graph)
+    _drop_unused(graph)
     return Program(request.module, graph, constants=tracer.constants, tracer="symbolic")
 
 
@@ -45,28 +47,46 @@ def _explain(error: Exception) -> str:
     return f"the symbolic tracer cannot follow the model: {error}{at}"
 
 
-def _drop_unused_sources(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and not node.users:
+def _drop_unused(graph: fx.Graph) -> None:
+    """Parameters that nothing uses, and parts that nothing uses: ``left, _ = x.chunk(2)`` is no work on the second."""
+    for node in reversed(list(graph.nodes)):
+        part = node.op == "call_function" and node.target in (operator.getitem, getattr)
+        if not node.users and (part or node.op == "get_attr"):
             graph.erase_node(node)
 
 
-class _Proxy(fx.Proxy):
+class _Writes(fx.Proxy):
     """A proxy that records writes, ``x += y`` and ``x[i] = y``, as the writes that they are."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("node", "tracer", "root", "attr", "_node"):
+            raise refuse(f"forward sets .{name} of a tensor, which is not recorded", "write into it in place")
+        super().__setattr__(name, value)
 
-def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], Any]:
-    def method(self: _Proxy, other: Any) -> Any:
+    def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        return _Attribute(self, name)
+
+
+class _Proxy(_Writes):
+    """A value of the traced program."""
+
+
+class _Attribute(_Writes, fx.proxy.Attribute):
+    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called."""
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Writes, Any], Any]:
+    def method(self: _Writes, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
     return method
 
 
 for _name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split():
-    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
+    setattr(_Writes, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 class _Tracer(fx.Tracer):
@@ -80,6 +100,7 @@ class _Tracer(fx.Tracer):
         self.constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
+        self._boundaries = 0
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self._names.setdefault(id(tensor), name)
 
@@ -91,10 +112,14 @@ class _Tracer(fx.Tracer):
         """Placeholders for the request's inputs; the call goes through ``__call__``, so that hooks are seen."""
         values = {name: self.create_proxy("placeholder", name, (), {}) for name in self.request.inputs}
         values |= self.request.fixed
-        target = values.pop(self.request.target, None) if self.request.loss_fn else None
+        signature = inspect.signature(self.request.module.forward)
+        target = values.get(self.request.target)
+        if self.request.loss_fn and self.request.target not in signature.parameters:
+            values.pop(self.request.target, None)
+        bound = signature.bind(**values)  # by place where that can be, as hooks expect it
 
         def call() -> Any:
-            output = self.root(**values)
+            output = self.root(*bound.args, **bound.kwargs)
             return self.request.loss_fn(output, target) if self.request.loss_fn else output
 
         return call, []
@@ -111,10 +136,12 @@ class _Tracer(fx.Tracer):
     # modules
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        leaf = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
-        if not (leaf and self.is_leaf_module(m, "")):
+        known = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
+        if known and self.is_leaf_module(m, ""):
+            _refuse_hidden_boundary(m)
+        else:
             _refuse_backward_hooks(m)
-        if m is self.root or self.submodule_paths is None or m not in self.submodule_paths:
+        if not known:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
@@ -141,6 +168,7 @@ class _Tracer(fx.Tracer):
                 )
             name = self._names[id(tensor)] = f"_constant{len(self.constants)}"
             self.constants[name] = tensor
+            self.guard.keep(tensor)
         if name not in self._sources:
             self._sources[name] = self.create_node("get_attr", name, (), {})
         return self._sources[name]
@@ -163,10 +191,29 @@ class _Tracer(fx.Tracer):
                 f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no traced tensor",
                 "give it the tensors that cross the cut",
             )
+        self._boundaries += 1
         crossing = self.create_proxy("call_function", boundary, ([leaves[i] for i in places], name), {})
         for position, place in enumerate(places):
             leaves[place] = crossing[position]  # type: ignore[index]
         return pytree.tree_unflatten(leaves, spec)
+
+    def check_boundaries(self) -> None:
+        """After every capture: markers found in the graph are markers executed."""
+        found = sum(is_boundary(node) for node in self.graph.nodes)
+        if found != self._boundaries:
+            raise TraceError(f"{self._boundaries} boundaries were executed while tracing, {found} are in the graph")
+
+
+def _refuse_hidden_boundary(module: nn.Module) -> None:
+    """A torch.nn module is kept whole, so a boundary in a hook on it, or in a function given to it, would be lost."""
+    for part in module.modules():
+        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        for function in [*hooks, *vars(part).values()]:
+            if callable(function) and mentions(function, stage_boundary):
+                raise TraceError(
+                    f"stage_boundary is used inside {type(module).__name__}, which is kept whole, so it would cut "
+                    f"nothing; put it into the forward of your own module\n{definition(function)}"
+                )
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:

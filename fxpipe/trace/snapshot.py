@@ -1,0 +1,146 @@
+"""What a model was before a capture: tells what forward has changed, and puts it back."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_MISSING = object()
+
+
+class Snapshot:
+    """The attributes of a module and its submodules, the containers in them, and the memory of their tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._containers: dict[int, tuple[str, Any, Any]] = {}
+        self._tensors: dict[int, _TensorState] = {}
+        for path, submodule in module.named_modules():
+            self._attributes.append((path, vars(submodule), dict(vars(submodule))))
+            for tensor_name, tensor in _own_tensors(submodule):
+                self._keep(_joined(path, tensor_name), tensor)
+            for name, value in vars(submodule).items():
+                self._look_into(_joined(path, name), value)
+
+    def _look_into(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._keep(name, value)
+        elif type(value) in _CONTAINERS and id(value) not in self._containers:
+            self._containers[id(value)] = name, value, copy.copy(value)
+            for part in list(value.values()) if isinstance(value, dict) else list(value):
+                self._look_into(name, part)
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        self._tensors.setdefault(id(tensor), _TensorState(name, tensor, tensor.detach(), tensor.requires_grad))
+
+    def storages(self) -> dict[int, str]:
+        """The memory of every tensor that the model holds, and the tensor's name."""
+        found = {storage_of(state.tensor): state.name for state in reversed(self._tensors.values())}
+        return {storage: name for storage, name in found.items() if storage}
+
+    def changes(self) -> Iterator[str]:
+        """The names of what is no longer as it was. What is written into a tensor is not seen here."""
+        for path, now, before in self._attributes:
+            for name in {**before, **now}:
+                if now.get(name, _MISSING) is not before.get(name, _MISSING):
+                    yield _joined(path, name)
+        for name, container, before in self._containers.values():
+            if not _same(container, before):
+                yield name
+        for state in self._tensors.values():
+            yield from state.changes()
+
+    def restore(self) -> None:
+        """Puts everything back that ``changes`` can see."""
+        for _, now, before in self._attributes:
+            now.clear()
+            now.update(before)
+        for _, container, before in self._containers.values():
+            if not _same(container, before):
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+        for state in self._tensors.values():
+            state.restore()
+
+
+@dataclass(frozen=True)
+class _TensorState:
+    name: str
+    tensor: Tensor
+    memory: Tensor
+    """Another tensor with the memory that the tensor has had."""
+    requires_grad: bool
+
+    def changes(self) -> Iterator[str]:
+        if storage_of(self.tensor) != storage_of(self.memory):
+            yield f"{self.name}.data"
+        if self.tensor.requires_grad != self.requires_grad:
+            yield f"{self.name}.requires_grad"
+
+    def restore(self) -> None:
+        if storage_of(self.tensor) != storage_of(self.memory):
+            self.tensor.data = self.memory
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of a tensor's memory; 0 for a tensor that has none of its own, such as a sparse one."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and value is other[key] for key, value in one.items())
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+class RandomState:
+    """Where the random number generators stand: Python's, NumPy's (if it is in use) and torch's on the CPU."""
+
+    def __init__(self) -> None:
+        numpy = sys.modules.get("numpy")
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+        self._torch = torch.get_rng_state()
+
+    def _numbers(self) -> tuple[Any, ...]:
+        numpy = () if self._numpy is None else (self._numpy[1].tobytes(), *self._numpy[2:])
+        return self._python, numpy, self._torch.numpy().tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RandomState) and self._numbers() == other._numbers()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)

@@ -1,0 +1,61 @@
+"""What the tests of the passes share: from a model to its stages, and a stage graph run by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from fxpipe import passes
+from fxpipe.ir import Edge, Program, StageGraph, is_compute
+from fxpipe.pipeline import chain
+from fxpipe.trace import Request, capture
+
+
+def captured(model: nn.Module, *inputs: str, **fixed: Any) -> Program:
+    """The program of a model; ``inputs`` default to forward's arguments without a default."""
+    names = inputs or tuple(
+        name for name, p in Request.signature(model, None).parameters.items() if p.default is p.empty
+    )
+    return capture(Request(model, names, fixed))
+
+
+def partitioned(model: nn.Module, *inputs: str) -> Program:
+    return chain(passes.default(), captured(model, *inputs), callbacks=())
+
+
+def label(node: fx.Node) -> str:
+    """How the tests call a node: a module by its name, an operation by the node's."""
+    return str(node.target) if node.op == "call_module" else node.name
+
+
+def stages_of(program: Program) -> list[str]:
+    """For each stage what it computes, in program order: ``["A", "B T loss"]``."""
+    found: dict[int, list[str]] = {stage: [] for stage in sorted(set(program.stage_of.values()))}
+    for node in program.graph.nodes:
+        if is_compute(node) and node.name in program.stage_of:
+            found[program.stage_of[node.name]].append(label(node))
+    return [" ".join(names) for names in found.values()]
+
+
+def edges_of(graph: StageGraph) -> set[str]:
+    """Every value on its way: ``{"A: 0→1"}``."""
+    return {f"{edge.value}: {edge.source}→{edge.target}" for edge in graph.edges}
+
+
+def run_stages(graph: StageGraph, inputs: Mapping[str, Any]) -> Any:
+    """The model's result, computed stage by stage."""
+    arrived: dict[Edge, Any] = {}
+    result = None
+    for stage in graph:
+        arguments = [inputs[entry] if isinstance(entry, str) else arrived[entry] for entry in stage.inputs]
+        outputs = stage.function(*arguments)
+        arrived |= dict(zip(stage.outputs, outputs, strict=False))
+        result = outputs[-1] if stage.returns_result else result
+    return result
+
+
+def nodes_named(program: Program, names: Sequence[str]) -> list[fx.Node]:
+    by_name = {node.name: node for node in program.graph.nodes}
+    return [by_name[name] for name in names]

@@ -1,0 +1,209 @@
+"""Runs a model on one engine or another, and in plain PyTorch, and compares what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.strict import current_seat, run_strict
+from tests.models import Callables, Case, Inputs
+from tests.pool import Pool
+
+Engine = Callable[..., list[Any]]
+"""``engine(ranks, fn, *args)`` → what ``fn(*args)`` returned, by rank; one result where one process plays all."""
+
+STEPS = 3
+
+
+def local(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return [fn(*args)]
+
+
+def strict(seed: int) -> Engine:
+    return lambda ranks, fn, *args: run_strict(lambda rank: fn(*args), ranks, seed)
+
+
+def distributed(pool: Pool) -> Engine:
+    return lambda ranks, fn, *args: pool.run(fn, *args, ranks=ranks)
+
+
+def engine_of(name: str, pool: Callable[[], Pool]) -> Engine:
+    """The engine called ``name``; workers are started only for the one that needs them."""
+    if name == "distributed":
+        return distributed(pool())
+    return local if name == "local" else strict(int(name.removeprefix("strict ")))
+
+
+@dataclass
+class Run:
+    """What a training run left: a loss, metrics and gradients per step, and the state at the end."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[Mapping[str, Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+# --- fxpipe ---
+
+
+def compiled(case: Case, **options: Any) -> fxpipe.ForwardBackward:
+    """The case's model, compiled for its ranks."""
+    model: Any = case.model()
+    if isinstance(model, Callables):
+        model = model.stage_graph()
+    defaults: dict[str, Any] = {
+        "microbatches": case.microbatches,
+        "placement": case.placement,
+        "loss_fn": case.loss_fn,
+    }
+    topology = options.pop("topology", None) or fxpipe.Topology([("pipe", case.ranks)])
+    if case.loss_fn is not None or "batch" in case.batch():
+        defaults["example_kwargs"] = case.batch()
+    return fxpipe.compile(model, topology, **defaults | options)
+
+
+def trained(case: Case, batches: Sequence[Inputs], **options: Any) -> Run:
+    """A step per batch on the engine that this process or thread belongs to."""
+    forward_backward = compiled(case, **options)
+    assert len(forward_backward.stages) == case.stages, str(forward_backward.stages)
+    optimizer = forward_backward.optimizer(case.optimizer, **case.optimizer_options)
+    run = Run()
+    for batch in batches:
+        optimizer.zero_grad()
+        run.losses.append(forward_backward(**batch))
+        run.metrics.append(dict(forward_backward.metrics))
+        run.gradients.append(gradients_of(forward_backward.named_parameters()))
+        optimizer.step()
+    run.state = forward_backward.state_dict(full=True)
+    return run
+
+
+def gradients_of(named: Any) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in named}
+
+
+def replica_of(topology: fxpipe.Topology) -> int:
+    """The place of this process, or of this thread of a strict world, on the data axis."""
+    seat = current_seat()
+    if seat is not None:
+        return topology.coordinate(seat.rank)["data"]
+    fxpipe.init()
+    return topology.coordinate(torch.distributed.get_rank())["data"]
+
+
+# --- plain PyTorch ---
+
+
+def cut(batch: Inputs, microbatches: int) -> list[Inputs]:
+    """Micro-batches, as ``torch.tensor_split`` cuts them."""
+    leaves, spec = pytree.tree_flatten(batch)
+    parts = [
+        leaf.tensor_split(microbatches) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * microbatches
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([part[place] for part in parts], spec) for place in range(microbatches)]
+
+
+def rows_of(batch: Inputs) -> int:
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+
+
+def called(case: Case, model: nn.Module, batch: Inputs) -> Any:
+    if case.loss_fn is None:
+        return model(**batch)
+    inputs = {name: value for name, value in batch.items() if name != "target"}
+    return case.loss_fn(model(**inputs), batch["target"])
+
+
+def accumulate(
+    call: Callable[[int, Inputs], Any], microbatches: Sequence[Inputs], weights: Sequence[float] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The reference loop: ``(loss_i * (w_i / Σw)).backward()`` in order; the sum of the losses, and of metrics."""
+    weights = [float(rows_of(batch)) for batch in microbatches] if weights is None else weights
+    total, metrics = None, {}
+    for place, (batch, weight) in enumerate(zip(microbatches, weights, strict=True)):
+        result = call(place, batch)
+        loss = result["loss"] if isinstance(result, dict) else result
+        share = weight / sum(weights)
+        if weight:
+            part = loss * share
+            part.backward()
+            total = part.detach() if total is None else total + part.detach()
+        for name, value in result.items() if isinstance(result, dict) else ():
+            if name != "loss" and value.dim() == 0:
+                metrics[name] = metrics[name] + value.detach() * share if name in metrics else value.detach() * share
+    assert total is not None
+    return total, metrics
+
+
+def reference(
+    case: Case, batches: Sequence[Inputs], seed: Callable[[int, int, int], int] | None = None
+) -> tuple[Run, nn.Module]:
+    """The same in plain PyTorch. ``seed``: (stage, micro-batch, step) → a seed for models that draw."""
+    model = case.model()
+    optimizer = case.optimizer(model.parameters(), **case.optimizer_options)
+    run = Run()
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+
+        def call(place: int, part: Inputs, step: int = step) -> Any:
+            if seed is None:
+                return called(case, model, part)
+            values: Any = tuple(part.values())
+            for stage, function in enumerate(model.parts()):
+                torch.manual_seed(seed(stage, place, step))
+                values = function(*values)
+            return values
+
+        loss, metrics = accumulate(call, cut(batch, case.microbatches))
+        run.losses.append(loss)
+        run.metrics.append(metrics)
+        run.gradients.append(gradients_of(model.named_parameters(remove_duplicate=False)))
+        optimizer.step()
+    run.state = model.state_dict()
+    return run, model
+
+
+# --- comparing ---
+
+
+def assert_same(got: Tensor | None, wanted: Tensor | None, what: str, tolerance: float = 0.0) -> None:
+    """Equal to the last bit, or to within ``tolerance`` of the largest number."""
+    if got is None or wanted is None:
+        assert got is wanted, f"{what}: got {got}, wanted {wanted}"
+        return
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), what
+    if torch.equal(got, wanted):
+        return
+    gap = (got.double() - wanted.double()).abs().max().item()
+    scale = wanted.double().abs().max().item()
+    assert gap <= tolerance * scale, f"{what} is off by {gap:.3g} where the largest number is {scale:.3g}"
+
+
+def assert_run(runs: Sequence[Run], wanted: Run, tolerance: float = 0.0) -> None:
+    """What the ranks have is what plain PyTorch has, and each parameter is with somebody."""
+    owned: set[str] = set()
+    for rank, run in enumerate(runs):
+        for step, loss in enumerate(wanted.losses):
+            place = f"rank {rank}, step {step}: "
+            assert not run.losses[step].requires_grad
+            assert_same(run.losses[step], loss, place + "loss", tolerance)
+            assert run.metrics[step].keys() == wanted.metrics[step].keys()
+            for name, metric in wanted.metrics[step].items():
+                assert_same(run.metrics[step][name], metric, place + name, max(tolerance, 1e-6))
+            for name, gradient in run.gradients[step].items():
+                assert_same(gradient, wanted.gradients[step][name], f"{place}gradient of {name}", tolerance)
+        assert run.state.keys() == wanted.state.keys()
+        for name, tensor in wanted.state.items():
+            assert_same(run.state[name], tensor, f"rank {rank}: {name} after the last step", tolerance)
+        owned |= run.gradients[0].keys()
+    memory = {wanted.state[name].data_ptr() for name in owned}
+    lost = [name for name in wanted.gradients[0] if wanted.state[name].data_ptr() not in memory]
+    assert not lost, f"no rank holds {lost}"

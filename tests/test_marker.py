@@ -1,0 +1,125 @@
+"""stage_boundary: nothing at all outside a capture, and inside one the same container with its tensors behind a cut."""
+
+from __future__ import annotations
+
+import threading
+import timeit
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.ir import is_boundary
+from fxpipe.marker import boundary, recording
+from tests.capturing import captured
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        torch.ones(2, requires_grad=True),
+        (torch.ones(2), 3),
+        [torch.ones(2)],
+        {"a": torch.ones(2), "b": {"c": (torch.ones(1),)}},
+        OrderedDict(a=torch.ones(2)),
+        Pair(torch.ones(1), torch.ones(2)),
+        None,
+        7,
+        "text",
+        (),
+        Opaque(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_outside_a_capture_the_very_same_object_comes_back(value: Any) -> None:
+    assert fxpipe.stage_boundary(value) is value
+    assert fxpipe.stage_boundary(value, name="here") is value
+
+
+def test_outside_a_capture_it_costs_one_function_call() -> None:
+    def empty(value: Any, *, name: str | None = None) -> Any:
+        return value
+
+    x, count = torch.ones(1), 5_000
+    cost, least = (
+        min(timeit.repeat(lambda f=f: [f(x) for _ in range(count)], number=1, repeat=60)) / count
+        for f in (fxpipe.stage_boundary, empty)
+    )
+    assert cost - least < 0.3e-6
+
+
+def test_another_thread_runs_eagerly_while_this_one_captures() -> None:
+    x, seen = torch.ones(1), []
+    with recording(lambda value, name: "captured"):
+        thread = threading.Thread(target=lambda: seen.append(fxpipe.stage_boundary(x)))
+        thread.start()
+        thread.join()
+        assert fxpipe.stage_boundary(x) == "captured"  # type: ignore[comparison-overlap]
+    assert seen[0] is x
+    assert fxpipe.stage_boundary(x) is x
+
+
+def test_recording_ends_with_an_error_inside_it() -> None:
+    x = torch.ones(1)
+    with pytest.raises(ZeroDivisionError), recording(lambda value, name: 1 / 0):
+        fxpipe.stage_boundary(x)
+    assert fxpipe.stage_boundary(x) is x
+
+
+@pytest.mark.parametrize(
+    ("make", "tensors"),
+    [
+        (lambda x, y: x, 1),
+        (lambda x, y: (x, y), 2),
+        (lambda x, y: [x, y, None], 2),
+        (lambda x, y: {"x": x, "k": 3, "y": y}, 2),
+        (lambda x, y: OrderedDict(x=x), 1),
+        (lambda x, y: Pair(x, {"deep": [y, "text"]}), 2),
+        (lambda x, y: (x, x), 2),
+    ],
+)
+def test_a_captured_container_keeps_its_kind_and_what_is_no_tensor_in_it(make: Any, tensors: int) -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            given = make(x, y)
+            seen.append((given, fxpipe.stage_boundary(given, name="cut")))
+            return seen[0][1]
+
+    program = captured(Model())
+    ((given, got),) = seen
+    assert_same_kind(given, got)
+    (marker,) = filter(is_boundary, program.graph.nodes)
+    assert len(marker.args[0]) == tensors
+    assert marker.args[1] == "cut"
+
+
+def assert_same_kind(given: Any, got: Any) -> None:
+    assert type(given) is type(got)
+    if isinstance(given, dict):
+        assert list(given) == list(got)
+        given, got = list(given.values()), list(got.values())
+    if isinstance(given, (tuple, list)):
+        assert len(given) == len(got)
+        for one, other in zip(given, got, strict=True):
+            assert_same_kind(one, other)
+    elif not isinstance(given, torch.fx.Proxy):
+        assert given is got
+
+
+def test_the_operator_of_an_uncut_graph_passes_its_values_on() -> None:
+    x, y = torch.ones(1), torch.ones(2)
+    got = boundary([x, y], "name")
+    assert got[0] is x
+    assert got[1] is y

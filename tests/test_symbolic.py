@@ -1,0 +1,842 @@
+"""The symbolic tracer: what it must refuse, naming the line and undoing the rest, and what it must get right."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxpipe import TraceError, stage_boundary
+from fxpipe.ir import Program, is_boundary, where
+from fxpipe.marker import boundary
+from fxpipe.trace import TRACERS, Request, capture
+from tests.capturing import captured
+
+# ---- what is refused ----
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return 2 * gradients[0]
+
+
+class Victim(nn.Module):
+    """A model with everything that a careless forward could change."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = body
+        self.a = nn.Linear(4, 4)
+        self.inner = nn.ModuleDict({"part": nn.Linear(4, 4)})
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(4))
+        self.cache = torch.ones(4)  # a plain tensor, no buffer
+        self.history: list[Any] = []
+        self.named = {"deep": [1, 2], "tensor": torch.ones(2)}
+        self.recent: deque[int] = deque([1], maxlen=3)
+        self.count = 0
+        self.loose = [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def autocast(m: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.a(x)  # here
+
+
+def no_grad(m: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        return m.a(x)  # here
+
+
+@torch.no_grad()
+def decorated(m: Any, x: Tensor) -> Any:
+    return m.a(x)  # here
+
+
+def grad_mode_left_off(m: Any, x: Tensor) -> Any:
+    torch.set_grad_enabled(False)
+    return m.a(x)  # here
+
+
+def inference_mode(m: Any, x: Tensor) -> Any:
+    with torch.inference_mode():
+        return m.a(x)  # here
+
+
+def attribute_set(m: Any, x: Tensor) -> Any:
+    m.count += 1  # here
+    return m.a(x)
+
+
+def attribute_of_a_submodule_set(m: Any, x: Tensor) -> Any:
+    m.inner["part"].last = x  # here
+    return m.a(x)
+
+
+def buffer_replaced(m: Any, x: Tensor) -> Any:
+    m.seen = m.seen * 2  # here
+    return m.a(x)
+
+
+def attribute_set_behind_our_back(m: Any, x: Tensor) -> Any:
+    vars(m)["count"] = 1
+    return m.a(x)
+
+
+def attribute_deleted(m: Any, x: Tensor) -> Any:
+    del m.count
+    return m.a(x)
+
+
+def list_appended(m: Any, x: Tensor) -> Any:
+    m.history.append(x)
+    return m.a(x)
+
+
+def dict_item_set(m: Any, x: Tensor) -> Any:
+    m.named["new"] = 1
+    return m.a(x)
+
+
+def deep_list_appended(m: Any, x: Tensor) -> Any:
+    m.named["deep"].append(3)
+    return m.a(x)
+
+
+def deque_appended(m: Any, x: Tensor) -> Any:
+    m.recent.append(2)
+    return m.a(x)
+
+
+def data_assigned(m: Any, x: Tensor) -> Any:
+    m.a.weight.data = m.a.weight.data * 2  # here
+    return m.a(x)
+
+
+def data_of_parameters_assigned(m: Any, x: Tensor) -> Any:
+    for parameter in m.parameters():
+        parameter.data = torch.zeros(4, 4)
+    return m.a(x)
+
+
+def data_of_parameters_written(m: Any, x: Tensor) -> Any:
+    for parameter in m.parameters():
+        parameter.data.mul_(2)  # here
+    return m.a(x)
+
+
+def parameters_written(m: Any, x: Tensor) -> Any:
+    next(m.a.parameters()).detach().zero_()  # here
+    return m.a(x)
+
+
+def parameters_written_together(m: Any, x: Tensor) -> Any:
+    torch._foreach_mul_([p.data for p in m.parameters()], 0.5)  # here
+    return m.a(x)
+
+
+def buffers_written(m: Any, x: Tensor) -> Any:
+    next(m.buffers()).add_(1)  # here
+    return m.a(x)
+
+
+def plain_tensor_written(m: Any, x: Tensor) -> Any:
+    m.cache.add_(1)  # here
+    return m.a(x)
+
+
+def tensor_in_a_container_written(m: Any, x: Tensor) -> Any:
+    m.named["tensor"][0] = 5  # here
+    return m.a(x)
+
+
+def constant_written_after_its_use(m: Any, x: Tensor) -> Any:
+    offset = torch.zeros(4)
+    y = x + offset
+    offset.add_(1)  # here
+    return m.a(y + offset)
+
+
+def requires_grad_changed(m: Any, x: Tensor) -> Any:
+    m.frozen.requires_grad_(True)
+    return m.a(x)
+
+
+def value_of_a_buffer_frozen(m: Any, x: Tensor) -> Any:
+    for buffer in m.buffers():
+        x = x + buffer * 2  # here
+    return m.a(x)
+
+
+def value_of_a_frozen_parameter_frozen(m: Any, x: Tensor) -> Any:
+    norm = sum(p.square().sum() for p in m.frozen.parameters())  # here
+    return m.a(x) * norm
+
+
+def factory_random(m: Any, x: Tensor) -> Any:
+    noise = torch.randn(4, 4)  # here
+    return m.a(x) + noise
+
+
+def factory_with_a_generator(m: Any, x: Tensor) -> Any:
+    return m.a(x) + torch.rand(4, generator=torch.Generator().manual_seed(1))  # here
+
+
+def random_permutation(m: Any, x: Tensor) -> Any:
+    return m.a(x)[:, torch.randperm(4)]  # here
+
+
+def dropout_of_a_constant(m: Any, x: Tensor) -> Any:
+    return m.a(x) * F.dropout(torch.ones(4), 0.5, True)  # here
+
+
+def python_random(m: Any, x: Tensor) -> Any:
+    return m.a(x * random.random())  # here
+
+
+def numpy_random(m: Any, x: Tensor) -> Any:
+    return m.a(x * float(np.random.rand()))  # here
+
+
+def torch_seeded(m: Any, x: Tensor) -> Any:
+    torch.manual_seed(7)
+    return m.a(x)  # here
+
+
+def random_at_the_very_end(m: Any, x: Tensor) -> Any:
+    y = m.a(x)
+    random.random()
+    return y
+
+
+def autograd_function(m: Any, x: Tensor) -> Any:
+    return Double.apply(m.a(x))  # here
+
+
+def branch_on_a_value(m: Any, x: Tensor) -> Any:
+    if x.sum() > 0:  # here
+        return m.a(x)
+    return x
+
+
+def branch_on_a_size(m: Any, x: Tensor) -> Any:
+    return m.a(x) if x.shape[0] > 2 else x  # here
+
+
+def loop_over_a_tensor(m: Any, x: Tensor) -> Any:
+    return sum(m.a(row) for row in x)  # here
+
+
+def length_of_a_tensor(m: Any, x: Tensor) -> Any:
+    return m.a(x) / len(x)  # here
+
+
+def number_of_a_tensor(m: Any, x: Tensor) -> Any:
+    return m.a(x) * float(x.sum())  # here
+
+
+def boundary_on_nothing(m: Any, x: Tensor) -> Any:
+    stage_boundary(None)  # here
+    return m.a(x)
+
+
+def boundary_on_numbers(m: Any, x: Tensor) -> Any:
+    stage_boundary((1, "two"))  # here
+    return m.a(x)
+
+
+def boundary_on_an_unknown_container(m: Any, x: Tensor) -> Any:
+    return m.a(stage_boundary(types.SimpleNamespace(x=x)).x)  # here
+
+
+def module_in_a_plain_list(m: Any, x: Tensor) -> Any:
+    return m.loose[0](x)  # here
+
+
+def hook_on_an_activation(m: Any, x: Tensor) -> Any:
+    x.register_hook(lambda gradient: gradient * 2)  # here
+    return m.a(x)
+
+
+REFUSED = {
+    autocast: "autocast is changed",
+    no_grad: "grad mode is changed",
+    decorated: "grad mode is changed",
+    grad_mode_left_off: "grad mode is changed",
+    inference_mode: "mode is changed",
+    attribute_set: "sets Victim.count",
+    attribute_of_a_submodule_set: "sets inner.part.last",
+    buffer_replaced: "sets Victim.seen",
+    attribute_set_behind_our_back: "changes Victim.count",
+    attribute_deleted: "changes Victim.count",
+    list_appended: "changes Victim.history",
+    dict_item_set: "changes Victim.named",
+    deep_list_appended: "changes Victim.named",
+    deque_appended: "changes Victim.recent",
+    data_assigned: "sets .data of a tensor",
+    data_of_parameters_assigned: "changes Victim.a.weight.data",
+    data_of_parameters_written: "writes a.weight",
+    parameters_written: "writes a.weight",
+    parameters_written_together: "writes a.weight",
+    buffers_written: "writes seen",
+    plain_tensor_written: "writes cache",
+    tensor_in_a_container_written: "writes named",
+    constant_written_after_its_use: "writes a tensor that the program uses already",
+    requires_grad_changed: "changes Victim.frozen.weight.requires_grad",
+    value_of_a_buffer_frozen: "values that seen has",
+    value_of_a_frozen_parameter_frozen: "values that frozen.weight has",
+    factory_random: "aten.randn.default draws random numbers",
+    factory_with_a_generator: "draws random numbers",
+    random_permutation: "draws random numbers",
+    dropout_of_a_constant: "draws random numbers",
+    python_random: "random numbers are drawn",
+    numpy_random: "random numbers are drawn",
+    torch_seeded: "seeded",
+    autograd_function: "torch.autograd.Function Double",
+    branch_on_a_value: "branches on the value of a tensor",
+    branch_on_a_size: "or on a size",
+    loop_over_a_tensor: "cannot follow",
+    length_of_a_tensor: "'len' is not supported",
+    number_of_a_tensor: "cannot follow",
+    boundary_on_nothing: "NoneType None, in which there is no traced tensor",
+    boundary_on_numbers: "no traced tensor",
+    boundary_on_an_unknown_container: "no traced tensor",
+    module_in_a_plain_list: "no parameter",
+    hook_on_an_activation: "cannot follow",
+}
+
+
+def line_marked(body: Callable[..., Any]) -> int:
+    """The line of a function's source that ends in "# here"."""
+    lines, first = inspect.getsourcelines(body)
+    (place,) = [place for place, line in enumerate(lines) if line.rstrip().endswith("# here")]
+    return first + place
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """All there is to see of a model: the attributes' objects, what the containers hold, the tensors' numbers."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            found[f"{path}.{name}"] = id(value), type(value).__name__
+            if isinstance(value, (list, dict, deque, set)):
+                found[f"{path}.{name} holds"] = copy.copy(value)
+    for name, parameter in model.named_parameters():
+        found[f"{name} is"] = id(parameter), parameter.data_ptr(), parameter.requires_grad
+    found["deep"] = list(model.named["deep"]) if isinstance(model, Victim) else None
+    tensors = [
+        *model.state_dict().values(),
+        *([model.cache, model.named["tensor"]] if isinstance(model, Victim) else []),
+    ]
+    found["numbers"] = [tensor.tolist() for tensor in tensors]
+    return found
+
+
+def random_states() -> tuple[Any, ...]:
+    numpy = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().tolist()
+
+
+def modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
+def test_what_a_trace_would_get_wrong_is_refused_and_undone(body: Callable[..., Any]) -> None:
+    model = Victim(body)
+    before, drawn, mode = everything(model), random_states(), modes()
+    with pytest.raises(TraceError) as caught:
+        captured(model)
+    message = str(caught.value)
+    assert REFUSED[body] in message
+    assert f'File "{__file__}", line ' in message
+    if "# here" in inspect.getsource(body):  # elsewhere it shows at the end only, and forward is named
+        assert f'File "{__file__}", line {line_marked(body)}, in ' in message
+    assert everything(model) == before
+    assert random_states() == drawn
+    assert modes() == mode
+
+
+def test_a_number_drawn_behind_the_last_operation_is_refused_and_undone() -> None:
+    drawn = random_states()
+    with pytest.raises(TraceError, match="random numbers are drawn"):
+        captured(Victim(random_at_the_very_end))
+    assert random_states() == drawn
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("at", ["", "block"])
+def test_backward_hooks_on_what_is_traced_through_are_refused(register: str, at: str) -> None:
+    model = Outer()
+    getattr(model.get_submodule(at), register)(lambda *_: None)
+    with pytest.raises(TraceError, match=f"{'Outer' if not at else 'Block'} has backward hooks"):
+        captured(model)
+
+
+def test_backward_hooks_on_a_module_that_is_kept_whole_run_as_ever() -> None:
+    model = Outer()
+    model.block.linear.register_full_backward_hook(lambda *_: None)
+    assert [n.target for n in captured(model).graph.find_nodes(op="call_module")] == ["block.linear"]
+
+
+def test_an_unknown_tracer_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(TraceError, match=r"unknown tracer 'symbolics'; did you mean \"symbolic\""):
+        capture(Request(Outer(), ("x",)), "symbolics")
+    assert "symbolic" in TRACERS
+
+
+# ---- boundaries are found, or the capture is refused ----
+
+
+def boundary_in_a_hook(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return stage_boundary(output)
+
+
+def cut(x: Tensor) -> Tensor:
+    return stage_boundary(torch.relu(x))
+
+
+class BoundaryHook:
+    def __call__(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return stage_boundary(output)
+
+
+def hooked() -> nn.Module:
+    model = Outer()
+    model.block.linear.register_forward_hook(boundary_in_a_hook)
+    return model
+
+
+def hooked_by_an_object() -> nn.Module:
+    model = Outer()
+    model.block.linear.register_forward_hook(BoundaryHook())
+    return model
+
+
+def hooked_by_a_part_of_a_function() -> nn.Module:
+    model = Outer()
+    mark = stage_boundary
+
+    def hook(name: str, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return mark(output, name=name)
+
+    model.block.linear.register_forward_hook(functools.partial(hook, "cut"))
+    return model
+
+
+def replaced_forward() -> nn.Module:
+    model = Outer()
+    linear = model.block.linear
+    linear.forward = lambda x: stage_boundary(F.linear(x, linear.weight))
+    return model
+
+
+def activation() -> nn.Module:
+    model = Outer()
+    model.block.linear = nn.TransformerEncoderLayer(4, 1, 4, activation=cut)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [hooked, hooked_by_an_object, hooked_by_a_part_of_a_function, replaced_forward, activation]
+)
+def test_a_boundary_inside_a_module_that_is_kept_whole_is_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(TraceError, match="is kept whole, so it would cut nothing") as caught:
+        captured(make())
+    assert __file__ in str(caught.value)
+
+
+def test_a_hook_without_a_boundary_stays_with_the_module_that_is_kept_whole() -> None:
+    model = Outer()
+    seen: list[Tensor] = []
+    model.block.linear.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    program = captured(model)
+    assert seen == []
+    run(program, torch.ones(2, 4))
+    assert [type(output) for output in seen] == [Tensor]
+
+
+def test_every_boundary_that_was_executed_is_in_the_graph() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for count in range(3):
+                x = stage_boundary(x + count)
+            stage_boundary(x)  # used by nothing, and still executed
+            return x
+
+    assert sum(map(is_boundary, captured(Model()).graph.nodes)) == 4
+
+
+def test_a_boundary_that_the_graph_has_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return stage_boundary(x + 1)
+
+    monkeypatch.setattr(sys.modules["fxpipe.trace.symbolic"], "is_boundary", lambda node: False)
+    with pytest.raises(TraceError, match="1 boundaries were executed while tracing, 0 are in the graph"):
+        captured(Model())
+
+
+# ---- what is captured, and right ----
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+class Model(nn.Module):
+    """One line of forward, and what it may need."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = body
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.p = nn.Parameter(torch.randn(4))
+        self.plist = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+        self.register_buffer("buf", torch.randn(4))
+        self.anchors = [torch.ones(4), torch.zeros(4)]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def run(program: Program, *inputs: Any) -> Any:
+    names = {str(node.target) for node in program.graph.nodes if node.op in ("get_attr", "call_module")}
+    module = fx.GraphModule({name: program.attribute(name) for name in names}, program.graph)
+    return module(*inputs)
+
+
+def add_in_place(m: Any, x: Tensor) -> Any:
+    y = x * 1
+    z = y
+    y += m.p
+    return z
+
+
+def all_operators_in_place(m: Any, x: Tensor) -> Any:
+    y, n = x * 1, (x * 3).long()
+    z, k = y, n
+    y += 1
+    y -= 3
+    y *= m.p
+    y /= 2
+    y **= 2
+    y //= 0.3
+    y %= 2
+    n |= 3
+    n &= 6
+    n ^= 5
+    n <<= 1
+    n >>= 2
+    return z, k
+
+
+def item_written(m: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[:, 0] = 1
+    y[0] += m.p
+    return y
+
+
+def attribute_written_in_place(m: Any, x: Tensor) -> Any:
+    y = x * 1
+    columns = y.T
+    columns += 1
+    y.data[0, 0] = 9
+    y.mT.mul_(2)
+    return y
+
+
+def range_of_a_size(m: Any, x: Tensor) -> Any:
+    return x + torch.arange(x.shape[1], device=x.device)
+
+
+def zeros_of_a_size(m: Any, x: Tensor) -> Any:
+    rows, columns = x.shape
+    return torch.zeros(x.shape[0], 3), torch.ones(rows, columns, dtype=torch.int64), torch.empty(rows, 0)
+
+
+def factories_of_sizes(m: Any, x: Tensor) -> Any:
+    n = x.shape[0]
+    return (
+        torch.zeros((n, 2)),
+        torch.zeros(n),
+        torch.ones(size=(n, 2)),
+        torch.full((n, 2), 7.0),
+        torch.full((2, 2), n),
+        torch.eye(n),
+        torch.linspace(0, 1, n),
+        torch.tril(torch.ones(n, n)),
+        torch.arange(0, n, 2),
+        x.new_zeros(n, 2),
+        x.new_full((n,), 3),
+        torch.zeros(x.size()),
+    )
+
+
+def constant_made_in_forward(m: Any, x: Tensor) -> Any:
+    weights = torch.arange(4)
+    weights[0] = 3  # before its first use: an ordinary constant
+    return x * weights + torch.tensor(2.0)
+
+
+def plain_tensors_of_the_model(m: Any, x: Tensor) -> Any:
+    return sum((x * anchor for anchor in m.anchors), x)
+
+
+def buffer_written(m: Any, x: Tensor) -> Any:
+    m.buf.add_(x.mean())
+    return x * m.buf
+
+
+def buffers_by_iteration(m: Any, x: Tensor) -> Any:
+    for buffer in m.buffers():
+        x = x + buffer
+    return x
+
+
+def list_of_parameters(m: Any, x: Tensor) -> Any:
+    return sum((x * parameter for parameter in m.plist), m.plist[0])
+
+
+def data_written_through_the_attribute(m: Any, x: Tensor) -> Any:
+    m.p.data.mul_(0.5)
+    return x * m.p
+
+
+def nested_containers(m: Any, x: Tensor) -> Any:
+    parts = {"a": [m.a(x), (x, 3)], "b": None}
+    return {"out": (parts["a"][0] + parts["a"][1][0], [parts["b"], {"x": x}])}
+
+
+def chunks(m: Any, x: Tensor) -> Any:
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([right, left], -1)
+
+
+def autocast_that_changes_nothing(m: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", enabled=False), torch.enable_grad():
+        return m.a(x)
+
+
+def function_with_out(m: Any, x: Tensor) -> Any:
+    y = x * 1
+    torch.add(y, 1, out=y)
+    return y
+
+
+CAPTURED = [
+    add_in_place,
+    all_operators_in_place,
+    item_written,
+    attribute_written_in_place,
+    range_of_a_size,
+    zeros_of_a_size,
+    factories_of_sizes,
+    constant_made_in_forward,
+    plain_tensors_of_the_model,
+    buffer_written,
+    buffers_by_iteration,
+    list_of_parameters,
+    data_written_through_the_attribute,
+    nested_containers,
+    chunks,
+    autocast_that_changes_nothing,
+    function_with_out,
+]
+
+
+@pytest.mark.parametrize("body", CAPTURED, ids=lambda body: body.__name__)
+def test_the_program_computes_what_the_model_does(body: Callable[..., Any]) -> None:
+    program, model = captured(Model(body)), Model(body)
+    for rows in (3, 5):  # sizes are followed, not fixed
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+        with torch.no_grad():
+            torch.testing.assert_close(run(program, x), model(x), rtol=0, atol=0)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(program.module.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("body", CAPTURED, ids=lambda body: body.__name__)
+def test_a_capture_leaves_the_model_as_it_was(body: Callable[..., Any]) -> None:
+    model = Model(body)
+    before, drawn = everything(model), random_states()
+    captured(model)
+    assert everything(model) == before
+    assert random_states() == drawn
+
+
+def test_every_node_knows_its_line() -> None:
+    program = captured(Model(add_in_place))
+    lines = [where(node) for node in program.graph.nodes if node.op == "call_function"]
+    first = inspect.getsourcelines(add_in_place)[1]
+    assert [f"line {first + 1}," in lines[0], f"line {first + 3}," in lines[1]] == [True, True]
+    assert "y += m.p" in lines[1]
+
+
+@pytest.mark.parametrize("at", ["", "block"])
+def test_forward_hooks_on_what_is_traced_through_are_a_part_of_the_program(at: str) -> None:
+    model = Outer()
+    part = model.get_submodule(at)
+    part.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+    part.register_forward_hook(lambda module, inputs, output: stage_boundary(output * 2))
+    program = captured(model)
+    assert sum(map(is_boundary, program.graph.nodes)) == 1
+    x = torch.ones(2, 4)
+    assert torch.equal(run(program, x), model(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_functional_dropout_keeps_the_mode_of_the_capture(training: bool) -> None:
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5, self.training)
+
+    x = torch.ones(100)
+    dropped = run(captured(Dropping().train(training)), x)
+    assert torch.equal(dropped, x) is not training
+
+
+class Options(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor, *, mask: Tensor | None = None, double: bool = False) -> Tensor:
+        y = x * scale
+        if mask is not None:
+            y = y + mask
+        return 2 * y if double else y
+
+
+def test_optional_inputs_are_absent_inputs_or_fixed() -> None:
+    x, scale, mask = torch.ones(2), torch.full((2,), 3.0), torch.full((2,), 10.0)
+    assert run(captured(Options(), "x", "scale"), x, scale).tolist() == [3, 3]
+    assert run(captured(Options(), "x", "scale", mask=None, double=True), x, scale).tolist() == [6, 6]
+    program = captured(Options(), "scale", "mask", "x", double=True)
+    assert program.inputs == ("scale", "mask", "x")
+    assert run(program, scale, mask, x).tolist() == [26, 26]
+
+
+def test_a_loss_function_is_traced_behind_the_model() -> None:
+    request = Request(Outer(), ("x", "target"), loss_fn=lambda output, target: F.mse_loss(output, target))
+    x, target = torch.randn(2, 4), torch.randn(2, 4)
+    assert torch.equal(run(capture(request), x, target), F.mse_loss(request.module(x), target))
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return stage_boundary(self.linear(x))
+
+
+class InContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Marked(), nn.ReLU()))
+        self.table = nn.ModuleDict({"one": Marked(), "two": nn.Linear(4, 4)})
+        self.rows = nn.ModuleList([Marked(), Marked()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table["two"](self.table["one"](self.sequence(x)))
+        for row in self.rows:
+            x = row(x)
+        return x
+
+
+def test_containers_of_user_modules_are_traced_through() -> None:
+    model = InContainers()
+    program = captured(model)
+    assert sum(map(is_boundary, program.graph.nodes)) == 4
+    assert [node.target for node in program.graph.find_nodes(op="call_module")] == [
+        "sequence.0",
+        "sequence.1.0.linear",
+        "sequence.1.1",
+        "table.one.linear",
+        "table.two",
+        "rows.0.linear",
+        "rows.1.linear",
+    ]
+    x = torch.randn(2, 4)
+    assert torch.equal(run(program, x), model(x))
+
+
+def test_a_module_of_torch_is_kept_whole() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(4, 1, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x)
+
+    assert [node.target for node in captured(Model()).graph.find_nodes(op="call_module")] == ["encoder"]
+
+
+def test_a_tied_parameter_is_one_node() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+            self.head = self.embedding.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.embedding(x, self.embedding.weight) @ self.head.T
+
+    (first_name,) = dict(Tied().named_parameters())
+    assert [node.target for node in captured(Tied()).graph.find_nodes(op="get_attr")] == [first_name]
+
+
+def test_a_part_that_is_unpacked_and_not_used_is_no_work() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            left, _ = stage_boundary(torch.relu(x)).chunk(2)
+            return left
+
+    names = [node.name for node in captured(Model()).graph.nodes]
+    assert [name for name in names if name.startswith("getitem")] == ["getitem", "getitem_1"]
+
+
+def test_the_operator_of_a_boundary_carries_its_name() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return stage_boundary(x + 1, name="text")
+
+    (marker,) = captured(Model()).graph.find_nodes(op="call_function", target=boundary)
+    assert marker.args[1] == "text"
