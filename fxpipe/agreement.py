@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.batch import BatchDim, Description, bind, describe, merge, row_count, split, split_rows
 from fxpipe.errors import RunError
@@ -38,6 +41,8 @@ class Agreed:
     plan: Plan
     sizes: tuple[int, ...]
     """Rows of each micro-batch."""
+    has_loss: bool
+    """Whether the plan computes a loss; in evaluation a loss function may be left out."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class _Offer:
     training: bool
     split_evenly: bool
     modes: Modes
+    layout: tuple[Any, ...]
+    """What changes the messages, but not the plan: strides, gradients and devices of the inputs, autocast."""
     given: tuple[Description, ...]
     error: str = ""
 
@@ -57,6 +64,7 @@ class Agreement:
     def __init__(self, planner: Planner, transport: Transport, options: Options) -> None:
         self._planner, self._transport, self._options = planner, transport, options
         self._signature = call_signature(planner, options.loss_fn)
+        self._numbers: dict[_Offer, int] = {}
         self._settled: dict[tuple[int, ...], Agreed] = {}
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
@@ -65,16 +73,19 @@ class Agreement:
         try:
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
         except TypeError as error:
-            return _Offer(training, split_evenly, modes, (), str(error)), []
-        return _Offer(training, split_evenly, modes, tuple(map(describe, given))), given
+            hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
+            return _Offer(training, split_evenly, modes, (), (), f"{error}{hint}"), []
+        nothing = "" if given else "a step needs at least one micro-batch"
+        return _Offer(training, split_evenly, modes, _layout(given), tuple(map(describe, given)), nothing), given
 
     def exchange(self, offer: _Offer) -> tuple[tuple[int, ...], list[_Offer]]:
         """A key for what all ranks offer, and the offers themselves where the key is new. A collective call."""
-        key = self._transport.gather_int("pipe", hash(offer))
+        number = self._numbers.setdefault(offer, len(self._numbers))
+        key = self._transport.gather_int("pipe", number)
         return key, ([] if key in self._settled else self._transport.gather("pipe", offer))
 
     def settle(self, key: tuple[int, ...], offers: Sequence[_Offer]) -> Agreed:
-        """The same decision on every rank, or the same error."""
+        """The same decision on every rank, or an error on every rank. A collective call where the key is new."""
         if key not in self._settled:
             self._settled[key] = self._decide(offers)
         return self._settled[key]
@@ -86,7 +97,7 @@ class Agreement:
     def weights(self, agreed: Agreed, batches: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
         """The weight of each micro-batch, the same on every rank."""
         weigh = self._options.loss_weight
-        if weigh is None:
+        if weigh is None or not agreed.has_loss:
             return tuple(map(float, agreed.sizes))
         rank = self._transport.pipe_rank
         mine = _weigh(weigh, batches) if rank in (None, agreed.plan.output_rank) else None
@@ -115,21 +126,8 @@ class Agreement:
         return self._signature.replace(parameters=parameters)
 
     def _decide(self, offers: Sequence[_Offer]) -> Agreed:
+        _check_same_call(offers)
         first = offers[0]
-        for rank, offer in enumerate(offers):
-            if offer.error:
-                raise RunError(offer.error if len(offers) == 1 else f"pipe rank {rank}: {offer.error}")
-        for rank, offer in enumerate(offers):
-            same_call = (offer.training, offer.split_evenly, offer.modes) == (
-                first.training,
-                first.split_evenly,
-                first.modes,
-            )
-            if not same_call or len(offer.given) != len(first.given):
-                raise RunError(
-                    f"pipe ranks 0 and {rank} differ in the call itself, in a module's training flag or in a "
-                    "parameter's requires_grad; all ranks of a pipe group make the same call"
-                )
         merged = [merge([offer.given[place] for offer in offers]) for place in range(len(first.given))]
         sizes = self._sizes(merged, first)
         patterns = [
@@ -138,9 +136,10 @@ class Agreement:
         ]
         if len(set(patterns)) > 1:
             raise RunError("the micro-batches of one step must have the same inputs")
-        plan = self._planner.plan(patterns[0])
+        plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, patterns[0]))
         self._check_required(plan, offers)
-        return Agreed(len(self._settled), plan, sizes)
+        has_loss = patterns[0].with_loss or self._options.loss_fn is None
+        return Agreed(len(self._settled), plan, sizes, has_loss)
 
     def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
         counts = [row_count(description, self._options.batch_dim) for description in merged]
@@ -151,10 +150,27 @@ class Agreement:
 
     def _check_required(self, plan: Plan, offers: Sequence[_Offer]) -> None:
         for rank, offer in enumerate(offers):
-            kinds = {name: given.kind for name, given in offer.given[0]}
-            for name in self.required(plan, rank if self._transport.pipe_rank is not None else None):
-                if kinds.get(name, "none") == "none":
-                    raise RunError(f"pipe rank {rank} needs input {name!r}, but was given None")
+            needed = self.required(plan, rank if self._transport.pipe_rank is not None else None)
+            for description in offer.given:
+                present = {name for name, given in description if given.kind != "none"}
+                missing = [name for name in needed if name not in present]
+                if missing:
+                    raise RunError(f"pipe rank {rank} needs input {missing[0]!r}, but was given None")
+
+
+def _check_same_call(offers: Sequence[_Offer]) -> None:
+    first = offers[0]
+    for rank, offer in enumerate(offers):
+        if offer.error:
+            raise RunError(offer.error if len(offers) == 1 else f"pipe rank {rank}: {offer.error}")
+    for rank, offer in enumerate(offers):
+        alike = offer.training == first.training and offer.split_evenly == first.split_evenly
+        if not alike or offer.modes != first.modes or len(offer.given) != len(first.given):
+            raise RunError(
+                f"pipe ranks 0 and {rank} differ in the call itself, in a module's training flag or in a "
+                "parameter's requires_grad; all ranks of a pipe group make the same call, and freeze or unfreeze "
+                "in the model that was given to compile, on every rank"
+            )
 
 
 def pattern_of(
@@ -174,7 +190,52 @@ def pattern_of(
         microbatches=microbatches,
         with_loss=with_loss,
         modes=modes,
+        training=training,
     )
+
+
+def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[], Plan]) -> Plan:
+    """The plan, the same on every rank; where one rank has none, or another, every rank raises. A collective call."""
+    plan, failure = None, None
+    try:
+        plan = make()
+    except Exception as error:
+        failure = error
+    mine = (plan.digest, None) if plan is not None else ("", f"{type(failure).__name__}: {failure}")
+    for scope in scopes:
+        everyone = transport.gather(scope, mine)
+        if failure is not None:
+            raise failure
+        for rank, (_, other) in enumerate(everyone):
+            if other is not None:
+                raise RunError(f"{scope} rank {rank} could not compile: {other}")
+        assert plan is not None
+        digests = [digest for digest, _ in everyone]
+        if len(set(digests)) > 1:
+            texts = transport.gather(scope, plan.description)
+            odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise RunError(_difference(scope, odd, digests, texts))
+    assert plan is not None
+    return plan
+
+
+def _difference(scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:
+    ours, theirs = texts[0].splitlines(), texts[odd].splitlines()
+    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        place = min(len(ours), len(theirs))
+    lines = [text[place] if place < len(text) else "(ends)" for text in (ours, theirs)]
+    return (
+        f"{scope} ranks 0 and {odd} have compiled different programs ({digests[0]} and {digests[odd]}); they first "
+        f"differ in\n  rank 0: {lines[0]}\n  rank {odd}: {lines[1]}\nbuild the same model on every rank"
+    )
+
+
+def _layout(given: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    devices = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
+    autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
+    return (*autocast, *((tensor.stride(), tensor.requires_grad, tensor.device.type) for tensor in tensors))
 
 
 def modes_of(model: nn.Module) -> Modes:

@@ -16,7 +16,7 @@ from fxpipe.loss import Sum
 
 BatchDim = int | Mapping[str, int | None]
 
-_FIXED = (bool, str, bytes, type(None), torch.dtype, torch.device)
+_FIXED = (bool, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,20 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
             values |= dict(sorted(value.items()))
         else:
             values[name] = value
-    required = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    required = required_names(signature)
     missing = [name for name in required if name not in values]
     if missing:
         raise TypeError(f"missing inputs: {', '.join(missing)}")
     return values
+
+
+def required_names(signature: inspect.Signature) -> list[str]:
+    """The inputs that every call must give."""
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
 
 
 def describe(values: Mapping[str, Any]) -> Description:
@@ -156,22 +161,38 @@ def _split_value(value: Any, along: int | None, sizes: Sequence[int]) -> list[An
     return [pytree.tree_unflatten([part[place] for part in parts], spec) for place in range(len(sizes))]
 
 
-def join(outputs: Sequence[Any], shares: Sequence[float], batch_dim: BatchDim) -> Any:
-    """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first."""
+def join(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], batch_dim: BatchDim) -> Any:
+    """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
+
+    ``sizes``: the rows of each micro-batch. RunError for an output whose rows are in no dimension that could be meant.
+    """
     along = batch_dim if isinstance(batch_dim, int) else 0
     flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_join_leaf(column, shares, along) for column in columns], flat[0][1])
+    return pytree.tree_unflatten([_join_leaf(column, shares, sizes, along) for column in columns], flat[0][1])
 
 
-def _join_leaf(column: Sequence[Any], shares: Sequence[float], along: int) -> Any:
+def _join_leaf(column: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], along: int) -> Any:
     first = column[0]
     if isinstance(first, Sum):
         return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
     if not isinstance(first, Tensor):
         return first
     if first.dim():
-        return torch.cat(list(column), along)
+        return torch.cat(list(column), _rows_along(column, sizes, along))
     if not first.is_floating_point():
         return torch.stack(list(column)).sum()
-    return torch.stack([part * share for part, share in zip(column, shares, strict=True)]).sum()
+    weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
+    return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
+
+
+def _rows_along(column: Sequence[Tensor], sizes: Sequence[int], along: int) -> int:
+    """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first."""
+    for place in (along, 0):
+        if all(-t.dim() <= place < t.dim() and t.shape[place] == n for t, n in zip(column, sizes, strict=True)):
+            return place
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
+    raise RunError(
+        f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "
+        "return one row per row of the input, or a number"
+    )

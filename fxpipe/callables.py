@@ -34,8 +34,12 @@ class _Arrival:
         self.gradients: list[Tensor | None] = [None] * len(self._leaves)
 
     def enter(self) -> Any:
-        """The value to compute with: cut from where it came from, its gradient collected here."""
-        return pytree.tree_unflatten([self._enter(i, leaf) for i, leaf in enumerate(self._leaves)], self._spec)
+        """The value to compute with: cut from where it came from, its gradient collected here. Called once.
+
+        From then on the value is kept by whoever uses it, and where autograd saves it, but not here.
+        """
+        leaves, self._leaves = self._leaves, []
+        return pytree.tree_unflatten([self._enter(i, leaf) for i, leaf in enumerate(leaves)], self._spec)
 
     def _enter(self, index: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -23,6 +23,8 @@ def full_state_dict(
     held = mine.state_dict()
     state: dict[str, Tensor] = {}
     for name, like in model.state_dict().items():
+        if not isinstance(like, Tensor):
+            raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
         owner = owners.first_owner(name)
         tensor = held[name] if name in held else torch.empty_like(like, device=device)
         if transport.pipe_rank is not None:
@@ -32,9 +34,12 @@ def full_state_dict(
     return state
 
 
-def load_into(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies what ``module`` holds out of a state dict, which may hold more; all of it or nothing."""
-    held = module.state_dict()
+def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing."""
+    held, whole = module.state_dict(), model.state_dict()
+    unknown = [name for name in state if name not in whole]
+    if unknown:
+        raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
     missing = [name for name in held if name not in state]
     if missing:
         raise CheckpointError(

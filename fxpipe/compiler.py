@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fxpipe.agreement import Options, call_signature, modes_of, pattern_of
-from fxpipe.batch import BatchDim, describe
+from fxpipe.agreement import Options, call_signature, modes_of, pattern_of, plan_together
+from fxpipe.batch import BatchDim, describe, required_names
 from fxpipe.batch import bind as bind_call
 from fxpipe.connect import connect
 from fxpipe.engine import ForwardBackward
-from fxpipe.errors import RunError, TopologyError
-from fxpipe.ir import StageGraph
+from fxpipe.errors import RunError, nearest
+from fxpipe.ir import StageGraph, all_tensors
 from fxpipe.lower import pairs
-from fxpipe.ownership import Ownership, RankModule, all_tensors, ownership, release
+from fxpipe.ownership import Ownership, RankModule, ownership, release
 from fxpipe.pipeline import Pass
 from fxpipe.plan import Pattern, Plan, Planner
 from fxpipe.reduce import broadcast
 from fxpipe.schedule import Schedule
 from fxpipe.topology import Topology
+from fxpipe.trace import Request
 from fxpipe.transport import PeerLost, Transport
 
 if TYPE_CHECKING:
@@ -71,17 +74,19 @@ def compile(
     count = microbatches if microbatches is not None else (4 * ranks if ranks > 1 else 1)
     if count < 1:
         raise RunError(f"microbatches={count}; at least 1 is needed")
+    _check_options(model, loss_fn, batch_dim)
     transport = connect(topology)
-    planner = Planner(model, ranks, schedule, placement, tracer, loss_fn, passes)
+    notes = f"batch_dim={batch_dim}, loss_weight {'given' if loss_weight else 'not given'}"
+    planner = Planner(model, ranks, schedule, placement, tracer, loss_fn, passes, notes)
     options = Options(count, batch_dim, loss_weight, loss_fn)
     try:
-        plan = _plan_together(
-            transport, lambda: planner.plan(_first_pattern(planner, options, example_args, example_kwargs))
-        )
+        pattern = partial(_first_pattern, planner, options, example_args, example_kwargs)
+        plan = plan_together(transport, ("pipe", "data"), lambda: planner.plan(pattern()))
         owners = ownership(plan.graph)
         if transport.pipe_rank is not None:
             transport.open(pairs(plan.instructions), list(owners.tied))
-        module = _take_part(planner.module, owners, transport)
+        device = _device(plan, owners, transport)
+        module = _take_part(planner, plan, owners, transport)
         base_seed = _base_seed(transport)
     except PeerLost as error:
         lost = str(error)
@@ -89,10 +94,30 @@ def compile(
         transport.abort(f"{type(error).__name__}: {error}")
         raise
     else:
-        return ForwardBackward(planner, plan, topology, transport, module, owners, options, base_seed)
+        return ForwardBackward(
+            planner, planner.plan(pattern()), topology, transport, module, owners, options, base_seed, device
+        )
     reason = transport.explain(PeerLost(lost))
     transport.abort(reason)
     raise RunError(f"another rank failed: {reason}")
+
+
+def _check_options(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | None, batch_dim: BatchDim) -> None:
+    """What would be ignored is refused."""
+    if isinstance(model, StageGraph):
+        if loss_fn is not None:
+            raise RunError("loss_fn= is for traced models; the last of the user's own stages returns the loss")
+        names = model.inputs
+    else:
+        parameters = Request.signature(model, loss_fn).parameters
+        names = tuple(parameters)
+        if loss_fn is not None and "target" in inspect.signature(model.forward).parameters:
+            raise RunError("forward itself takes 'target', which loss_fn= would take from it; rename the argument")
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return  # any name may come
+    for name in batch_dim if isinstance(batch_dim, Mapping) else ():
+        if name not in names:
+            raise RunError(f"batch_dim names {name!r}, which is no input{nearest(name, names)}")
 
 
 def _first_pattern(
@@ -107,60 +132,40 @@ def _first_pattern(
     if example_args is not None or example_kwargs is not None:
         values = bind_call(signature, example_args or (), example_kwargs or {})
         return pattern_of(describe(values), options.microbatches, True, options.loss_fn, modes)
-    required = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    return Pattern(tuple(required), (), options.microbatches, options.loss_fn is not None, modes)
+    return Pattern(tuple(required_names(signature)), (), options.microbatches, options.loss_fn is not None, modes)
 
 
-def _plan_together(transport: Transport, make: Callable[[], Plan]) -> Plan:
-    """The plan, the same on every rank; where one rank has none, or another, every rank raises."""
-    plan, failure = None, None
-    try:
-        plan = make()
-    except Exception as error:
-        failure = error
-    mine = (plan.digest, None) if plan is not None else ("", f"{type(failure).__name__}: {failure}")
-    for scope in ("pipe", "data"):
-        everyone = transport.gather(scope, mine)
-        if failure is not None:
-            raise failure
-        for rank, (_, other) in enumerate(everyone):
-            if other is not None:
-                raise RunError(f"{scope} rank {rank} could not compile: {other}")
-        assert plan is not None
-        digests = [digest for digest, _ in everyone]
-        if len(set(digests)) > 1:
-            texts = transport.gather(scope, plan.description)
-            odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            raise RunError(_difference(scope, odd, digests, texts))
-    assert plan is not None
-    return plan
+def _device(plan: Plan, owners: Ownership, transport: Transport) -> torch.device:
+    """The device that this rank computes on. All ranks must agree on its type, or messages would miss each other."""
+    everything = all_tensors(plan.graph.module)
+    rank = transport.pipe_rank
+    held = [tensor for name, tensor in everything.items() if rank is None or name in owners.names[rank]]
+    if rank is None:
+        return held[0].device if held else transport.device
+    mine = {tensor.device.type for tensor in held if not tensor.is_meta}
+    types = {kind for scope in ("pipe", "data") for part in transport.gather(scope, mine) for kind in part}
+    if len(types) > 1:
+        raise RunError(f"the model's tensors are on devices of several kinds, {sorted(types)}; move all of it to one")
+    return next((t.device for t in held if not t.is_meta), _default_device(types, transport))
 
 
-def _difference(scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:
-    ours, theirs = texts[0].splitlines(), texts[odd].splitlines()
-    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-    if place is None:
-        place = min(len(ours), len(theirs))
-    lines = [text[place] if place < len(text) else "(ends)" for text in (ours, theirs)]
-    return (
-        f"{scope} ranks 0 and {odd} have compiled different programs ({digests[0]} and {digests[odd]}); they first "
-        f"differ in\n  rank 0: {lines[0]}\n  rank {odd}: {lines[1]}\nbuild the same model on every rank"
-    )
+def _default_device(types: set[str], transport: Transport) -> torch.device:
+    return transport.device if not types or transport.device.type in types else torch.device(next(iter(types)))
 
 
-def _take_part(model: nn.Module, owners: Ownership, transport: Transport) -> RankModule:
-    """This rank's parameters and buffers, equal to those of the first owner and the first replica."""
+def _take_part(planner: Planner, plan: Plan, owners: Ownership, transport: Transport) -> RankModule:
+    """This rank's parameters and buffers, equal to those of the first owner and the first replica; frees the rest."""
+    model = planner.module
     if transport.pipe_rank is None:
         return RankModule(model, frozenset(all_tensors(model)))
     mine = owners.names[transport.pipe_rank]
     held = {name: tensor for name, tensor in all_tensors(model).items() if name in mine}
     unmade = [name for name, tensor in held.items() if tensor.is_meta]
     if unmade:
-        raise TopologyError(f"{unmade[0]} is on the meta device; build the model on a real one")
+        raise RunError(
+            f"{unmade[0]} is on the meta device: the model was built there, or an earlier fxpipe.compile gave it to "
+            "another rank; build the model anew, on a real device"
+        )
     for holders, names in owners.tied.items():
         if transport.pipe_rank in holders:
             broadcast([held[name] for name in names], transport, holders, 0)
@@ -168,6 +173,10 @@ def _take_part(model: nn.Module, owners: Ownership, transport: Transport) -> Ran
         once = {id(tensor): tensor for tensor in held.values()}
         broadcast(list(once.values()), transport, "data", 0)
     release(model, mine)
+    for stage in plan.graph:
+        if plan.graph.placement[stage.index] != transport.pipe_rank and isinstance(stage.module, nn.Module):
+            release(stage.module, mine)
+    planner.let_go()
     return RankModule(model, mine)
 
 

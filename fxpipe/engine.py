@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.agreement import Agreed, Agreement, Call, Options
 from fxpipe.batch import join
 from fxpipe.checkpoint import full_state_dict, load_into
-from fxpipe.errors import RunError
+from fxpipe.errors import FxpipeError, RunError
 from fxpipe.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.ir import StageGraph
 from fxpipe.lower import is_forward
 from fxpipe.outcome import Outcome, conclude
-from fxpipe.ownership import Ownership, RankModule, all_tensors
+from fxpipe.ownership import Ownership, RankModule
 from fxpipe.plan import Plan, Planner
 from fxpipe.reduce import sum_gradients
 from fxpipe.run import Executor, Step
@@ -46,6 +47,7 @@ class ForwardBackward:
         owners: Ownership,
         options: Options,
         base_seed: int,
+        device: torch.device,
     ) -> None:
         self.topology, self.module = topology, module
         self.metrics: dict[str, Tensor] = {}
@@ -55,8 +57,9 @@ class ForwardBackward:
         self._agreement = Agreement(planner, transport, options)
         self._step = 0
         self._outcomes: dict[int, Outcome] = {}
+        self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
         self._failure: str | None = None
-        self._device = next((tensor.device for tensor in all_tensors(module).values()), transport.device)
+        self._device = device
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, self._device)
 
     # what it is
@@ -122,8 +125,9 @@ class ForwardBackward:
         with self._evaluating():
             agreed, batches = self._agree([(args, kwargs)], split_evenly=True, training=False)
             with self._failing_together():
-                executors = self._run(agreed, batches, self._shares(agreed.sizes), training=False)
-                return self._collect(agreed, executors, everywhere=outputs == "all")
+                shares = self._shares(self._agreement.weights(agreed, batches))
+                executors = self._run(agreed, batches, shares, training=False)
+                return self._collect(agreed, executors, shares, everywhere=outputs == "all")
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -136,24 +140,24 @@ class ForwardBackward:
             for module, flag in zip(modules, flags, strict=True):
                 module.training = flag
 
-    def _collect(self, agreed: Agreed, executors: list[Executor], everywhere: bool) -> Any:
+    def _collect(self, agreed: Agreed, executors: list[Executor], shares: Sequence[float], everywhere: bool) -> Any:
         results = {place: result for executor in executors for place, result in executor.results.items()}
         output = None
         if results:
             ordered = [results[place] for place in range(len(results))]
-            output = join(ordered, self._shares(agreed.sizes), self._options.batch_dim)
+            output = join(ordered, shares, agreed.sizes, self._options.batch_dim)
         if not everywhere or self._transport.pipe_rank is None:
             return output
-        cpu = torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, output)
+        cpu = pytree.tree_map_only(Tensor, Tensor.cpu, output)
         output = self._transport.gather("pipe", cpu)[agreed.plan.output_rank]
-        return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), output)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), output)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         agreed, batches = self._agree(calls, split_evenly, training=True)
         with self._failing_together():
             weights = self._agreement.weights(agreed, batches)
             known = self._outcomes.get(agreed.kind)
-            scaled = known is None or known.is_sum or self._transport.data_size > 1
+            scaled = self._is_sum is not False or self._transport.data_size > 1
             with self._set_aside(scaled or bool(self._owners.tied)):
                 executors = self._run(agreed, batches, self._shares(weights), training=True)
                 at_output = next((e for e in executors if e.rank == agreed.plan.output_rank), None)
@@ -165,7 +169,7 @@ class ForwardBackward:
                     self._device,
                     known,
                 )
-                self._outcomes[agreed.kind] = outcome
+                self._outcomes[agreed.kind], self._is_sum = outcome, outcome.is_sum
                 self._reduce(outcome.factor)
             if known is None:
                 self._learn_bytes(executors)
@@ -207,9 +211,8 @@ class ForwardBackward:
         if self._failure is not None:
             raise RunError(f"an earlier step failed ({self._failure}); compile again")
         offer, given = self._agreement.offer(calls, split_evenly, training)
-        with self._failing_together():
+        with self._failing_together(spare_refusals=self._transport.data_size == 1):
             key, offers = self._agreement.exchange(offer)
-        with self._telling_replicas():
             agreed = self._agreement.settle(key, offers)
         return agreed, self._agreement.batches(agreed, offer, given)
 
@@ -266,37 +269,38 @@ class ForwardBackward:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""
-        load_into(self.module, state)
+        load_into(self._planner.module, self.module, state)
+
+    def close(self) -> None:
+        """Gives back the process groups. For programs that compile many times; the last ones end with the process."""
+        self._exchange.drop()
+        self._transport.close()
+        self._failure = self._failure or "it was closed"
 
     # failing
 
     @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Whatever fails here fails on every rank: connections are closed, so that nobody waits for this one."""
+    def _failing_together(self, spare_refusals: bool = False) -> Iterator[None]:
+        """Whatever fails here fails on every rank: connections are closed, so that nobody waits for this one.
+
+        ``spare_refusals``: an FxpipeError is raised by all ranks alike, and nothing has been started: go on after it.
+        """
         lost: PeerLost | None = None
         try:
             yield
         except PeerLost as error:
             lost = error.with_traceback(None)
         except BaseException as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            if not (spare_refusals and isinstance(error, FxpipeError)):
+                self._give_up(f"{type(error).__name__}: {error}")
             raise
         if lost is not None:  # outside of the handler, whose traceback would keep the connections open
             reason = self._transport.explain(lost)
             self._give_up(reason)
             raise RunError(f"another rank failed: {reason}")
 
-    @contextlib.contextmanager
-    def _telling_replicas(self) -> Iterator[None]:
-        """What fails here fails on the whole pipe group alike; other replicas are mid-step, and must not wait."""
-        try:
-            yield
-        except Exception as error:
-            if self._transport.data_size > 1:
-                self._give_up(f"{type(error).__name__}: {error}")
-            raise
-
     def _give_up(self, reason: str) -> None:
-        self._failure = reason.splitlines()[0] if reason else "unknown"
         self._exchange.drop()
+        if self._transport.pipe_rank is not None:
+            self._failure = reason.splitlines()[0] if reason else "unknown"
         self._transport.abort(reason)

@@ -112,7 +112,7 @@ class WireExchange:
 
     def _send_header(self, message: Message, meta: Meta) -> None:
         body = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
-        length = torch.tensor([body.numel()]).view(torch.uint8)
+        length = torch.tensor([body.numel()], device="cpu").view(torch.uint8)
         self._headers += [self._start(message, part.to(self._device)) for part in (length, body)]
 
     def release(self, message: Message) -> None:

@@ -156,8 +156,9 @@ class Stage:
     returns_result: bool
     tensors: Mapping[str, Tensor]
     """Its parameters and buffers, by the model's own names."""
-    has_backward: bool
     draws_random: bool
+    has_backward: bool = False
+    """Whether it, or a stage before it, has something to train."""
 
     @property
     def batch_inputs(self) -> tuple[str, ...]:
@@ -218,6 +219,23 @@ class StageGraph:
     def names(self) -> tuple[str, ...]:
         return tuple(stage.name for stage in self.stages)
 
+    def with_backward(self) -> StageGraph:
+        """The same graph; each stage has a backward if it, or one before it, has a trainable parameter now."""
+        stages: list[Stage] = []
+        for stage in self.stages:
+            trains = any(parameter.requires_grad for parameter in stage.parameters.values())
+            fed = any(stages[entry.source].has_backward for entry in stage.inputs if isinstance(entry, Edge))
+            stages.append(dataclasses.replace(stage, has_backward=trains or fed))
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def with_tensors_of_module(self) -> StageGraph:
+        """The same graph; its stages hold the tensors that now bear their names in the module."""
+        held = all_tensors(self.module)
+        stages = [
+            dataclasses.replace(stage, tensors={name: held[name] for name in stage.tensors}) for stage in self.stages
+        ]
+        return dataclasses.replace(self, stages=tuple(stages))
+
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
@@ -249,7 +267,8 @@ class StageGraph:
                 )
             )
         headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
-        return tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
+        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
+        return f"{grid}\ncaptured by {self.origin}" if self.origin else grid
 
     def _bytes(self, edges: Sequence[Edge]) -> str:
         if not edges:
@@ -296,7 +315,6 @@ class StageGraph:
             leaving = tuple(edge for edge in every if edge.source == place)
             call = stages[name]
             tensors = _tensors_of(call, name)
-            trains = any(isinstance(t, nn.Parameter) and t.requires_grad for t in tensors.values())
             built.append(
                 Stage(
                     index=place,
@@ -307,16 +325,17 @@ class StageGraph:
                     outputs=leaving,
                     returns_result=name == sinks[0],
                     tensors=tensors,
-                    has_backward=trains or any(built[edge.source].has_backward for edge in arrivals),
                     draws_random=True,
                 )
             )
         module = nn.Module()
         for name, call in stages.items():
+            if not name.isidentifier() or hasattr(module, name):
+                raise PartitionError(f"{name!r} cannot name a stage: it is no plain name, or one that nn.Module uses")
             if isinstance(call, nn.Module):
                 module.add_module(name, call)
         names = tuple(dict.fromkeys(name for stage in inputs.values() for name in stage))
-        return StageGraph(tuple(built), names, module, origin="the user's callables")
+        return StageGraph(tuple(built), names, module, origin="the user's callables").with_backward()
 
 
 def _tensors_of(call: Any, prefix: str) -> dict[str, Tensor]:
@@ -328,6 +347,14 @@ def _tensors_of(call: Any, prefix: str) -> dict[str, Tensor]:
     for name, tensor in call.named_buffers(prefix, remove_duplicate=False):
         tensors[name] = tensor
     return tensors
+
+
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer, by every name that it bears."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _fan_out(call: Callable[..., Any], uses: int) -> Callable[..., tuple[Any, ...]]:

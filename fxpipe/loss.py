@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +27,19 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class MicrobatchLoss:
-    """One micro-batch's loss. ``count`` is None for a mean, the number of items for a ``Sum``."""
+    """One micro-batch's loss. ``count`` is None for a mean, the number of items for a ``Sum``.
+
+    ``metrics``: the other scalars that came with it, numbers or 0-dimensional tensors.
+    """
 
     value: Tensor
     count: Any
-    metrics: Mapping[str, Tensor]
+    metrics: Mapping[str, Any]
 
 
 def read_loss(result: Any) -> MicrobatchLoss:
     """Finds the loss in what a model returned; RunError where there is none."""
-    metrics: dict[str, Tensor] = {}
+    metrics: dict[str, Any] = {}
     loss = result
     if isinstance(result, Mapping):
         if "loss" not in result:
@@ -44,7 +48,7 @@ def read_loss(result: Any) -> MicrobatchLoss:
                 "return {'loss': ...}, or pass loss_fn= to fxpipe.compile"
             )
         loss = result["loss"]
-        metrics = {name: item for name, item in result.items() if name != "loss" and _is_scalar(item)}
+        metrics = {name: item for name, item in result.items() if name != "loss" and _is_metric(item)}
     count = None
     if isinstance(loss, Sum):
         loss, count = loss
@@ -58,6 +62,24 @@ def read_loss(result: Any) -> MicrobatchLoss:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _is_metric(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.is_complex()
+    return isinstance(value, Real)
+
+
+def metric_dtype(loss: torch.dtype) -> torch.dtype:
+    """The type of the metrics beside a loss of that type: a count of items needs more than half precision."""
+    return torch.promote_types(loss, torch.float32)
+
+
+def _number(value: Any, beside: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number, or a tensor with one, as a 0-dimensional tensor on the same device, free of what it came from."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()).to(beside.device, dtype)
+    return torch.full_like(beside, float(value), dtype=dtype)  # torch.tensor would copy it, and wait
 
 
 def _describe(value: Any) -> str:
@@ -74,7 +96,7 @@ class StepLoss:
 
     def __init__(self) -> None:
         self._value: Tensor | None = None
-        self._count: Any = None
+        self._count: Tensor | None = None
         self._metrics: dict[str, Tensor] = {}
         self.metric_names: tuple[str, ...] = ()
         self.dtype = torch.float32
@@ -96,9 +118,10 @@ class StepLoss:
         root = part.value if self.is_sum else part.value * share
         self._value = root.detach() if self._value is None else self._value + root.detach()
         if self.is_sum:
-            self._count = part.count if self._count is None else self._count + part.count
+            count = _number(part.count, part.value, torch.float64)
+            self._count = count if self._count is None else self._count + count
         for name, metric in part.metrics.items():
-            weighted = metric.detach() * share
+            weighted = _number(metric, part.value, metric_dtype(self.dtype)) * share
             self._metrics[name] = self._metrics[name] + weighted if name in self._metrics else weighted
         return root
 
@@ -117,8 +140,8 @@ class StepLoss:
         value = self._value.double()
         whole = torch.full_like(value, weight)
         if self.is_sum:
-            count = torch.as_tensor(self._count).to(value.device, torch.float64).reshape(())
-            parts = [value, count, whole]
+            assert self._count is not None
+            parts = [value, self._count, whole]
         else:
             parts = [value * weight, whole, whole]
         return torch.stack([*parts, *(self._metrics[name].double() * weight for name in metrics)])

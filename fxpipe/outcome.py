@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.loss import StepLoss
+from fxpipe.loss import StepLoss, metric_dtype
 from fxpipe.transport import Transport
 
 
@@ -65,5 +65,5 @@ def conclude(
         message = torch.empty(2 + len(names), dtype=torch.float64, device=device)
     transport.broadcast("pipe", message, output_rank)
     loss, factor = message[0].to(dtype), message[1]
-    metrics = {name: message[2 + place].to(dtype) for place, name in enumerate(names)}
+    metrics = {name: message[2 + place].to(metric_dtype(dtype)) for place, name in enumerate(names)}
     return Outcome(loss, None if alone and not is_sum else factor, metrics, is_sum, dtype)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir import StageGraph
+from fxpipe.errors import RunError
+from fxpipe.ir import StageGraph, all_tensors
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,6 @@ def ownership(graph: StageGraph) -> Ownership:
     return Ownership(tuple(map(frozenset, names)), {holders: tuple(group) for holders, group in sorted(tied.items())})
 
 
-def all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer, by every name that it bears."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-
-
 class RankModule(nn.Module):
     """One rank's part of a model: the parameters and buffers that it holds, under the model's own names.
 
@@ -59,8 +53,10 @@ class RankModule(nn.Module):
 
     def __init__(self, model: nn.Module, names: frozenset[str]) -> None:
         super().__init__()
-        self._model = (model,)  # in a tuple, where nn.Module does not look for submodules
-        for name in sorted(names):
+        self.__dict__["the whole model"] = model  # under a name that no part of it can bear
+        for name in all_tensors(model):
+            if name not in names:
+                continue
             path, _, leaf = name.rpartition(".")
             home, original = _submodule(self, path), model.get_submodule(path)
             if leaf in original._parameters:
@@ -70,9 +66,12 @@ class RankModule(nn.Module):
                 home.register_buffer(leaf, original._buffers[leaf], persistent=persistent)
 
     def train(self, mode: bool = True) -> RankModule:
-        self._model[0].train(mode)
+        self.__dict__["the whole model"].train(mode)
         super().train(mode)
         return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RankModule:
+        raise RunError("move or cast the model before fxpipe.compile; its stages hold these very tensors")
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:
@@ -90,7 +89,7 @@ def release(model: nn.Module, keep: frozenset[str]) -> None:
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in list(table.items()):
-                if tensor is not None and id(tensor) not in kept:
+                if tensor is not None and not tensor.is_meta and id(tensor) not in kept:
                     table[name] = empty.setdefault(id(tensor), _on_meta(tensor))  # type: ignore[assignment]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
 from fxpipe.errors import PartitionError, ScheduleError
@@ -39,6 +41,8 @@ class Pattern:
     microbatches: int
     with_loss: bool
     modes: Modes
+    training: bool = True
+    """Whether it is for a step; else for a forward-only run, where the user's own table need not fit."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Planner:
     tracer: str
     loss_fn: Callable[..., Any] | None
     passes: Sequence[Pass] | None
+    notes: str = ""
+    """What else the ranks must have in common, in words."""
 
     def __post_init__(self) -> None:
         self._plans: dict[Pattern, Plan] = {}
@@ -97,21 +103,31 @@ class Planner:
         placement = place(graph, self.ranks, self._wanted(graph))
         graph = dataclasses.replace(graph, placement=placement)
         backward = [stage.has_backward for stage in graph]
-        schedule = self._schedule(graph, pattern.microbatches)
+        schedule = self._schedule(graph, pattern)
         instructions = lower(schedule.rows, graph.edges, placement, backward)
         order = execution_order(instructions, graph.edges, backward)
-        description = f"{text}\n{schedule}"
+        description = f"{text}\n{schedule}\n{self.notes}"
         return Plan(graph, schedule, instructions, tuple(order), description)
 
     def _stage_graph(self, pattern: Pattern) -> tuple[StageGraph, str]:
         if isinstance(self.model, StageGraph):
-            return self.model, f"{self.model}"
+            return self.model.with_backward(), f"{self.model}"
         loss_fn = self.loss_fn if pattern.with_loss else None
         request = Request(self.model, pattern.inputs, dict(pattern.fixed), loss_fn)
         program = capture(request, self.tracer)
         steps = default_passes.default() if self.passes is None else self.passes
         program = chain(steps, program)
-        return default_passes.split(program), f"{type(self.model).__name__}\n{program}"
+        constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
+        text = "\n".join([type(self.model).__name__, str(program), *constants])
+        return default_passes.split(program), text
+
+    def let_go(self) -> None:
+        """Makes the plans hold what the module now holds, and nothing that it has let go of."""
+        if isinstance(self.model, StageGraph):
+            self.model = self.model.with_tensors_of_module()
+        for pattern, plan in self._plans.items():
+            self._plans[pattern] = dataclasses.replace(plan, graph=plan.graph.with_tensors_of_module())
+        self._first = next(iter(self._plans.values()))
 
     def _wanted(self, graph: StageGraph) -> Mapping[str, int] | None:
         if not isinstance(self.schedule, Schedule):
@@ -122,18 +138,11 @@ class Planner:
             )
         return dict(zip(graph.names, self.schedule.placement, strict=True))
 
-    def _schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
-        backward = tuple(stage.has_backward for stage in graph)
-        if isinstance(self.schedule, str):
-            return build(
-                self.schedule,
-                graph.stage_edges,
-                microbatches,
-                graph.placement,
-                len(graph),
-                backward,
-                graph.names,
-            )
+    def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
+        backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
+        if isinstance(self.schedule, str) or not pattern.training:
+            name = self.schedule if isinstance(self.schedule, str) else "1f1b"
+            return build(name, graph.stage_edges, microbatches, graph.placement, len(graph), backward, graph.names)
         if self.schedule.microbatches != microbatches:
             raise ScheduleError(
                 f"the schedule is for {self.schedule.microbatches} micro-batches, the batch has {microbatches}; "
@@ -168,3 +177,12 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    """A hash of a constant: ranks that have made it with different seeds must not go on."""
+    if tensor.is_meta:
+        return "on the meta device"
+    buffer = io.BytesIO()
+    torch.save(tensor.detach().cpu().clone(), buffer)
+    return f"constant {list(tensor.shape)} {hashlib.blake2b(buffer.getbuffer(), digest_size=8).hexdigest()}"

@@ -14,7 +14,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], transport: Transport, scop
     """Sums ``.grad`` over the group; a parameter that nobody used keeps None, as in torch's DDP."""
     if not parameters:
         return
-    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
     used = transport.maximum(scope, used)
     shared = [parameter for parameter, anyone in zip(parameters, used.tolist(), strict=True) if anyone]
     for parameter in shared:

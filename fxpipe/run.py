@@ -50,7 +50,7 @@ class Executor:
         self._index = {edge: place for place, edge in enumerate(self._edges)}
         self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
         self._saved: dict[tuple[int, int], Saved] = {}
-        self._skipped = False  # whether the last action was not run
+        self._skipped = False  # whether the last action was not run, and so took no message
         self._grad = torch.enable_grad if self.step.training else torch.no_grad
 
     def execute(self, instruction: Instruction) -> None:
@@ -60,8 +60,8 @@ class Executor:
                 self._skipped = not self._runs(action.op, action.microbatch)
                 if not self._skipped:
                     self._forward(action) if action.op is Op.F else self._backward(action)
-            case Release(message):
-                if not self._skipped:
+            case Release(message):  # it stands behind the action whose message tells that this one was received
+                if not self._skipped:  # otherwise a later action's message may tell, or the step's end waits for it
                     self.exchange.release(message)
             case Receive(message) if self._runs(message.op, message.microbatch):
                 self.exchange.post(message)
@@ -90,7 +90,7 @@ class Executor:
             outputs, saved = stage.forward(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
-        if self.step.training and stage.has_backward:
+        if self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
             self._saved[stage.index, microbatch] = saved
         for edge, value in zip(stage.outputs, outputs, strict=False):  # the result is no edge's
             self._values[self._index[edge], Op.F, microbatch] = value
@@ -102,7 +102,7 @@ class Executor:
             self.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             return
         part = read_loss(result)
-        if stage.has_backward and not part.value.requires_grad:
+        if stage.has_backward and self._runs(Op.B, microbatch) and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
         saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch]))
 

@@ -21,5 +21,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Random numbers from ``seed`` inside; outside, the generators are as they were."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs of others as well
+        if devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield

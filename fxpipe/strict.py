@@ -90,6 +90,8 @@ class StrictWorld:
         self._entered = 0
         self.queues: dict[tuple[int, int, int], _Queue] = {}
         self.meetings: dict[tuple[Any, ...], _Meeting] = {}
+        self.transports = [0] * self.size
+        """How many each rank has made: all make them in the same order, so the number tells them apart."""
 
     def enter(self, rank: int) -> None:
         with self._turn:
@@ -112,7 +114,7 @@ class StrictWorld:
             self._turn.wait_for(lambda: self._running == rank)
             self._waiting.pop(rank)
             if not ready():
-                raise self._stopped()
+                raise PeerLost(str(self.error))
 
     def _pass_on(self) -> None:
         able = sorted(rank for rank, (ready, _) in self._waiting.items() if self.error is not None or ready())
@@ -127,9 +129,6 @@ class StrictWorld:
         """Everybody who waits, now or later, ends with an error; the first one is kept."""
         if self.error is None:
             self.error = error
-
-    def _stopped(self) -> PeerLost:
-        return PeerLost(f"another rank failed: {self.error}")
 
 
 @dataclass
@@ -167,6 +166,8 @@ class _Meeting:
 
     kind: str
     brought: dict[int, Any] = field(default_factory=dict)
+    left: int = 0
+    """How many members have taken the result."""
 
 
 class StrictTransport:
@@ -182,7 +183,8 @@ class StrictTransport:
         self.data_size = len(self._ranks["data"])
         self.device = torch.device("cpu")
         self._calls: dict[tuple[int, ...], int] = {}
-        self._generation = _count(seat)
+        seat.world.transports[seat.rank] += 1
+        self._generation = seat.world.transports[seat.rank]
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
         pipe = self._ranks["pipe"]
@@ -240,17 +242,16 @@ class StrictTransport:
         if len(meeting.brought) < len(members):
             what = f"ranks {sorted(set(members) - set(meeting.brought))} to join {kind}"
             self._seat.world.wait(self._seat.rank, lambda: len(meeting.brought) == len(members), what)
+        meeting.left += 1
+        if meeting.left == len(members):
+            del self._seat.world.meetings[key]
         return [meeting.brought[rank] for rank in members]
 
     def abort(self, reason: str) -> None:
         self._seat.world.fail(RunError(f"rank {self._seat.rank}: {reason}"))
 
+    def close(self) -> None:
+        pass
+
     def explain(self, lost: PeerLost) -> str:
         return str(lost)
-
-
-def _count(seat: Seat) -> int:
-    """Counts the transports of this rank: all ranks make them in the same order."""
-    seats: dict[int, int] = seat.world.__dict__.setdefault("_transports", {})
-    seats[seat.rank] = seats.get(seat.rank, 0) + 1
-    return seats[seat.rank]

@@ -7,8 +7,9 @@ A transport moves bytes and agrees on small objects; it knows nothing of stages.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.topology import Topology
+from fxpipe.topology import Topology, served_device_type
 
 Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""
@@ -69,6 +70,9 @@ class Transport(Protocol):
     def abort(self, reason: str) -> None:
         """Makes every rank that waits for this one end with an error."""
 
+    def close(self) -> None:
+        """Gives back the connections. Nothing may be under way."""
+
     def explain(self, lost: PeerLost) -> str:
         """Why a wait ended, in words: which rank failed, and how."""
 
@@ -105,6 +109,9 @@ class LocalTransport:
         pass
 
     def abort(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def explain(self, lost: PeerLost) -> str:
@@ -144,8 +151,9 @@ class DistributedTransport:
         self.pipe_rank: int | None = self._ranks["pipe"].index(self._rank)
         self.data_rank = self._ranks["data"].index(self._rank)
         self.data_size = len(self._ranks["data"])
-        nccl = dist.get_backend() != "gloo"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self._on_cuda = served_device_type() == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
+        self._closed = ""  # why, once it is
         self._links: dict[Pair, dist.ProcessGroup] = {}
         self._groups: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
         self._hosts: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
@@ -158,7 +166,7 @@ class DistributedTransport:
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=self._timeout)
             host = group
-            if dist.get_backend() != "gloo":
+            if self._on_cuda:
                 host = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
             if self._rank in ranks:
                 self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)  # type: ignore[index]
@@ -185,7 +193,7 @@ class DistributedTransport:
 
     def _link(self, pair: Pair) -> dist.ProcessGroup:
         if pair not in self._links:
-            raise RunError(f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
+            raise RunError(self._closed or f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
         return self._links[pair]
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
@@ -203,40 +211,52 @@ class DistributedTransport:
 
     def gather(self, scope: str, item: Any) -> list[Any]:
         items: list[Any] = [None] * len(self._ranks[scope])
-        _together(dist.all_gather_object, items, item, group=self._host(scope))
+        _together(dist.all_gather_object, items, item, group=self._member(self._hosts, scope))
         return items
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
-        items = torch.empty(len(self._ranks[scope]), dtype=torch.int64)
-        _together(dist.all_gather_single, items, torch.tensor([item]), group=self._host(scope))
+        items = torch.empty(len(self._ranks[scope]), dtype=torch.int64, device="cpu")
+        mine = torch.tensor([item], device="cpu")
+        _together(dist.all_gather_single, items, mine, group=self._member(self._hosts, scope))
         return tuple(items.tolist())
 
-    def _host(self, scope: str | tuple[int, ...]) -> dist.ProcessGroup:
-        if scope not in self._hosts:
-            raise RunError("an earlier step failed and closed the connections; compile again")
-        return self._hosts[scope]
+    def _member(
+        self, groups: Mapping[str | tuple[int, ...], dist.ProcessGroup], scope: str | tuple[int, ...]
+    ) -> dist.ProcessGroup:
+        if scope not in groups:
+            raise RunError(self._closed or f"no group of pipe ranks {scope} is open")
+        return groups[scope]
 
     def maximum(self, scope: str | tuple[int, ...], flags: Tensor) -> Tensor:
-        _together(dist.all_reduce, flags, dist.ReduceOp.MAX, group=self._host(scope))
+        _together(dist.all_reduce, flags, dist.ReduceOp.MAX, group=self._member(self._hosts, scope))
         return flags
 
     def all_reduce(self, scope: str | tuple[int, ...], tensor: Tensor) -> None:
-        _together(dist.all_reduce, tensor, group=self._groups[scope])
+        _together(dist.all_reduce, tensor, group=self._member(self._groups, scope))
 
     def broadcast(self, scope: str | tuple[int, ...], tensor: Tensor, source: int) -> None:
-        _together(dist.broadcast, tensor, self._ranks[scope][source], group=self._groups[scope])  # type: ignore[index]
+        group = self._member(self._groups, scope)
+        _together(dist.broadcast, tensor, self._ranks[scope][source], group=group)  # type: ignore[index]
 
     def abort(self, reason: str) -> None:
         """Says why in the store, then closes this rank's connections: whoever waits on one gets an error at once."""
-        if not self._hosts:
-            return
-        self._store.compare_set("failed", "", f"rank {self._rank}: {reason}")
+        if not self._closed:
+            self._store.compare_set("failed", "", f"rank {self._rank}: {reason}")
+            self._destroy("an earlier step failed and closed the connections; compile again")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._destroy("the connections were closed by close(); compile again")
+
+    def _destroy(self, why: str) -> None:
+        self._closed = why
         groups = {*self._links.values(), *self._groups.values(), *self._hosts.values()}
         self._links.clear()
         self._groups.clear()
         self._hosts.clear()
         while groups:
-            dist.destroy_process_group(groups.pop())
+            with contextlib.suppress(ValueError):  # it has ended with torch.distributed itself
+                dist.destroy_process_group(groups.pop())
 
     def explain(self, lost: PeerLost) -> str:
         try:

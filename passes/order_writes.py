@@ -27,8 +27,9 @@ def order_writes(program: Program) -> Program:
         for target in targets:
             if target.op == "get_attr" and str(target.target) in program.constants:
                 raise PartitionError(
-                    f"{node.name}{where(node)} writes a tensor that is no buffer, and every micro-batch would write "
-                    "the same one; make it from a traced tensor, as in x.new_zeros(...), or register it as a buffer"
+                    f"{node.name}{where(node)} writes a tensor that is no buffer of the model, and every micro-batch "
+                    "would write the same one; make it from a traced tensor, as in x.new_zeros(...), or register it as "
+                    "a buffer"
                 )
         if not targets:
             continue

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxpipe.callables import handoff, private
 from fxpipe.errors import PartitionError
@@ -23,9 +23,6 @@ def split(program: Program) -> StageGraph:
     builders = [_Builder(plan, stage) for stage in range(len(program.stage_names))]
     stages: list[Stage] = []
     for builder in builders:
-        arrivals = [entry for entry in builder.inputs if isinstance(entry, Edge)]
-        tensors = builder.tensors()
-        trains = any(isinstance(t, nn.Parameter) and t.requires_grad for t in tensors.values())
         stages.append(
             Stage(
                 index=builder.stage,
@@ -35,13 +32,12 @@ def split(program: Program) -> StageGraph:
                 inputs=tuple(builder.inputs),
                 outputs=tuple(builder.outputs),
                 returns_result=builder.stage == plan.output_stage,
-                tensors=tensors,
-                has_backward=trains or any(stages[edge.source].has_backward for edge in arrivals),
+                tensors=builder.tensors(),
                 draws_random=builder.draws_random,
             )
         )
     origin = f"the {program.tracer} tracer"
-    return StageGraph(tuple(stages), program.inputs, program.module, origin=origin)
+    return StageGraph(tuple(stages), program.inputs, program.module, origin=origin).with_backward()
 
 
 class _Plan:

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
 from fxpipe.callables import handoff, private
@@ -102,6 +103,26 @@ def test_an_output_that_autograd_did_not_save_is_free_once_it_has_been_sent() ->
     del outputs
     gc.collect()
     assert alive() is None
+
+
+def test_an_input_that_autograd_did_not_save_is_free_once_it_has_been_used() -> None:
+    class Shifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.shift = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (fxpipe.stage_boundary(self.one(x)) + self.shift).sum()
+
+    stages = fxpipe.compile(Shifting(), fxpipe.Topology([("pipe", 2)])).stages
+    x = torch.randn(2, 4, requires_grad=True)
+    tensor, memory = weakref.ref(x), StorageWeakRef(x.untyped_storage())
+    _, saved = stages[1].forward(x)
+    del x
+    assert tensor() is None
+    assert memory.expired()
+    (gradient,) = stages[1].backward(saved, [True])
+    assert gradient.tolist() == [[1.0] * 4] * 2
 
 
 def test_handoff_is_a_node_of_its_own_and_private_a_copy() -> None:

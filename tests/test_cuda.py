@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,18 @@ class Chain(nn.Module):
         return self.layers[-1](x).square().mean()
 
 
-def test_a_step_of_the_local_engine_makes_no_host_synchronisation() -> None:
-    forward_backward = fxpipe.compile(Chain().cuda(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
+class Counted(Chain):
+    """A sum over a known number of items, with metrics of all kinds."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = super().forward(x)
+        total = fxpipe.Sum(y * 64, 64)
+        return {"loss": total, "rows": 8, "positive": (x > 0).sum(), "any": (x > 0).any()}
+
+
+@pytest.mark.parametrize("model", [Chain, Counted])
+def test_a_step_of_the_local_engine_makes_no_host_synchronisation(model: type[nn.Module]) -> None:
+    forward_backward = fxpipe.compile(model().cuda(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-3)
     batch = torch.randn(32, 64, device="cuda")
     forward_backward(batch)

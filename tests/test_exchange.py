@@ -120,6 +120,23 @@ def test_the_first_message_is_described_and_later_ones_are_posted_ahead() -> Non
     assert posted == [[], [12, 20], [12, 20]]
 
 
+def test_a_default_device_changes_nothing() -> None:
+    def body(rank: int, exchange: WireExchange, transport: Recording) -> Any:
+        value = {"x": numbers(3.0), "n": 4} if rank == 0 else None
+        with torch.device("meta"):
+            exchange.begin("batch")
+            if rank == 0:
+                exchange.send(forward(0), value)
+                exchange.finish()
+                return None
+            exchange.post(forward(0))
+            return exchange.take(forward(0))
+
+    arrived = on_two_ranks(body)[1]
+    assert arrived["x"].tolist() == [3.0] * 3
+    assert arrived["n"] == 4
+
+
 def test_each_kind_of_batch_has_descriptions_of_its_own() -> None:
     def body(rank: int, exchange: WireExchange, _: Recording) -> list[tuple[int, ...]]:
         shapes = []

@@ -68,6 +68,18 @@ def test_a_parameter_that_no_replica_used_keeps_none_and_one_that_some_used_is_s
         assert always.tolist() == [3.0, 3.0]
 
 
+def test_a_default_device_changes_nothing() -> None:
+    def body(rank: int, transport: Transport) -> Tensor | None:
+        held = [parameter(torch.zeros(2), torch.ones(2) if rank else None)]
+        with torch.device("meta"):
+            sum_gradients(held, transport, "data")
+        return held[0].grad
+
+    for gradient in on_replicas(body):
+        assert gradient is not None
+        assert gradient.tolist() == [2.0, 2.0]
+
+
 def test_types_may_be_mixed_in_any_order() -> None:
     def body(rank: int, transport: Transport) -> list[Tensor | None]:
         held = [

@@ -245,9 +245,28 @@ def test_a_refused_batch_loses_nothing_and_the_next_one_works() -> None:
     assert torch.equal(forward_backward(*batch()), first)
 
 
-def test_after_a_step_has_failed_the_next_call_says_so() -> None:
+def fails_twice(rank: int) -> str:
+    """What the call after a failed step says."""
     forward_backward = fxpipe.compile(BrokenStage(), fxpipe.Topology([("pipe", 4)]), microbatches=4)
+    with pytest.raises((RuntimeError, fxpipe.RunError), match="mat1 and mat2"):
+        forward_backward(*batch())
+    with pytest.raises(fxpipe.RunError) as again:
+        forward_backward(*batch())
+    with pytest.raises(fxpipe.RunError, match="closed the connections"):
+        forward_backward.state_dict(full=True)
+    return str(again.value)
+
+
+def test_after_a_step_has_failed_the_next_call_says_so(pool: Pool) -> None:
+    for text in pool.run(fails_twice, 0):
+        assert re.search(r"an earlier step failed .*mat1 and mat2.*compile again", text)
+
+
+def test_one_process_alone_goes_on_after_an_error() -> None:
+    torch.manual_seed(0)
+    forward_backward = fxpipe.compile(Chain(), fxpipe.Topology([("pipe", 4)]), microbatches=4)
+    expected = forward_backward(*batch())
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        forward_backward(*batch())
-    with pytest.raises(fxpipe.RunError, match=r"an earlier step failed .*mat1 and mat2"):
-        forward_backward(*batch())
+        forward_backward(torch.ones(8, 5), torch.zeros(8, 4))
+    forward_backward.zero_grad()
+    assert torch.equal(forward_backward(*batch()), expected)

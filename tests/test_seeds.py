@@ -48,6 +48,32 @@ def test_inside_numbers_follow_from_the_seed_alone() -> None:
         assert not torch.equal(torch.rand(4), first)
 
 
+def test_inside_the_cpu_draws_as_after_manual_seed_and_no_other_device_is_seeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(7)
+        wanted = torch.rand(4)
+    seeded_gpus: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded_gpus.append)
+    with seeded(7, CPU):
+        assert torch.equal(torch.rand(4), wanted)
+    assert seeded_gpus == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_inside_the_gpu_draws_as_after_manual_seed_and_outside_it_goes_on() -> None:
+    gpu = torch.device("cuda", torch.cuda.device_count() - 1)
+    torch.manual_seed(7)
+    wanted = torch.rand(4, device=gpu)
+    torch.manual_seed(1)
+    expected = torch.rand(4, device=gpu)
+    torch.manual_seed(1)
+    with seeded(7, gpu):
+        assert torch.equal(torch.rand(4, device=gpu), wanted)
+    assert torch.equal(torch.rand(4, device=gpu), expected)
+
+
 def test_outside_the_generator_goes_on_as_if_nothing_had_been_drawn() -> None:
     torch.manual_seed(1)
     expected = torch.rand(6)

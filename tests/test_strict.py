@@ -9,11 +9,12 @@ from typing import TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.connect import connect
 from fxpipe.errors import RunError, TopologyError
-from fxpipe.strict import current_seat, run_strict
+from fxpipe.strict import StrictWorld, current_seat, run_strict
 from fxpipe.topology import Topology
 from fxpipe.transport import PeerLost, Transport
 
@@ -259,6 +260,32 @@ def test_a_wait_that_begins_after_the_error_ends_too(seed: int) -> None:
         on_pipe(body, seed=seed)
 
 
+@every_seed
+def test_the_error_of_another_rank_is_told_once(seed: int) -> None:
+    told: list[str] = []
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(fxpipe.stage_boundary(self.one(x))).mean()
+
+    def body(rank: int) -> None:
+        forward_backward = fxpipe.compile(Broken(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+        try:
+            forward_backward(torch.ones(4, 4))
+        except RunError as error:
+            told.append(str(error))
+            raise
+
+    with pytest.raises((RunError, RuntimeError), match="mat1 and mat2"):
+        run_strict(body, 2, seed)
+    assert [text.count("another rank failed") for text in told] == [1]
+    assert told[0].startswith("another rank failed: rank 1: RuntimeError: mat1 and mat2")
+
+
 def test_results_come_back_by_rank_and_a_strict_world_ends_with_the_call() -> None:
     assert run_strict(lambda rank: rank * rank, 4) == [0, 1, 4, 9]
     assert current_seat() is None
@@ -350,6 +377,21 @@ def test_what_was_gathered_is_each_ranks_own() -> None:
         return [mine, everyone[1]]
 
     assert on_pipe(body) == [[[0], [1]], [[1], [1]]]
+
+
+@every_seed
+def test_nothing_is_kept_of_a_call_that_all_have_left(seed: int) -> None:
+    def body(rank: int, transport: Transport) -> int:
+        for _ in range(3):
+            meet(transport)
+        seat = current_seat()
+        assert seat is not None
+        worlds.append(seat.world)
+        return rank
+
+    worlds: list[StrictWorld] = []
+    on_pipe(body, 3, seed)
+    assert worlds[0].meetings == {}
 
 
 def test_groups_of_a_grid_are_separate() -> None:

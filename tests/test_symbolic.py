@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import random
+import subprocess
 import sys
 import types
 from collections import deque
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxpipe import TraceError, stage_boundary
+from fxpipe import PartitionError, TraceError, stage_boundary
 from fxpipe.ir import Program, is_boundary, where
 from fxpipe.marker import boundary
+from fxpipe.passes.order_writes import order_writes
 from fxpipe.trace import TRACERS, Request, capture
 from tests.capturing import captured
 
@@ -327,6 +329,13 @@ REFUSED = {
 }
 
 
+AMBIENT: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
 def line_marked(body: Callable[..., Any]) -> int:
     """The line of a function's source that ends in "# here"."""
     lines, first = inspect.getsourcelines(body)
@@ -383,6 +392,27 @@ def test_a_number_drawn_behind_the_last_operation_is_refused_and_undone() -> Non
     with pytest.raises(TraceError, match="random numbers are drawn"):
         captured(Victim(random_at_the_very_end))
     assert random_states() == drawn
+
+
+@pytest.mark.parametrize("mode", AMBIENT, ids=AMBIENT)
+@pytest.mark.parametrize("body", [no_grad, decorated, inference_mode, autocast], ids=lambda body: body.__name__)
+def test_a_mode_that_forward_enters_is_refused_whatever_mode_the_capture_is_called_in(
+    mode: str, body: Callable[..., Any]
+) -> None:
+    model = Victim(body)
+    with AMBIENT[mode]():
+        before = modes()
+        with pytest.raises(TraceError, match=r"(mode|autocast) is changed"):
+            captured(model)
+        assert modes() == before
+
+
+@pytest.mark.parametrize("mode", AMBIENT, ids=AMBIENT)
+def test_a_capture_is_the_same_whatever_mode_it_is_called_in(mode: str) -> None:
+    model = Outer()
+    wanted = str(captured(model).graph)
+    with AMBIENT[mode]():
+        assert str(captured(model).graph) == wanted
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
@@ -755,6 +785,137 @@ def test_a_loss_function_is_traced_behind_the_model() -> None:
     request = Request(Outer(), ("x", "target"), loss_fn=lambda output, target: F.mse_loss(output, target))
     x, target = torch.randn(2, 4), torch.randn(2, 4)
     assert torch.equal(run(capture(request), x, target), F.mse_loss(request.module(x), target))
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.scale * (output - target)).square().mean()
+
+
+class Careless(nn.Module):
+    """A loss that writes, in one way or another, what it holds."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.body = body
+        self.register_buffer("seen", torch.zeros(4))
+        self.history: list[Any] = []
+        self.count = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.body(self, output)
+        return F.mse_loss(output, target)
+
+
+def loss_counts(loss: Any, output: Tensor) -> None:
+    loss.count += 1
+
+
+def loss_appends(loss: Any, output: Tensor) -> None:
+    loss.history.append(output)
+
+
+def loss_writes_a_number(loss: Any, output: Tensor) -> None:
+    loss.seen.add_(1)
+
+
+def loss_writes_what_is_traced(loss: Any, output: Tensor) -> None:
+    loss.seen.add_(output.detach().sum(0))
+
+
+@pytest.mark.parametrize("as_function", [lambda loss: loss, lambda loss: loss.forward, functools.partial])
+def test_a_loss_with_a_parameter_of_its_own_is_refused(as_function: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(TraceError, match="loss_fn holds the parameter scale; make it a submodule of the model"):
+        capture(Request(Outer(), ("x", "target"), loss_fn=as_function(Scaled())))
+
+
+def test_a_loss_whose_parameters_are_the_models_is_captured() -> None:
+    model = Outer()
+    model.loss = Scaled()
+    program = capture(Request(model, ("x", "target"), loss_fn=model.loss))
+    assert "loss.scale" in [node.target for node in program.graph.find_nodes(op="get_attr")]
+    x, target = torch.randn(2, 4), torch.randn(2, 4)
+    assert torch.equal(run(program, x, target), model.loss(model(x), target))
+
+
+def test_a_loss_may_read_buffers_and_frozen_parameters() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.0, 1.0]))
+    request = Request(Outer(), ("x", "target"), loss_fn=loss)
+    x, target = torch.randn(3, 4), torch.tensor([0, 2, 1])
+    assert torch.equal(run(capture(request), x, target), loss(request.module(x), target))
+    frozen = Scaled().requires_grad_(False)
+    request = Request(Outer(), ("x", "target"), loss_fn=frozen)
+    target = torch.randn(3, 4)
+    assert torch.equal(run(capture(request), x, target), frozen(request.module(x), target))
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (loss_counts, "sets Careless.count"),
+        (loss_appends, "changes Careless.history"),
+        (loss_writes_a_number, "writes seen"),
+        (loss_writes_what_is_traced, "writes a tensor that is no buffer of the model"),
+    ],
+)
+def test_a_loss_that_writes_what_it_holds_is_refused(body: Callable[..., Any], text: str) -> None:
+    loss = Careless(body)
+    with pytest.raises((TraceError, PartitionError), match=text) as caught:
+        order_writes(capture(Request(Outer(), ("x", "target"), loss_fn=loss)))
+    assert __file__ in str(caught.value)
+    assert (loss.count, loss.history, loss.seen.tolist()) == (0, [], [0.0] * 4)
+
+
+class ByPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, scale: float = 2.0, /, *, end: float = 0.0) -> Tensor:
+        y = stage_boundary(self.linear(x)) * scale
+        return (y if shift is None else y + shift) + end
+
+
+def test_arguments_that_go_by_place_alone_are_given_by_place() -> None:
+    model, x, shift = ByPlace(), torch.randn(2, 4), torch.randn(2, 4)
+    assert torch.equal(run(captured(model, "x"), x), model(x))
+    assert torch.equal(run(captured(model, "shift", "x", end=1.0), shift, x), model(x, shift, end=1.0))
+    assert torch.equal(run(captured(model, "x", scale=3.0), x), model(x, None, 3.0))
+    with pytest.raises(TraceError, match="'x'"):
+        captured(model, "shift")
+
+
+COMPILED_TWICE = """
+import gc, torch, fxpipe
+from torch import nn
+from fxpipe.trace.guard import Guard
+from fxpipe.trace.snapshot import Snapshot
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+    def forward(self, x):
+        return self.b(fxpipe.stage_boundary(self.a(x))).sum()
+
+fxpipe.compile(Model(), fxpipe.Topology([("pipe", 2)]))
+made = torch.compile(lambda x: x + torch.zeros(3), fullgraph=True, backend="eager")(torch.ones(3))
+assert made.tolist() == [1, 1, 1]
+gc.collect()
+assert not [held for held in gc.get_objects() if isinstance(held, (Guard, Snapshot, Model))]
+"""
+
+
+def test_torch_compile_works_after_a_capture_and_nothing_is_kept() -> None:
+    """In a process of its own: what torch imports at its first operation under a mode, it imports once."""
+    done = subprocess.run([sys.executable, "-c", COMPILED_TWICE], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 class Marked(nn.Module):

@@ -28,20 +28,28 @@ def refuse(fact: str, instead: str) -> TraceError:
 
 
 class Guard:
-    """Watches one capture of ``module``. ``check()`` is called as each node is recorded."""
+    """Watches one capture of ``module``, and of its loss function where that is a module.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._names = {id(m): name or type(m).__name__ for name, m in module.named_modules()}
-        self._module = module
+    ``check()`` is called as each node is recorded.
+    """
+
+    def __init__(self, module: nn.Module, loss: nn.Module | None = None) -> None:
+        watched = [module] if loss is None else [loss, module]  # what is in both is called as in the model
+        self._names = {id(m): name or type(m).__name__ for root in watched for name, m in root.named_modules()}
         self._modes = _modes()
         self._random = RandomState()
-        self._snapshot = Snapshot(module)
-        self._state = _StateMode(self._snapshot.storages(), _storages([*module.parameters(), *module.buffers()]))
+        self._snapshots = {root: Snapshot(root) for root in watched}
+        storages = {place: name for shot in self._snapshots.values() for place, name in shot.storages().items()}
+        self._state = _StateMode(storages, _storages([*module.parameters(), *module.buffers()]))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Refuses, while it is open, what a capture gets wrong; leaves the model and random state as they were."""
         grad_mode = torch.is_grad_enabled()
+        with self._state:
+            # The first operation under any dispatch mode imports torch._dynamo, which then keeps torch's functions
+            # as it finds them, for good: so now, before any of them is patched.
+            torch.empty(0)
         try:
             with (
                 self._state,
@@ -53,7 +61,8 @@ class Guard:
             self._check_attributes()
         finally:
             torch.set_grad_enabled(grad_mode)
-            self._snapshot.restore()
+            for snapshot in self._snapshots.values():
+                snapshot.restore()
             if RandomState() != self._random:
                 self._random.restore()
 
@@ -87,12 +96,13 @@ class Guard:
         return guarded
 
     def _check_attributes(self) -> None:
-        changed = next(self._snapshot.changes(), None)
-        if changed is not None:
-            raise TraceError(
-                f"forward changes {type(self._module).__name__}.{changed}, which would happen once, while tracing; "
-                f"return the value instead, or write into a buffer in place\n{definition(type(self._module).forward)}"
-            )
+        for root, snapshot in self._snapshots.items():
+            changed = next(snapshot.changes(), None)
+            if changed is not None:
+                raise TraceError(
+                    f"forward changes {type(root).__name__}.{changed}, which would happen once, while tracing; "
+                    f"return the value instead, or write into a buffer in place\n{definition(type(root).forward)}"
+                )
 
 
 def _storages(tensors: list[Tensor]) -> frozenset[int]:
@@ -151,15 +161,29 @@ _OUTSIDE = "enter it around the call of forward_backward instead"
 _FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
 
 
+def _devices() -> list[str]:
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """Gradients on, inference mode and autocast off: in these modes, whatever forward changes is a change."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in _devices():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def _modes() -> dict[tuple[str, str], Any]:
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     autocast = [
         (
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
             torch.is_autocast_cache_enabled(),
         )
-        for device in devices
+        for device in _devices()
     ]
     return {
         ("grad mode", _FREEZE): torch.is_grad_enabled(),

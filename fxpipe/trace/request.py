@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,15 @@ class Request:
     fixed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     loss_fn: Callable[..., Any] | None = None
     target: str = "target"
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The module that the loss function is, or is a method of."""
+        function: Any = self.loss_fn
+        while isinstance(function, functools.partial):
+            function = function.func
+        owner = getattr(function, "__self__", function)
+        return owner if isinstance(owner, nn.Module) else None
 
     @staticmethod
     def signature(module: nn.Module, loss_fn: Callable[..., Any] | None) -> inspect.Signature:

@@ -16,13 +16,15 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.ir import Program, is_boundary
 from fxpipe.marker import boundary, recording, stage_boundary
-from fxpipe.trace.guard import Guard, patched, refuse
+from fxpipe.trace.guard import Guard, patched, plain_modes, refuse
 from fxpipe.trace.request import Request
 from fxpipe.trace.source import current_line, definition, line_of, mentions
 
 
+@plain_modes()
 def symbolic(request: Request) -> Program:
     """Captures by calling forward on proxies; TraceError for what that cannot see, with the user's line."""
+    _refuse_parameters_of_loss(request)
     tracer = _Tracer(request)
     try:
         with tracer.guard.watching(), recording(tracer.record_boundary), _proxied_factories(tracer):
@@ -34,6 +36,19 @@ def symbolic(request: Request) -> Program:
         raise TraceError(_explain(error)) from error
     _drop_unused(graph)
     return Program(request.module, graph, constants=tracer.constants, tracer="symbolic")
+
+
+def _refuse_parameters_of_loss(request: Request) -> None:
+    """Buffers that a loss only reads, such as class weights, are constants of the program."""
+    if request.loss_module is None:
+        return
+    owned = set(request.module.parameters())
+    for name, parameter in request.loss_module.named_parameters():
+        if parameter.requires_grad and parameter not in owned:
+            raise TraceError(
+                f"loss_fn holds the parameter {name}; make it a submodule of the model, so that it has an owner and is "
+                f"saved\n{definition(type(request.loss_module).forward)}"
+            )
 
 
 def _explain(error: Exception) -> str:
@@ -96,7 +111,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         module = request.module
         self.request = request
-        self.guard = Guard(module)
+        self.guard = Guard(module, request.loss_module)
         self.constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
@@ -116,7 +131,12 @@ class _Tracer(fx.Tracer):
         target = values.get(self.request.target)
         if self.request.loss_fn and self.request.target not in signature.parameters:
             values.pop(self.request.target, None)
-        bound = signature.bind(**values)  # by place where that can be, as hooks expect it
+        leading = []
+        for p in signature.parameters.values():
+            if p.kind is not p.POSITIONAL_ONLY or (p.name not in values and p.default is p.empty):
+                break
+            leading.append(values.pop(p.name, p.default))
+        bound = signature.bind(*leading, **values)  # by place where that can be, as hooks expect it
 
         def call() -> Any:
             output = self.root(*bound.args, **bound.kwargs)

@@ -1,0 +1,127 @@
+"""What a model may return as its loss, and what comes back of it: sums, counts and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.loss import StepLoss, read_loss
+from fxpipe.strict import run_strict
+
+CPU = torch.device("cpu")
+
+
+def test_every_real_number_beside_the_loss_is_a_metric() -> None:
+    result = {
+        "loss": torch.tensor(1.0),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "count": torch.tensor(3),
+        "flag": torch.tensor(True),
+        "rows": 4,
+        "rate": 0.25,
+        "on": False,
+        "vector": torch.ones(2),
+        "complex": torch.tensor(1j),
+        "text": "no number",
+        "nothing": None,
+    }
+    assert list(read_loss(result).metrics) == ["half", "count", "flag", "rows", "rate", "on"]
+
+
+@pytest.mark.parametrize("loss", [torch.tensor(1), 1.0, torch.ones(2), torch.tensor(1j)], ids=str)
+def test_the_loss_itself_is_a_floating_point_tensor(loss: Any) -> None:
+    with pytest.raises(fxpipe.RunError, match="the loss must be one number"):
+        read_loss({"loss": loss})
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_metrics_are_averaged_as_floats_whatever_they_are(loss: torch.dtype, metric: torch.dtype) -> None:
+    step = StepLoss()
+    for share, count, rows, on in ((0.25, 3, 1001, True), (0.75, 7, 1001, False)):
+        step.add(
+            read_loss({"loss": torch.tensor(1.0, dtype=loss), "count": torch.tensor(count), "rows": rows, "on": on}),
+            share,
+        )
+    metrics = step.metrics()
+    assert {name: value.item() for name, value in metrics.items()} == {"count": 6.0, "rows": 1001.0, "on": 0.25}
+    assert {value.dtype for value in metrics.values()} == {metric}
+
+
+@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor([2.0]), torch.tensor(2.0).requires_grad_()])
+def test_a_count_is_a_number_or_a_tensor_and_keeps_no_graph(count: Any) -> None:
+    step = StepLoss()
+    for _ in range(3):
+        step.add(read_loss(fxpipe.Sum(torch.tensor(5.0), count)), 1 / 3)
+    numbers = step.numbers(1.0, (), CPU)
+    assert numbers.tolist() == [15.0, 6.0, 1.0]
+    assert not numbers.requires_grad
+
+
+def test_a_default_device_changes_nothing() -> None:
+    step = StepLoss()
+    with torch.device("meta"):
+        step.add(read_loss({"loss": fxpipe.Sum(torch.tensor(5.0, device=CPU), 2), "rows": 3}), 1.0)
+        assert step.numbers(1.0, ("rows",), CPU).tolist() == [5.0, 2.0, 1.0, 3.0]
+
+
+class Soft(nn.Module):
+    """Items that count by learned weights, and metrics of several types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = fxpipe.stage_boundary(self.one(x))
+        y = self.two(h)
+        weights = y.sigmoid()
+        total = fxpipe.Sum((weights * y.square()).sum(), weights.sum())
+        return {"loss": total, "positive": (y > 0).sum(), "any": (y > 0).any(), "width": 3}
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [lambda body: [body(0)], lambda body: run_strict(body, 2)],
+    ids=["local", "strict"],
+)
+def test_counts_with_a_gradient_and_metrics_of_all_types(engine: Callable[[Callable[[int], Any]], list[Any]]) -> None:
+    def built() -> Soft:
+        torch.manual_seed(0)
+        return Soft()
+
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    model = built()
+    parts = [model(part) for part in x.chunk(3)]
+    count = sum(part["loss"].count.detach() for part in parts)
+    (sum(part["loss"].total for part in parts) / count).backward()
+    loss = sum(part["loss"].total.detach() for part in parts) / count
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    metrics = {name: sum(float(part[name]) for part in parts) / 3 for name in ("positive", "any", "width")}
+
+    def body(rank: int) -> Any:
+        forward_backward = fxpipe.compile(built(), fxpipe.Topology([("pipe", 2)]), microbatches=3)
+        loss = forward_backward(x)
+        return loss, forward_backward.metrics, {n: p.grad for n, p in forward_backward.named_parameters()}
+
+    for got_loss, got_metrics, got_gradients in engine(body):
+        assert not got_loss.requires_grad
+        torch.testing.assert_close(got_loss, loss)
+        assert got_metrics.keys() == metrics.keys()
+        for name, value in metrics.items():
+            torch.testing.assert_close(got_metrics[name], torch.tensor(value))
+        for name, gradient in got_gradients.items():
+            torch.testing.assert_close(gradient, gradients[name])

@@ -1,0 +1,87 @@
+"""The executor: what it does with micro-batches that have no weight, and what it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+import fxpipe.engine
+from fxpipe.run import Executor
+
+TOPOLOGY = fxpipe.Topology([("pipe", 2)])
+
+
+def weight(x: Tensor) -> float:
+    """No weight for what is all zeros."""
+    return float(x.any())
+
+
+def end(x: Tensor, h: Tensor) -> Tensor:
+    """A loss that needs no gradient where there is nothing to learn from."""
+    return (h * x).mean() if x.any() else torch.zeros(())
+
+
+def by_hand() -> tuple[nn.Linear, fxpipe.StageGraph]:
+    torch.manual_seed(0)
+    start = nn.Linear(4, 4)
+    stages = {"start": start, "end": end}
+    return start, fxpipe.StageGraph.from_callables(stages, [("start", "end")], {"start": ["x"], "end": ["x"]})
+
+
+@pytest.fixture
+def executors(monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
+    """The executors that the next steps use."""
+    made: list[Executor] = []
+
+    def make(*args: Any) -> Executor:
+        made.append(Executor(*args))
+        return made[-1]
+
+    monkeypatch.setattr(fxpipe.engine, "Executor", make)
+    return made
+
+
+@pytest.fixture
+def batch() -> Tensor:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    x[2:4] = 0
+    return x
+
+
+def test_nothing_is_kept_of_a_micro_batch_without_weight(executors: list[Executor], batch: Tensor) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(fxpipe.stage_boundary(self.one(x))).square().mean()
+
+    model = Model()
+    forward_backward = fxpipe.compile(model, TOPOLOGY, microbatches=3, loss_weight=weight)
+    forward_backward(batch)
+    assert len(executors) == 2
+    assert all(not executor._saved and not executor._values for executor in executors)
+
+
+def test_a_micro_batch_without_weight_may_have_a_loss_without_gradient(batch: Tensor) -> None:
+    start, graph = by_hand()
+    loss = fxpipe.compile(graph, TOPOLOGY, microbatches=3, loss_weight=weight)(batch)
+    got = start.weight.grad
+    start, _ = by_hand()
+    parts = [batch[:2], batch[4:]]
+    wanted = sum(end(part, start(part)) / 2 for part in parts)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach())
+    torch.testing.assert_close(got, start.weight.grad)
+
+
+def test_a_loss_without_gradient_of_a_micro_batch_with_weight_is_refused(batch: Tensor) -> None:
+    _, graph = by_hand()
+    forward_backward = fxpipe.compile(graph, TOPOLOGY, microbatches=3)
+    with pytest.raises(fxpipe.RunError, match="the loss needs no gradient"):
+        forward_backward(batch)

@@ -1,0 +1,135 @@
+"""torch.distributed as a transport: whatever it was started with, and closed or aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.connect import connect
+from fxpipe.strict import run_strict
+from fxpipe.transport import LocalTransport, Transport
+from tests.pool import Pool
+
+TOPOLOGY = fxpipe.Topology([("pipe", 2)])
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(fxpipe.stage_boundary(self.one(x))).square().mean()
+
+
+def trained_on(backend: str | None) -> Tensor:
+    dist.init_process_group(backend)
+    return fxpipe.compile(Two(), TOPOLOGY, microbatches=2)(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+def test_torch_distributed_may_have_been_started_in_any_way(pool: Pool, backend: str | None) -> None:
+    wanted = Two()(torch.ones(4, 4)).detach()
+    for loss in pool.run(trained_on, backend, ranks=2):
+        torch.testing.assert_close(loss, wanted)
+
+
+def opened() -> Transport:
+    transport = connect(TOPOLOGY)
+    transport.open([(0, 1), (1, 0)], [(0, 1)])
+    return transport
+
+
+CALLS: dict[str, Callable[[Transport], Any]] = {
+    "gather": lambda t: t.gather("pipe", 1),
+    "gather_int": lambda t: t.gather_int("pipe", 1),
+    "maximum": lambda t: t.maximum("pipe", torch.zeros(1, dtype=torch.uint8)),
+    "all_reduce": lambda t: t.all_reduce("pipe", torch.zeros(1)),
+    "all_reduce of owners": lambda t: t.all_reduce((0, 1), torch.zeros(1)),
+    "broadcast": lambda t: t.broadcast("pipe", torch.zeros(1), 0),
+    "send": lambda t: t.send((0, 1), torch.zeros(1)),
+    "receive": lambda t: t.receive((0, 1), torch.zeros(1)),
+}
+
+
+def errors_of(transport: Transport) -> dict[str, str]:
+    """What each call of a transport raises."""
+    found = {}
+    for name, call in CALLS.items():
+        try:
+            call(transport)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def errors_after(end: str) -> dict[str, str]:
+    transport = opened()
+    transport.gather("pipe", None)
+    transport.abort("it broke") if end == "abort" else transport.close()
+    transport.close()  # once more does nothing
+    return errors_of(transport)
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        ("abort", "an earlier step failed and closed the connections"),
+        ("close", "the connections were closed by close()"),
+    ],
+)
+def test_after_the_end_every_call_says_what_to_do(pool: Pool, end: str, text: str) -> None:
+    for errors in pool.run(errors_after, end, ranks=2):
+        assert errors == dict.fromkeys(CALLS, f"RunError: {text}; compile again")
+
+
+def groups_of_a_life() -> list[int]:
+    """The number of process groups before, during and after a transport, and with the next one."""
+    fxpipe.init()
+    groups = dist.distributed_c10d._world.pg_map
+    counts = [len(groups)]
+    for _ in range(2):
+        transport = opened()
+        counts.append(len(groups))
+        assert transport.gather("pipe", dist.get_rank()) == [0, 1]
+        transport.close()
+        counts.append(len(groups))
+    return counts
+
+
+def test_close_gives_back_every_process_group(pool: Pool) -> None:
+    for before, during, after, again, end in pool.run(groups_of_a_life, ranks=2):
+        assert before == after == end == 1
+        assert during == again > 4
+
+
+def closed_after_torch_distributed() -> None:
+    transport = opened()
+    dist.destroy_process_group()
+    transport.close()
+
+
+def test_torch_distributed_may_have_ended_before(pool: Pool) -> None:
+    pool.run(closed_after_torch_distributed, ranks=2)
+
+
+def gathered_under_a_default_device() -> tuple[int, ...]:
+    transport = opened()
+    with torch.device("meta"):
+        return transport.gather_int("pipe", 5 + dist.get_rank())
+
+
+def test_a_default_device_changes_nothing(pool: Pool) -> None:
+    assert pool.run(gathered_under_a_default_device, ranks=2) == [(5, 6), (5, 6)]
+
+
+def test_where_nothing_is_connected_there_is_nothing_to_close() -> None:
+    LocalTransport().close()
+    run_strict(lambda rank: opened().close(), 2)
