@@ -62,8 +62,13 @@ class Victim(nn.Module):
 
 
 def autocast(m: Any, x: Tensor) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return m.a(x)  # here
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # here
+        return m.a(x)
+
+
+def autocast_off(m: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", enabled=False):  # here
+        return m.a(x)
 
 
 def no_grad(m: Any, x: Tensor) -> Any:
@@ -283,6 +288,7 @@ def hook_on_an_activation(m: Any, x: Tensor) -> Any:
 
 REFUSED = {
     autocast: "autocast is changed",
+    autocast_off: "autocast is changed",
     no_grad: "grad mode is changed",
     decorated: "grad mode is changed",
     grad_mode_left_off: "grad mode is changed",
@@ -395,7 +401,9 @@ def test_a_number_drawn_behind_the_last_operation_is_refused_and_undone() -> Non
 
 
 @pytest.mark.parametrize("mode", AMBIENT, ids=AMBIENT)
-@pytest.mark.parametrize("body", [no_grad, decorated, inference_mode, autocast], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [no_grad, decorated, inference_mode, autocast, autocast_off], ids=lambda body: body.__name__
+)
 def test_a_mode_that_forward_enters_is_refused_whatever_mode_the_capture_is_called_in(
     mode: str, body: Callable[..., Any]
 ) -> None:
@@ -681,8 +689,8 @@ def chunks(m: Any, x: Tensor) -> Any:
     return torch.cat([right, left], -1)
 
 
-def autocast_that_changes_nothing(m: Any, x: Tensor) -> Any:
-    with torch.autocast("cpu", enabled=False), torch.enable_grad():
+def grad_mode_that_changes_nothing(m: Any, x: Tensor) -> Any:
+    with torch.enable_grad():
         return m.a(x)
 
 
@@ -708,7 +716,7 @@ CAPTURED = [
     data_written_through_the_attribute,
     nested_containers,
     chunks,
-    autocast_that_changes_nothing,
+    grad_mode_that_changes_nothing,
     function_with_out,
 ]
 

@@ -55,6 +55,7 @@ class Guard:
                 self._state,
                 patched(nn.Module, "__setattr__", self._guarded_setattr()),
                 patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
+                patched(torch.autocast, "__enter__", _refuse_autocast),
             ):
                 yield
                 self.check()
@@ -157,6 +158,11 @@ def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _refuse_autocast(self: Any) -> None:
+    """Even where it changes nothing now: ``enabled=False`` means something under the autocast of a later call."""
+    raise refuse("autocast is changed inside forward, which a symbolic trace cannot record", _OUTSIDE)
+
+
 _OUTSIDE = "enter it around the call of forward_backward instead"
 _FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
 
@@ -177,14 +183,7 @@ def plain_modes() -> Iterator[None]:
 
 
 def _modes() -> dict[tuple[str, str], Any]:
-    autocast = [
-        (
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(),
-        )
-        for device in _devices()
-    ]
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _devices()]
     return {
         ("grad mode", _FREEZE): torch.is_grad_enabled(),
         ("inference mode", _FREEZE): torch.is_inference_mode_enabled(),
