@@ -95,8 +95,8 @@ class WireExchange:
     # sending
 
     def send(self, message: Message, value: Any) -> None:
-        meta, buffers = pack(value)
         known = self._known.get((self._kind, message))
+        meta, buffers = pack(value, known)
         if known is None:
             self._known[self._kind, message] = meta
             self._send_header(message, meta)

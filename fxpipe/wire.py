@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,17 +27,17 @@ class TensorMeta:
     shift: int = field(compare=False)
     """Bytes from a cache line's begin to its first element: matrix products depend on it, in their last bit."""
 
-    @property
+    @cached_property
     def stored(self) -> tuple[int, ...]:
         """The shape without the repetition of expanded dimensions."""
         return tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True))
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Elements of memory from the first one to the last one, gaps included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
-    @property
+    @cached_property
     def is_packed(self) -> bool:
         """Whether it travels without its gaps, which it may have only where no two elements share memory."""
         end = 1
@@ -46,7 +47,7 @@ class TensorMeta:
             end += step * (size - 1)
         return math.prod(self.stored) < self.span
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that travel."""
         if 0 in self.shape:
@@ -71,11 +72,15 @@ def _meta_of(tree: Any) -> Meta:
     return Meta(spec, tuple(leaves))
 
 
-def pack(value: Any) -> tuple[Meta, list[Tensor]]:
-    """(description, one flat uint8 tensor per tensor that is not empty); a tensor without gaps is not copied."""
+def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
+    """(description, one flat uint8 tensor per tensor that is not empty); a tensor without gaps is not copied.
+
+    ``known``: the description of an earlier value like this one, whose sizes need not be computed again.
+    """
     leaves, spec = pytree.tree_flatten(value)
+    before = known.leaves if known is not None and len(known.leaves) == len(leaves) else (None,) * len(leaves)
     metas, buffers = [], []
-    for leaf in leaves:
+    for leaf, earlier in zip(leaves, before, strict=True):
         if not isinstance(leaf, Tensor):
             metas.append(leaf)
             continue
@@ -88,6 +93,8 @@ def pack(value: Any) -> tuple[Meta, list[Tensor]]:
             tensor.device.type,
             int(tensor.storage_offset()) * tensor.itemsize % _LINE,
         )
+        if earlier == meta:
+            meta = earlier
         metas.append(meta)
         if meta.nbytes:
             buffers.append(_flat(tensor, meta))
