@@ -10,6 +10,13 @@ import torch
 from tests.pool import Pool
 
 torch.set_num_threads(1)  # thread counts change bits
+torch.manual_seed(0)  # for what test modules make when they are imported
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Every test draws the same numbers in every run, whichever others run before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
