@@ -394,9 +394,10 @@ def test_what_a_trace_would_get_wrong_is_refused_and_undone(body: Callable[..., 
 
 
 def test_a_number_drawn_behind_the_last_operation_is_refused_and_undone() -> None:
+    model = Victim(random_at_the_very_end)
     drawn = random_states()
     with pytest.raises(TraceError, match="random numbers are drawn"):
-        captured(Victim(random_at_the_very_end))
+        captured(model)
     assert random_states() == drawn
 
 
