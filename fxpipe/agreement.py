@@ -78,16 +78,12 @@ class Agreement:
         nothing = "" if given else "a step needs at least one micro-batch"
         return _Offer(training, split_evenly, modes, _layout(given), tuple(map(describe, given)), nothing), given
 
-    def exchange(self, offer: _Offer) -> tuple[tuple[int, ...], list[_Offer]]:
-        """A key for what all ranks offer, and the offers themselves where the key is new. A collective call."""
+    def settle(self, offer: _Offer) -> Agreed:
+        """The same decision on every rank, or an error on every rank. A collective call."""
         number = self._numbers.setdefault(offer, len(self._numbers))
         key = self._transport.gather_int("pipe", number)
-        return key, ([] if key in self._settled else self._transport.gather("pipe", offer))
-
-    def settle(self, key: tuple[int, ...], offers: Sequence[_Offer]) -> Agreed:
-        """The same decision on every rank, or an error on every rank. A collective call where the key is new."""
         if key not in self._settled:
-            self._settled[key] = self._decide(offers)
+            self._settled[key] = self._decide(self._transport.gather("pipe", offer))
         return self._settled[key]
 
     def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:

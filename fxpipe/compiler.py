@@ -25,7 +25,7 @@ from fxpipe.reduce import broadcast
 from fxpipe.schedule import Schedule
 from fxpipe.topology import Topology
 from fxpipe.trace import Request
-from fxpipe.transport import PeerLost, Transport
+from fxpipe.transport import Transport, failing_together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,27 +79,16 @@ def compile(
     notes = f"batch_dim={batch_dim}, loss_weight {'given' if loss_weight else 'not given'}"
     planner = Planner(model, ranks, schedule, placement, tracer, loss_fn, passes, notes)
     options = Options(count, batch_dim, loss_weight, loss_fn)
-    try:
-        pattern = partial(_first_pattern, planner, options, example_args, example_kwargs)
-        plan = plan_together(transport, ("pipe", "data"), lambda: planner.plan(pattern()))
+    with failing_together(transport, transport.abort):
+        example = partial(_first_pattern, planner, options, example_args, example_kwargs)
+        plan = plan_together(transport, ("pipe", "data"), lambda: planner.plan(example()))
         owners = ownership(plan.graph)
         if transport.pipe_rank is not None:
             transport.open(pairs(plan.instructions), list(owners.tied))
         device = _device(plan, owners, transport)
         module = _take_part(planner, plan, owners, transport)
         base_seed = _base_seed(transport)
-    except PeerLost as error:
-        lost = str(error)
-    except BaseException as error:
-        transport.abort(f"{type(error).__name__}: {error}")
-        raise
-    else:
-        return ForwardBackward(
-            planner, planner.plan(pattern()), topology, transport, module, owners, options, base_seed, device
-        )
-    reason = transport.explain(PeerLost(lost))
-    transport.abort(reason)
-    raise RunError(f"another rank failed: {reason}")
+    return ForwardBackward(planner, planner.first, topology, transport, module, owners, options, base_seed, device)
 
 
 def _check_options(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | None, batch_dim: BatchDim) -> None:

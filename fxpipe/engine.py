@@ -26,7 +26,7 @@ from fxpipe.run import Executor, Step
 from fxpipe.schedule import Schedule
 from fxpipe.seeds import seed_of
 from fxpipe.topology import Topology
-from fxpipe.transport import PeerLost, Transport
+from fxpipe.transport import Transport, failing_together
 
 
 class ForwardBackward:
@@ -211,9 +211,9 @@ class ForwardBackward:
         if self._failure is not None:
             raise RunError(f"an earlier step failed ({self._failure}); compile again")
         offer, given = self._agreement.offer(calls, split_evenly, training)
-        with self._failing_together(spare_refusals=self._transport.data_size == 1):
-            key, offers = self._agreement.exchange(offer)
-            agreed = self._agreement.settle(key, offers)
+        # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
+        with self._failing_together(*([FxpipeError] if self._transport.data_size == 1 else [])):
+            agreed = self._agreement.settle(offer)
         return agreed, self._agreement.batches(agreed, offer, given)
 
     @staticmethod
@@ -279,25 +279,8 @@ class ForwardBackward:
 
     # failing
 
-    @contextlib.contextmanager
-    def _failing_together(self, spare_refusals: bool = False) -> Iterator[None]:
-        """Whatever fails here fails on every rank: connections are closed, so that nobody waits for this one.
-
-        ``spare_refusals``: an FxpipeError is raised by all ranks alike, and nothing has been started: go on after it.
-        """
-        lost: PeerLost | None = None
-        try:
-            yield
-        except PeerLost as error:
-            lost = error.with_traceback(None)
-        except BaseException as error:
-            if not (spare_refusals and isinstance(error, FxpipeError)):
-                self._give_up(f"{type(error).__name__}: {error}")
-            raise
-        if lost is not None:  # outside of the handler, whose traceback would keep the connections open
-            reason = self._transport.explain(lost)
-            self._give_up(reason)
-            raise RunError(f"another rank failed: {reason}")
+    def _failing_together(self, *spare: type[BaseException]) -> contextlib.AbstractContextManager[None]:
+        return failing_together(self._transport, self._give_up, spare)
 
     def _give_up(self, reason: str) -> None:
         self._exchange.drop()

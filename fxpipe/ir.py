@@ -9,13 +9,16 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from tabulate import tabulate
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.callables import Backward, Forward
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.marker import boundary
+
+IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
+"""The names in ``operator`` behind ``x += y`` and its like: each writes its first argument, and returns it."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +317,6 @@ class StageGraph:
             arrivals = tuple(edge for edge in every if edge.target == place)
             leaving = tuple(edge for edge in every if edge.source == place)
             call = stages[name]
-            tensors = _tensors_of(call, name)
             built.append(
                 Stage(
                     index=place,
@@ -324,7 +326,7 @@ class StageGraph:
                     inputs=(*inputs.get(name, ()), *arrivals),
                     outputs=leaving,
                     returns_result=name == sinks[0],
-                    tensors=tensors,
+                    tensors=all_tensors(call, name) if isinstance(call, nn.Module) else {},
                     draws_random=True,
                 )
             )
@@ -338,22 +340,11 @@ class StageGraph:
         return StageGraph(tuple(built), names, module, origin="the user's callables").with_backward()
 
 
-def _tensors_of(call: Any, prefix: str) -> dict[str, Tensor]:
-    if not isinstance(call, nn.Module):
-        return {}
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in call.named_parameters(prefix, remove_duplicate=False):
-        tensors[name] = parameter
-    for name, tensor in call.named_buffers(prefix, remove_duplicate=False):
-        tensors[name] = tensor
-    return tensors
-
-
-def all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer, by every name that it bears."""
+def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Every parameter and buffer, by every name that it bears, each behind ``prefix``."""
     return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
+        **dict(module.named_parameters(prefix, remove_duplicate=False)),
+        **dict(module.named_buffers(prefix, remove_duplicate=False)),
     }
 
 
@@ -386,5 +377,5 @@ def _topological_order(names: Sequence[str], edges: Sequence[tuple[str, str]]) -
 
 def bytes_in(value: Any) -> int:
     """Bytes of all tensors in ``value``."""
-    leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = pytree.tree_leaves(value)
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))

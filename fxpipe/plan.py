@@ -83,18 +83,22 @@ class Planner:
 
     def __post_init__(self) -> None:
         self._plans: dict[Pattern, Plan] = {}
-        self._first: Plan | None = None
 
     @property
     def module(self) -> nn.Module:
         return self.model.module if isinstance(self.model, StageGraph) else self.model
 
+    @property
+    def first(self) -> Plan:
+        """The plan that was made first, whose stages all later ones must have."""
+        return next(iter(self._plans.values()))
+
     def plan(self, pattern: Pattern) -> Plan:
         """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none."""
         if pattern not in self._plans:
             plan = self._make(pattern)
-            self._first = self._first or plan
-            self._check_same_stages(plan)
+            if self._plans:
+                self._check_same_stages(plan)
             self._plans[pattern] = plan
         return self._plans[pattern]
 
@@ -127,7 +131,6 @@ class Planner:
             self.model = self.model.with_tensors_of_module()
         for pattern, plan in self._plans.items():
             self._plans[pattern] = dataclasses.replace(plan, graph=plan.graph.with_tensors_of_module())
-        self._first = next(iter(self._plans.values()))
 
     def _wanted(self, graph: StageGraph) -> Mapping[str, int] | None:
         if not isinstance(self.schedule, Schedule):
@@ -156,15 +159,14 @@ class Planner:
 
     def _check_same_stages(self, plan: Plan) -> None:
         """A later capture must leave every stage and every tensor where it is."""
-        assert self._first is not None
-        first, now = self._first.graph, plan.graph
+        first, now = self.first.graph, plan.graph
         if first.names != now.names or first.placement != now.placement:
             raise PartitionError(
                 f"this kind of batch gives the stages {list(now.names)} on ranks {list(now.placement)}, the first "
                 f"kind gave {list(first.names)} on {list(first.placement)}; a model must keep its stages. "
                 "Use example_args= of the kind that uses most of it"
             )
-        new = set(pairs(plan.instructions)) - set(pairs(self._first.instructions))
+        new = set(pairs(plan.instructions)) - set(pairs(self.first.instructions))
         if new:
             raise PartitionError(
                 f"this kind of batch sends between pipe ranks {sorted(new)}, which the first kind did not; compile "

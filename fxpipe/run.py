@@ -46,8 +46,7 @@ class Executor:
     bytes_of: dict[Edge, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._edges = self.graph.edges
-        self._index = {edge: place for place, edge in enumerate(self._edges)}
+        self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
         self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
         self._saved: dict[tuple[int, int], Saved] = {}
         self._skipped = False  # whether the last action was not run, and so took no message

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -75,6 +75,29 @@ class Transport(Protocol):
 
     def explain(self, lost: PeerLost) -> str:
         """Why a wait ended, in words: which rank failed, and how."""
+
+
+@contextlib.contextmanager
+def failing_together(
+    transport: Transport, give_up: Callable[[str], None], spare: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
+    """What fails inside fails on every rank: ``give_up(reason)`` aborts, so that nobody waits for this one.
+
+    ``spare``: errors that all ranks raise alike, with nothing started: one can go on after them.
+    """
+    lost: PeerLost | None = None
+    try:
+        yield
+    except PeerLost as error:
+        lost = error.with_traceback(None)
+    except BaseException as error:
+        if not isinstance(error, spare):
+            give_up(f"{type(error).__name__}: {error}")
+        raise
+    if lost is not None:  # outside of the handler, whose traceback would keep the connections open
+        reason = transport.explain(lost)
+        give_up(reason)
+        raise RunError(f"another rank failed: {reason}")
 
 
 class LocalTransport:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.callables import setitem
-from fxpipe.ir import Program, is_boundary, is_boundary_value
+from fxpipe.ir import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value
 
-_IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
-_IN_PLACE_OPERATORS: frozenset[Any] = frozenset(getattr(operator, name) for name in _IN_PLACE_NAMES) | frozenset(
-    f"__{name}__" for name in _IN_PLACE_NAMES
+_IN_PLACE_OPERATORS: frozenset[Any] = frozenset(getattr(operator, name) for name in IN_PLACE_NAMES) | frozenset(
+    f"__{name}__" for name in IN_PLACE_NAMES
 )
 _ITEM_WRITES: frozenset[Any] = frozenset({operator.setitem, setitem, "__setitem__"})
 _NUMBER_METHODS = frozenset("size dim numel nelement ndimension stride element_size is_contiguous get_device".split())

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxpipe.callables import handoff, private
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Edge, Program, Stage, StageGraph, is_boundary_value, is_compute, made_by
+from fxpipe.ir import Edge, Program, Stage, StageGraph, all_tensors, is_boundary_value, is_compute, made_by
 from fxpipe.passes.effects import is_number, is_random
 
 _Use = tuple[int, int]
@@ -215,10 +215,7 @@ class _Builder:
             if node.op == "get_attr":
                 found[str(node.target)] = self.plan.program.attribute(str(node.target))
             elif node.op == "call_module":
-                module = self.plan.program.attribute(str(node.target))
-                prefix = str(node.target)
-                found |= dict(module.named_parameters(prefix, remove_duplicate=False))
-                found |= dict(module.named_buffers(prefix, remove_duplicate=False))
+                found |= all_tensors(self.plan.program.attribute(str(node.target)), str(node.target))
         return found
 
     def graph_module(self) -> fx.GraphModule:

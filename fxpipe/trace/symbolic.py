@@ -14,7 +14,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.ir import Program, is_boundary
+from fxpipe.ir import IN_PLACE_NAMES, Program, is_boundary
 from fxpipe.marker import boundary, recording, stage_boundary
 from fxpipe.trace.guard import Guard, patched, plain_modes, refuse
 from fxpipe.trace.request import Request
@@ -100,7 +100,7 @@ def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Writes, Any], A
     return method
 
 
-for _name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split():
+for _name in IN_PLACE_NAMES:
     setattr(_Writes, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
