@@ -7,11 +7,12 @@ A transport moves bytes and agrees on small objects; it knows nothing of stages.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -182,6 +183,7 @@ class DistributedTransport:
         self._hosts: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
         for scope, groups in coordinate.items():
             self._new_scope(scope, groups)
+        _open.add(self)
         self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{_next_number()}", _default_store())
 
     def _new_scope(self, scope: str | tuple[int, ...], groups: Sequence[Sequence[int]]) -> None:
@@ -295,6 +297,16 @@ def _together(call: Any, *args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
     except RuntimeError as error:
         raise PeerLost(str(error)) from None
+
+
+_open: WeakSet[DistributedTransport] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Lets go of every process group while Python still runs."""
+    for transport in list(_open):
+        transport.close()
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()

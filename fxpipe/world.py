@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -226,6 +227,13 @@ def _join(place: Place, device: torch.device) -> None:
             f"{error}; check that all of them were started, and that MASTER_ADDR and MASTER_PORT (or SLURM's "
             "node list and job id, which stand in for them) name a free port on the host of rank 0"
         ) from error
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Ends what ``init`` started, while Python still runs: the interpreter's own end can abort on gloo's threads."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _current_device(kind: str) -> torch.device:
