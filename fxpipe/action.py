@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
 
@@ -17,9 +17,10 @@ class Op(enum.Enum):
     I = "I"  # noqa: E741
     W = "W"
 
+    __hash__ = object.__hash__  # a member is one object; Enum's own hash is Python code, and tables hash it a lot
 
-@dataclass(frozen=True)
-class Action:
+
+class Action(NamedTuple):
     """``Action(2, Op.F, 0)`` prints as ``2F0``: stage 2, forward, micro-batch 0."""
 
     stage: int
@@ -32,7 +33,7 @@ class Action:
     @staticmethod
     def parse(text: str) -> Action:
         """The action that prints as ``text``; ScheduleError where none does."""
-        match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text.strip())
+        match = re.fullmatch(r"([0-9]{1,18})([FBIW])([0-9]{1,18})", text.strip())
         if match is None:
             raise ScheduleError(f"{text!r} is no action; write <stage><F, B, I or W><micro-batch>, as in 2F0")
         return Action(int(match[1]), Op(match[2]), int(match[3]))

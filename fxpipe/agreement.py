@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Agreed:
     """What all ranks of a pipe group know alike of a call. ``kind`` numbers the kinds of batch seen so far."""
 
     kind: int
+    pattern: Pattern
     plan: Plan
     sizes: tuple[int, ...]
     """Rows of each micro-batch."""
@@ -85,6 +87,11 @@ class Agreement:
         if key not in self._settled:
             self._settled[key] = self._decide(self._transport.gather("pipe", offer))
         return self._settled[key]
+
+    def replan(self) -> None:
+        """Takes up the planner's new plans for the kinds of batch that are settled."""
+        for key, agreed in self._settled.items():
+            self._settled[key] = dataclasses.replace(agreed, plan=self._planner.plan(agreed.pattern))
 
     def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This rank's inputs per micro-batch."""
@@ -135,7 +142,7 @@ class Agreement:
         plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, patterns[0]))
         self._check_required(plan, offers)
         has_loss = patterns[0].with_loss or self._options.loss_fn is None
-        return Agreed(len(self._settled), plan, sizes, has_loss)
+        return Agreed(len(self._settled), patterns[0], plan, sizes, has_loss)
 
     def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
         counts = [row_count(description, self._options.batch_dim) for description in merged]

@@ -23,6 +23,7 @@ from fxpipe.pipeline import Pass
 from fxpipe.plan import Pattern, Plan, Planner
 from fxpipe.reduce import broadcast
 from fxpipe.schedule import Schedule
+from fxpipe.schedules import Family
 from fxpipe.topology import Topology
 from fxpipe.trace import Request
 from fxpipe.transport import Transport, failing_together
@@ -38,7 +39,7 @@ def compile(
     loss_fn: Callable[..., Any] | None = None,
     microbatches: int | None = None,
     batch_dim: BatchDim = 0,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | Family | Schedule = "1f1b",
     placement: Mapping[str, int] | None = None,
     tracer: str = "auto",
     example_args: Sequence[Any] | None = None,
@@ -57,7 +58,7 @@ def compile(
         microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
         batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension or
             None (given whole; 0 for inputs not in it).
-        schedule: a name out of ``fxpipe.SCHEDULES``, or a ``Schedule``.
+        schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
         placement: stage name → pipe rank; None: topological order, balanced by parameters.
         tracer: a name out of ``fxpipe.TRACERS``.
         example_args, example_kwargs: one batch as it will be passed in calls. Without it the capture takes the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,16 +19,22 @@ class EdgeLike(Protocol):
     def target(self) -> int: ...
 
 
+Half = tuple[int, int]
+"""(stage, micro-batch) whose backward is split into I and W."""
+
+
 @dataclass(frozen=True)
 class Dependencies:
-    """``sources``: the stages whose forward a stage's forward needs. ``targets``: the same for backward."""
+    """``sources``: the stages whose forward a stage's forward needs. ``targets``: the same for backward.
+    ``halves``: the backwards that a table has as I and W; a gradient comes from the I there, else from the B."""
 
     sources: Mapping[int, tuple[int, ...]]
     targets: Mapping[int, tuple[int, ...]]
+    halves: Collection[Half] = ()
 
     @staticmethod
-    def of(edges: Sequence[EdgeLike], backward: Sequence[bool]) -> Dependencies:
-        """The dependencies along ``edges``; ``backward``: whether each stage has one."""
+    def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
+        """The dependencies along ``edges``; ``backward``: whether each stage has one. ``rows``: the table."""
         sources: dict[int, dict[int, None]] = {}
         targets: dict[int, dict[int, None]] = {}
         for edge in edges:
@@ -38,17 +44,22 @@ class Dependencies:
         return Dependencies(
             {stage: tuple(others) for stage, others in sources.items()},
             {stage: tuple(others) for stage, others in targets.items()},
+            frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is Op.I),
         )
 
     def before(self, action: Action) -> list[Action]:
         """The actions that must have run before this one."""
-        stage, microbatch = action.stage, action.microbatch
-        if action.op is Op.F:
+        stage, op, microbatch = action
+        if op is Op.F:
             return [Action(source, Op.F, microbatch) for source in self.sources.get(stage, ())]
-        if action.op is Op.W:
+        if op is Op.W:
             return [Action(stage, Op.I, microbatch)]
-        after = [Action(target, action.op, microbatch) for target in self.targets.get(stage, ())]
-        return [Action(stage, Op.F, microbatch), *after]
+        own = Action(stage, Op.F, microbatch)
+        return [own, *[self.gradient(target, microbatch) for target in self.targets.get(stage, ())]]
+
+    def gradient(self, stage: int, microbatch: int) -> Action:
+        """The action that makes the gradients of a stage's inputs."""
+        return Action(stage, Op.I if (stage, microbatch) in self.halves else Op.B, microbatch)
 
 
 class Cell(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,20 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.agreement import Agreed, Agreement, Call, Options
+from fxpipe.agreement import Agreed, Agreement, Call, Options, plan_together
 from fxpipe.batch import join
 from fxpipe.checkpoint import full_state_dict, load_into
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.ir import StageGraph
-from fxpipe.lower import is_forward
+from fxpipe.lower import Reduce, is_forward
+from fxpipe.measure import Recording, clock_offset, mean_costs, timeline_of
 from fxpipe.outcome import Outcome, conclude
 from fxpipe.ownership import Ownership, RankModule
 from fxpipe.plan import Plan, Planner
 from fxpipe.reduce import sum_gradients
 from fxpipe.run import Executor, Step
 from fxpipe.schedule import Schedule
+from fxpipe.schedules import Family, with_costs
 from fxpipe.seeds import seed_of
+from fxpipe.stopwatch import Stopwatch, clock_of
+from fxpipe.timeline import Timeline
 from fxpipe.topology import Topology
 from fxpipe.transport import Transport, failing_together
 
@@ -60,6 +65,8 @@ class ForwardBackward:
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
         self._failure: str | None = None
         self._device = device
+        self._records = False
+        self._recording: Recording | None = None
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, self._device)
 
     # what it is
@@ -170,9 +177,11 @@ class ForwardBackward:
                     known,
                 )
                 self._outcomes[agreed.kind], self._is_sum = outcome, outcome.is_sum
-                self._reduce(outcome.factor)
+                self._reduce(agreed.plan, outcome.factor)
             if known is None:
                 self._learn_bytes(executors)
+            if self._records:
+                self._recording = Recording(agreed.plan.schedule, [e.stopwatch for e in executors])
             self._step += 1
             self.metrics = dict(outcome.metrics)
             return outcome.loss
@@ -204,7 +213,8 @@ class ForwardBackward:
         return executors
 
     def _executor(self, plan: Plan, rank: int, step: Step) -> Executor:
-        return Executor(plan.graph, rank, self._exchange, self._device, step)
+        clock = clock_of(self._device) if self._records else None
+        return Executor(plan.graph, rank, self._exchange, self._device, step, Stopwatch(clock))
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
@@ -221,6 +231,58 @@ class ForwardBackward:
         total = sum(weights)
         return tuple(weight / total if total else 0.0 for weight in weights)
 
+    # what ran
+
+    def record_timeline(self, on: bool = True) -> None:
+        """Whether the steps from now on are timed, for ``timeline()``; off by default. The same on every rank."""
+        self._records = on
+
+    def timeline(self) -> Timeline:
+        """When each action of the last recorded step ran, in seconds. A collective call of a pipe group.
+
+        The same kind of object as ``schedule.simulate()`` gives: print it, draw it, or ``fxpipe.compare`` it with a
+        plan. A GPU's work is timed with events, and this call waits for them. RunError where no step was recorded.
+        """
+        with self._failing_together(FxpipeError):
+            recording = self._last_recording("pipe")
+            mine = recording.laps(clock_offset(self._transport))
+            return timeline_of(recording.schedule, itertools.chain(*self._transport.gather("pipe", mine)))
+
+    def reschedule(
+        self,
+        schedule: str | Family = "greedy",
+        in_flight: int | Sequence[int] | None = None,
+        memory: float | Sequence[float] | None = None,
+    ) -> Schedule:
+        """Rebuilds the table from the costs measured in the last recorded step, for the steps that follow.
+
+        A collective call of all ranks, between two steps. The costs are each stage's medians and the latency of a hop,
+        over replicas their mean. ``in_flight`` and ``memory`` are limits as in ``fxpipe.schedules.build``; without any
+        the present table stays where the new one would be no faster. RunError where no step was recorded, ScheduleError
+        where there is no such table; then nothing has changed.
+        """
+        with self._failing_together(FxpipeError):
+            self._last_recording("pipe", "data")
+            costs = mean_costs(self._transport.gather("data", self.timeline().costs))
+            limited = in_flight is not None or memory is not None
+            before, planned = self._planner.schedule, self.schedule.simulate(costs).makespan
+            self._planner.reschedule(with_costs(schedule, costs, in_flight, memory))
+            if not limited and planned <= self._planner.first.schedule.simulate(costs).makespan:
+                self._planner.reschedule(before)
+            plan = plan_together(self._transport, ("pipe", "data"), lambda: self._planner.first)
+        self._plan = dataclasses.replace(plan, graph=self.stages)
+        self._agreement.replan()
+        return self.schedule
+
+    def _last_recording(self, *scopes: str) -> Recording:
+        """What was recorded, or an error on all ranks of these groups alike."""
+        missing = self._recording is None
+        for scope in scopes:
+            missing = any(self._transport.gather(scope, missing))
+        if missing or self._recording is None:
+            raise RunError("no step was recorded; call record_timeline() before the step, on every rank")
+        return self._recording
+
     # gradients
 
     @contextlib.contextmanager
@@ -235,7 +297,7 @@ class ForwardBackward:
             for parameter, gradient in earlier:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    def _reduce(self, factor: Tensor | None) -> None:
+    def _reduce(self, plan: Plan, factor: Tensor | None) -> None:
         """Scales this step's gradients and sums them over the data axis, and over the owners of tied parameters."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if factor is not None:
@@ -244,12 +306,14 @@ class ForwardBackward:
                     parameter.grad.mul_(factor)
         if self._transport.data_size > 1:
             sum_gradients(parameters, self._transport, "data")
-        if self._transport.pipe_rank is not None:
+        rank = self._transport.pipe_rank
+        if rank is not None:
             by_name = dict(self.module.named_parameters(remove_duplicate=False))
-            for owners, names in self._owners.tied.items():
-                if self._transport.pipe_rank in owners:
+            for step in plan.instructions[rank]:
+                if isinstance(step, Reduce):
+                    names = self._owners.tied[step.ranks]
                     tied = [by_name[name] for name in names if name in by_name and by_name[name].requires_grad]
-                    sum_gradients(tied, self._transport, owners)
+                    sum_gradients(tied, self._transport, step.ranks)
 
     def _learn_bytes(self, executors: list[Executor]) -> None:
         """After the first step with a kind of batch: what each edge carries, from all ranks."""

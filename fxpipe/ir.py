@@ -215,6 +215,16 @@ class StageGraph:
         return tuple(sorted({(edge.source, edge.target) for edge in self.edges}))
 
     @property
+    def tied(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of stages that train the same parameter, each group once, sorted."""
+        users: dict[int, dict[int, None]] = {}
+        for stage in self.stages:
+            for parameter in stage.parameters.values():
+                if parameter.requires_grad:
+                    users.setdefault(id(parameter), {})[stage.index] = None
+        return tuple(sorted({tuple(stages) for stages in users.values() if len(stages) > 1}))
+
+    @property
     def output_stage(self) -> int:
         return next(stage.index for stage in self.stages if stage.returns_result)
 

@@ -1,4 +1,4 @@
-"""Lower: rows of actions → each rank's instructions, with its sends and receives put in.
+"""Lower: rows of actions → each rank's instructions, with its sends, receives and reductions put in.
 
 A message is one value of one micro-batch on its way from a stage to another on a different rank: an activation after
 a forward, or a gradient, the other way, after a backward. Messages from one rank to another travel in the order in
@@ -11,14 +11,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fxpipe.action import Action, Op
 from fxpipe.dependency import EdgeLike
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """Value ``edge`` (an index into the stage graph's edges) of a micro-batch; its gradient where ``op`` is B."""
 
     edge: int
@@ -32,35 +31,45 @@ class Message:
         return f"{kind} {self.edge} of micro-batch {self.microbatch} from rank {self.sender} to rank {self.receiver}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Receive:
     """Post the receive; do not wait for it."""
 
     message: Message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Compute:
     """Wait for what the action needs, then compute it."""
 
     action: Action
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Send:
     """Start the send; do not wait for it."""
 
     message: Message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Release:
     """The receiver is known to have this message: free its buffer. Waiting for the send returns at once here."""
 
     message: Message
 
 
-Instruction = Receive | Compute | Send | Release
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum over these ranks the gradients of the parameters that stages on each of them use. Behind all actions."""
+
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"reduction over ranks {', '.join(map(str, self.ranks))}"
+
+
+Instruction = Receive | Compute | Send | Release | Reduce
 Rows = Sequence[Sequence[Action]]
 
 
@@ -69,10 +78,12 @@ def lower(
     edges: Sequence[EdgeLike],
     placement: Sequence[int],
     backward: Sequence[bool],
+    tied: Sequence[Sequence[int]] = (),
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Each rank's instructions.
 
-    ``placement``: the rank of each stage. ``backward``: whether each stage has one. A receive is posted one action
+    ``placement``: the rank of each stage. ``backward``: whether each stage has one. ``tied``: groups of stages that
+    share a parameter. A receive is posted one action
     ahead of the action that needs it, or earlier: never later than a receive behind it in the sender's order, since
     messages between two ranks arrive in that order.
     """
@@ -84,6 +95,7 @@ def lower(
     for message in sent_at:
         arriving[message.receiver].append(message)
         leaving[message.sender].append(message)
+    groups = sorted({tuple(sorted({placement[stage] for stage in stages})) for stages in tied})
     lowered = []
     for rank, row in enumerate(rows):
         posts = _posts(arriving[rank], used_at, len(row))
@@ -95,6 +107,7 @@ def lower(
             instructions += [Release(message) for message in releases.get(place, ())]
             instructions += [Send(message) for message in sent[rank][place]]
         instructions += [Receive(message) for message in posts.get(len(row), ())]
+        instructions += [Reduce(ranks) for ranks in groups if rank in ranks and len(ranks) > 1]
         lowered.append(tuple(instructions))
     return tuple(lowered)
 
@@ -197,4 +210,4 @@ def is_forward(instruction: Instruction) -> bool:
     """Whether an instruction has a part in a forward-only run, where no gradient tells that a send was received."""
     if isinstance(instruction, Compute):
         return instruction.action.op is Op.F
-    return not isinstance(instruction, Release) and instruction.message.op is Op.F
+    return isinstance(instruction, Receive | Send) and instruction.message.op is Op.F

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
+from fxpipe.action import Op
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.ir import StageGraph
 from fxpipe.lower import Instruction, lower, pairs
 from fxpipe.pipeline import Pass, chain
 from fxpipe.placement import place
 from fxpipe.schedule import Schedule
-from fxpipe.schedules import build
+from fxpipe.schedules import Family, build
 from fxpipe.trace import Request, capture
 from fxpipe.verify import Step, execution_order
 
@@ -54,8 +55,13 @@ class Plan:
     instructions: tuple[tuple[Instruction, ...], ...]
     order: tuple[Step, ...]
     """All ranks' instructions in one order that a single process can run."""
-    description: str
-    """What must be equal on all ranks, in words; ``digest`` is its hash."""
+    program: str
+    """What was compiled, in words: the program and compile's options."""
+
+    @property
+    def description(self) -> str:
+        """What must be equal on all ranks, in words; ``digest`` is its hash."""
+        return "\n".join([self.program, *(" ".join(map(str, row)) for row in self.schedule.rows)])
 
     @property
     def output_rank(self) -> int:
@@ -73,7 +79,7 @@ class Planner:
 
     model: nn.Module | StageGraph
     ranks: int
-    schedule: str | Schedule
+    schedule: str | Family | Schedule
     placement: Mapping[str, int] | None
     tracer: str
     loss_fn: Callable[..., Any] | None
@@ -104,14 +110,20 @@ class Planner:
 
     def _make(self, pattern: Pattern) -> Plan:
         graph, text = self._stage_graph(pattern)
-        placement = place(graph, self.ranks, self._wanted(graph))
-        graph = dataclasses.replace(graph, placement=placement)
-        backward = [stage.has_backward for stage in graph]
-        schedule = self._schedule(graph, pattern)
-        instructions = lower(schedule.rows, graph.edges, placement, backward)
-        order = execution_order(instructions, graph.edges, backward)
-        description = f"{text}\n{schedule}\n{self.notes}"
-        return Plan(graph, schedule, instructions, tuple(order), description)
+        graph = dataclasses.replace(graph, placement=place(graph, self.ranks, self._wanted(graph)))
+        return _scheduled(graph, self._schedule(graph, pattern), f"{text}\n{self.notes}")
+
+    def reschedule(self, schedule: str | Family | Schedule) -> None:
+        """Gives every plan another table. ScheduleError where one has none; then all keep theirs."""
+        before, self.schedule = self.schedule, schedule
+        try:
+            self._plans = {
+                pattern: _scheduled(plan.graph, self._schedule(plan.graph, pattern), plan.program)
+                for pattern, plan in self._plans.items()
+            }
+        except ScheduleError:
+            self.schedule = before
+            raise
 
     def _stage_graph(self, pattern: Pattern) -> tuple[StageGraph, str]:
         if isinstance(self.model, StageGraph):
@@ -143,16 +155,23 @@ class Planner:
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
-        if isinstance(self.schedule, str) or not pattern.training:
-            name = self.schedule if isinstance(self.schedule, str) else "1f1b"
-            return build(name, graph.stage_edges, microbatches, graph.placement, len(graph), backward, graph.names)
+        if not isinstance(self.schedule, Schedule) or not pattern.training:
+            return build(
+                "1f1b" if isinstance(self.schedule, Schedule) else self.schedule,
+                graph.stage_edges,
+                microbatches,
+                graph.placement,
+                backward=backward,
+                names=graph.names,
+                tied=graph.tied,
+            )
         if self.schedule.microbatches != microbatches:
             raise ScheduleError(
                 f"the schedule is for {self.schedule.microbatches} micro-batches, the batch has {microbatches}; "
                 f"pass microbatches={self.schedule.microbatches}"
             )
         schedule = dataclasses.replace(
-            self.schedule, edges=graph.stage_edges, backward=backward, stage_names=graph.names
+            self.schedule, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=graph.tied
         )
         schedule.verify()
         return schedule
@@ -179,6 +198,19 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _scheduled(graph: StageGraph, schedule: Schedule, program: str) -> Plan:
+    """The plan that runs this table."""
+    cell = next((action for row in schedule.rows for action in row if action.op in (Op.I, Op.W)), None)
+    if cell is not None:
+        raise ScheduleError(
+            f"{schedule.name} has backwards in two halves ({cell}); such tables can be planned, simulated and drawn, "
+            'but not run yet. Write schedule="1f1b", or B in place of I and W'
+        )
+    instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
+    order = execution_order(instructions, graph.edges, schedule.backward)
+    return Plan(graph, schedule, instructions, tuple(order), program)
 
 
 def _fingerprint(tensor: Tensor) -> str:

@@ -18,6 +18,7 @@ from fxpipe.ir import Edge, Stage, StageGraph, bytes_in
 from fxpipe.loss import StepLoss, read_loss
 from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send
 from fxpipe.seeds import seeded
+from fxpipe.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Executor:
     exchange: Exchange
     device: torch.device
     step: Step
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
@@ -67,19 +69,21 @@ class Executor:
             case Send(message) if self._runs(message.op, message.microbatch):
                 self.exchange.send(message, self._values.pop((message.edge, message.op, message.microbatch)))
             case _:
-                pass  # a message about a micro-batch without weight
+                pass  # a message about a micro-batch without weight, or a reduction, for which the step must be over
 
     def _runs(self, op: Op, microbatch: int) -> bool:
         return op is Op.F or self.step.shares[microbatch] != 0
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = self.graph[action.stage], action.microbatch
+        self.stopwatch.mark(action)
         inputs = [
             self.step.batches[microbatch][entry]
             if isinstance(entry, str)
             else self._take(entry, Op.F, microbatch, self.graph.placement[entry.source])
             for entry in stage.inputs
         ]
+        self.stopwatch.mark(action)
         random = (
             seeded(self.step.seed(stage.index, microbatch), self.device)
             if stage.draws_random
@@ -89,6 +93,7 @@ class Executor:
             outputs, saved = stage.forward(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
+        self.stopwatch.mark(action)
         if self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
             self._saved[stage.index, microbatch] = saved
         for edge, value in zip(stage.outputs, outputs, strict=False):  # the result is no edge's
@@ -107,10 +112,13 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.graph[action.stage], action.microbatch
+        self.stopwatch.mark(action)
         gradients = [
             self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs
         ] + [True] * stage.returns_result
+        self.stopwatch.mark(action)
         returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
+        self.stopwatch.mark(action)
         for entry, gradient in zip(stage.inputs, returned, strict=True):
             if isinstance(entry, Edge) and self.graph[entry.source].has_backward:
                 self._values[self._index[entry], Op.B, microbatch] = gradient

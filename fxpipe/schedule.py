@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
+from fxpipe import csv_file
 from fxpipe.action import Action
+from fxpipe.costs import Cost, Costs
 from fxpipe.dependency import Dependencies
 from fxpipe.errors import ScheduleError
 from fxpipe.lower import Instruction, lower
 from fxpipe.show import table
-from fxpipe.simulate import Simulation, simulate
+from fxpipe.simulate import simulate
+from fxpipe.timeline import Timeline
 from fxpipe.verify import verify
 
 Row = tuple[Action, ...]
@@ -30,6 +35,8 @@ class Schedule:
     """Rows of actions, one per pipe rank, and the stage graph that they are for.
 
     ``edges``: pairs of stages. ``placement``: the rank of each stage. ``backward``: whether each stage has one.
+    ``tied``: groups of stages that share a parameter, whose gradients are summed over their ranks at the end.
+    ``costs``: what it was built for, where that is known; the figures below the printed table are at these.
     ``str()`` is the table: a row per rank, a column per step, then bubble, makespan and peak in flight.
     ScheduleError where these do not fit each other; what the rows do is for ``verify`` to say.
     """
@@ -41,6 +48,8 @@ class Schedule:
     microbatches: int
     name: str = "custom"
     stage_names: tuple[str, ...] = ()
+    tied: tuple[tuple[int, ...], ...] = ()
+    costs: Costs | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.placement)
@@ -50,9 +59,45 @@ class Schedule:
         for source, target in self.edges:
             if not (0 <= source < stages and 0 <= target < stages):
                 raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{stages - 1}")
+        for stage in (stage for group in self.tied for stage in group):
+            if not 0 <= stage < stages:
+                raise ScheduleError(f"tied names stage {stage}, which is outside of 0..{stages - 1}")
+        stranger = next((cell for row in self.rows for cell in row if not isinstance(cell, Action)), None)
+        if stranger is not None:
+            raise ScheduleError(f"{stranger!r} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < len(self.rows):
                 raise ScheduleError(f"stage {stage} is placed on rank {rank}, but there are {len(self.rows)} rows")
+
+    @staticmethod
+    def from_csv(path: csv_file.StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
+        """Reads a table in the cells that torch.distributed.pipelining reads and writes: a line per rank, ``0F3,2B1``.
+
+        ``edges``: pairs of stages; None: a chain in the order of their numbers. ``fxpipe.compile`` puts the model's
+        own in their place. A stage is on the rank that has most of its actions, and has a backward where the table
+        has a B, I or W of it. Files with sends and receives, and torch's UNSHARD, RESHARD and REDUCE_GRAD, are read
+        too: such a cell is checked and then dropped, for fxpipe lowers anew, so that messages and reductions follow
+        from the rows. An OVERLAP_F_B is read as its actions in order.
+
+        ScheduleError, with line, cell (both count from 1) and its text, where the file is malformed; what is wrong
+        with its table is for ``verify`` to say. OSError where it cannot be read.
+        """
+        table = csv_file.read(path)
+        links = csv_file.edges_or_chain(edges, len(table.placement))
+        name = Path(path).stem
+        return Schedule(table.rows, links, table.placement, table.backward, table.microbatches, name)
+
+    def to_csv(self, path: csv_file.StrPath, communication: bool = False) -> None:
+        """Writes the table for ``from_csv``, or for torch.distributed.pipelining: a line per rank.
+
+        Aligned by step, with an empty cell where a rank idles; or, with ``communication``, with a cell for every
+        message, ``0SEND_F3`` on the rank that sends and ``1RECV_F3`` on the one that receives, in an order in which
+        a receive may be waited for. Which stages share a parameter (``tied``) is in neither. ScheduleError where
+        a table that is to be written with communication does not verify; OSError where the file cannot be written.
+        """
+        if communication:
+            self.verify()
+        csv_file.write(self, path, communication)
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -60,26 +105,50 @@ class Schedule:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        return Dependencies.of(self.links, self.backward)
+        return Dependencies.of(self.links, self.backward, self.rows)
 
     @cached_property
     def instructions(self) -> tuple[tuple[Instruction, ...], ...]:
         """Each rank's instructions, with one message per edge of the stage graph."""
-        return lower(self.rows, self.links, self.placement, self.backward)
+        return lower(self.rows, self.links, self.placement, self.backward, self.tied)
 
     def verify(self) -> None:
         """ScheduleError if an action is missing or repeated, a dependency is broken, or the ranks would hang."""
+        _ = self._verified
+
+    @cached_property
+    def _verified(self) -> None:
+        """A table cannot change, so that it need be verified only once."""
         verify(self)
 
     def simulate(
         self,
-        forward: float | Sequence[float] = 1,
-        backward: float | Sequence[float] = 2,
-        weight: float | Sequence[float] | None = None,
+        forward: Cost | Costs = 1,
+        backward: Cost = 2,
+        weight: Cost | None = None,
         comm: float = 0,
-    ) -> Simulation:
-        """When each action would run. Costs are one number, or one per stage; ``comm`` is the latency of a hop."""
-        return simulate(self, forward, backward, weight, comm)
+        activation_bytes: Cost | None = None,
+    ) -> Timeline:
+        """When each action would run, at these costs: one number each, or one per stage; or all of them as ``Costs``.
+
+        ``weight``: the part of ``backward`` that an action W does, half of it by default. ``comm``: the latency of a
+        hop between ranks. ``activation_bytes``: what a stage holds per micro-batch in flight.
+        """
+        if not isinstance(forward, Costs):
+            forward = Costs.of(len(self.placement), forward, backward, weight, comm, activation_bytes)
+        return simulate(self, forward)
+
+    def to_svg(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
+        """Writes the picture of the plan; see ``Timeline.to_svg``."""
+        self.simulate(costs or 1).to_svg(path)
+
+    def to_html(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
+        """Writes the plan as a page; see ``Timeline.to_html``."""
+        self.simulate(costs or 1).to_html(path)
+
+    def to_trace(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
+        """Writes the plan as a trace; see ``Timeline.to_trace``."""
+        self.simulate(costs or 1).to_trace(path)
 
     def __str__(self) -> str:
         return table(self)

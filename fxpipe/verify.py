@@ -2,20 +2,21 @@
 
 The model: each directed pair of ranks has one first-in-first-out queue. A send is started and not waited for, but
 holds its place in the queue until its receive has been posted (rendezvous). A compute waits for what it needs. NCCL
-behaves so; a table that passes here cannot hang there, nor on a backend that buffers.
+behaves so; a table that passes here cannot hang there, nor on a backend that buffers. A reduction ends when all of
+its ranks have come to it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from fxpipe.action import Action, Op
+from fxpipe.collector import paused
 from fxpipe.dependency import Dependencies, EdgeLike
 from fxpipe.errors import ScheduleError
-from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send, user_of
+from fxpipe.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, user_of
 from fxpipe.show import grid
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ Step = tuple[int, Instruction]
 """(rank, what it does)."""
 
 
+@paused()
 def verify(schedule: Schedule) -> None:
     """ScheduleError, with the table and the failing cells marked, unless every rank gets to the end of its row."""
     _check_cells(schedule)
     _check_complete(schedule)
     machine = Machine(schedule.instructions, schedule.links, schedule.backward)
-    machine.run()
+    for _ in machine.run():
+        pass
     stuck = machine.stuck()
     if stuck:
         cells = [action for halt in stuck for action in halt.cells]
@@ -45,45 +48,63 @@ def execution_order(
 ) -> list[Step]:
     """All ranks' instructions in one order in which a single process can run them."""
     machine = Machine(instructions, edges, backward)
-    machine.run()
+    order = list(machine.run())
     stuck = machine.stuck()
     if stuck:
         raise ScheduleError("the table comes to a halt: " + "; ".join(halt.reason for halt in stuck))
-    return machine.order
+    return order
 
 
 def _check_cells(schedule: Schedule) -> None:
     """Every action is of a stage and a micro-batch that exist, on the stage's own rank, and there once."""
-    found = Counter(action for row in schedule.rows for action in row)
-    last = schedule.microbatches - 1
+    stages, last = len(schedule.placement), schedule.microbatches - 1
+    found: set[Action] = set()
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            if not 0 <= action.stage < len(schedule.placement):
-                _fail(schedule, [action], f"{action} is of a stage outside of 0..{len(schedule.placement) - 1}")
-            if not 0 <= action.microbatch <= last:
+            stage, _, microbatch = action
+            if not 0 <= stage < stages:
+                _fail(schedule, [action], f"{action} is of a stage outside of 0..{stages - 1}")
+            if not 0 <= microbatch <= last:
                 _fail(schedule, [action], f"{action} is of a micro-batch outside of 0..{last}")
-            home = schedule.placement[action.stage]
-            if home != rank:
+            if schedule.placement[stage] != rank:
+                home = schedule.placement[stage]
                 _fail(schedule, [action], f"{action} stands on rank {rank}, but its stage is on rank {home}")
-            if found[action] > 1:
-                _fail(schedule, [action], f"{action} stands {found[action]} times in the table")
+            if action in found:
+                times = sum(row.count(action) for row in schedule.rows)
+                _fail(schedule, [action], f"{action} stands {times} times in the table")
+            found.add(action)
 
 
 def _check_complete(schedule: Schedule) -> None:
     """Every F is there, and B (or I and W) for each stage that has a backward, and for no other."""
-    found = {action for row in schedule.rows for action in row}
+    found: dict[tuple[int, Op], set[int]] = {}
+    for row in schedule.rows:
+        for stage, op, microbatch in row:
+            found.setdefault((stage, op), set()).add(microbatch)
     for stage, has_backward in enumerate(schedule.backward):
+        forwards, full, i, w = (found.get((stage, op), set()) for op in Op)
+        whole = len(full) + len(i) == schedule.microbatches and i == w and not full & i
+        if len(forwards) == schedule.microbatches and (whole if has_backward else not (full or i or w)):
+            continue
         for microbatch in range(schedule.microbatches):
-            forward, full, *halves = (Action(stage, op, microbatch) for op in (Op.F, Op.B, Op.I, Op.W))
-            present = [action for action in (full, *halves) if action in found]
-            if forward not in found:
-                _fail_missing(schedule, forward, present[:1], f"{forward} is missing")
-            if not has_backward and present:
-                _fail(schedule, present, f"stage {stage} has no backward, but {present[0]} is in the table")
-            if has_backward and present not in ([full], halves):
-                got = ", ".join(map(str, present)) or "neither"
-                fact = f"stage {stage} needs {full}, or {halves[0]} and {halves[1]}; the table has {got}"
-                _fail_missing(schedule, full, present or [forward], fact)
+            ops = [op for op in Op if microbatch in found.get((stage, op), ())]
+            _check_microbatch(schedule, stage, microbatch, ops)
+
+
+def _check_microbatch(schedule: Schedule, stage: int, microbatch: int, ops: Sequence[Op]) -> None:
+    """``ops``: what the table has of a stage and a micro-batch."""
+    forward, full, *halves = (Action(stage, op, microbatch) for op in (Op.F, Op.B, Op.I, Op.W))
+    present = [Action(stage, op, microbatch) for op in ops if op is not Op.F]
+    if Op.F not in ops:
+        _fail_missing(schedule, forward, present[:1], f"{forward} is missing")
+    if not schedule.backward[stage] and present:
+        _fail(schedule, present, f"stage {stage} has no backward, but {present[0]} is in the table")
+    if schedule.backward[stage] and present not in ([full], halves):
+        got = ", ".join(map(str, present)) or "neither"
+        fact = f"stage {stage} needs {full}, or {halves[0]} and {halves[1]}; the table has {got}"
+        if full in present:
+            _fail(schedule, present, fact)
+        _fail_missing(schedule, full, present or [forward], fact)
 
 
 def _fail_missing(schedule: Schedule, missing: Action, related: Collection[Action], fact: str) -> NoReturn:
@@ -117,68 +138,90 @@ class _Queue:
     posted: list[Message] = field(default_factory=list)
     met: int = 0
 
-    def meet(self) -> list[Message]:
-        """The messages whose turn has come: both ends have got to them, and agree on all before."""
-        before = self.met
-        while self.met < min(len(self.sent), len(self.posted)) and self.sent[self.met] == self.posted[self.met]:
+    def meet(self, arrived: set[Message]) -> None:
+        """Adds the messages whose turn has come: both ends have got to them, and agree on all before."""
+        while self.met < len(self.sent) and self.met < len(self.posted):
+            message = self.sent[self.met]
+            if message != self.posted[self.met]:
+                break
+            arrived.add(message)
             self.met += 1
-        return self.sent[before : self.met]
 
 
 @dataclass
 class Machine:
-    """Plays all ranks' instructions under the strict model. ``order`` is what has run, in an order that works."""
+    """Plays all ranks' instructions under the strict model."""
 
     instructions: Sequence[Sequence[Instruction]]
     edges: Sequence[EdgeLike]
     backward: Sequence[bool]
-    order: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._next = [0] * len(self.instructions)
         self._queues: dict[tuple[int, int], _Queue] = {}
         self._arrived: set[Message] = set()
+        self._come: dict[Reduce, set[int]] = {}  # reduction → the ranks that have come to it
         self._done: set[Action] = set()
-        self._dependencies = Dependencies.of(self.edges, self.backward)
-        self._awaited: dict[tuple[int, int, int, bool], list[Message]] = {}
-        for rank, row in enumerate(self.instructions):
+        rows = [[step.action for step in row if isinstance(step, Compute)] for row in self.instructions]
+        self._dependencies = Dependencies.of(self.edges, self.backward, rows)
+        self._awaited: dict[tuple[int, int, bool], list[Message]] = {}
+        for row in self.instructions:
             for step in row:
                 if isinstance(step, Receive):
-                    self._awaited.setdefault((rank, *user_of(step.message, self.edges)), []).append(step.message)
+                    self._awaited.setdefault(user_of(step.message, self.edges), []).append(step.message)
 
-    def run(self) -> None:
-        """Lets each rank run until it must wait, in turns, until none can go on."""
+    def run(self) -> Iterator[Step]:
+        """Lets each rank run until it must wait, in turns, until none can go on; tells what has run."""
         progress = True
         while progress:
             progress = False
             for rank, row in enumerate(self.instructions):
-                while self._next[rank] < len(row) and not self._lacks(rank, row[self._next[rank]]):
-                    self._execute(rank, row[self._next[rank]])
+                while self._next[rank] < len(row) and self._can_run(rank, row[self._next[rank]]):
+                    step = row[self._next[rank]]
+                    self._execute(step)
                     self._next[rank] += 1
                     progress = True
+                    yield rank, step
 
-    def _execute(self, rank: int, step: Instruction) -> None:
-        self.order.append((rank, step))
+    def _can_run(self, rank: int, step: Instruction) -> bool:
+        if isinstance(step, Compute):
+            return all(map(self._done.__contains__, self._dependencies.before(step.action))) and all(
+                map(self._arrived.__contains__, self._messages_for(step.action))
+            )
+        if isinstance(step, Reduce):
+            self._come.setdefault(step, set()).add(rank)
+        return not self._lacks(step)
+
+    def _execute(self, step: Instruction) -> None:
         if isinstance(step, Compute):
             self._done.add(step.action)
         elif isinstance(step, Send | Receive):
-            queue = self._queues.setdefault((step.message.sender, step.message.receiver), _Queue())
-            (queue.sent if isinstance(step, Send) else queue.posted).append(step.message)
-            self._arrived.update(queue.meet())
+            message = step.message
+            queue = self._queues.get((message.sender, message.receiver))
+            if queue is None:
+                queue = self._queues[message.sender, message.receiver] = _Queue()
+            (queue.sent if isinstance(step, Send) else queue.posted).append(message)
+            queue.meet(self._arrived)
 
-    def _lacks(self, rank: int, step: Instruction) -> list[Action | Message]:
-        """What a rank waits for before ``step``: actions that have not run, messages that have not arrived."""
+    def _messages_for(self, action: Action) -> Sequence[Message]:
+        if action.op is Op.W:
+            return ()
+        return self._awaited.get((action.stage, action.microbatch, action.op is Op.F), ())
+
+    def _lacks(self, step: Instruction) -> list[str]:
+        """What a step still waits for, in words."""
         if isinstance(step, Release):
-            return [] if step.message in self._arrived else [step.message]
+            return [] if step.message in self._arrived else [f"the {step.message}"]
+        if isinstance(step, Reduce):
+            absent = [rank for rank in step.ranks if rank not in self._come.get(step, ())]
+            return [f"rank {rank} to come to the {step}" for rank in absent]
         if not isinstance(step, Compute):
             return []
-        action = step.action
-        key = (rank, action.stage, action.microbatch, action.op is Op.F)
-        messages = [] if action.op is Op.W else self._awaited.get(key, [])
-        return [
-            *(other for other in self._dependencies.before(action) if other not in self._done),
-            *(message for message in messages if message not in self._arrived),
-        ]
+        actions = [other for other in self._dependencies.before(step.action) if other not in self._done]
+        if actions:
+            return [f"{other}{self._home(other)}" for other in actions]
+        messages = [message for message in self._messages_for(step.action) if message not in self._arrived]
+        return [f"the {message}{self._behind(message)}" for message in messages]
 
     def stuck(self) -> list[Halt]:
         """The ranks that cannot go on; none if all got to the end."""
@@ -190,16 +233,22 @@ class Machine:
 
     def _halt(self, rank: int, left: Sequence[Instruction]) -> Halt:
         cells = tuple(step.action for step in left if isinstance(step, Compute))[:1]
-        lacks = self._lacks(rank, left[0])
-        actions = [f"{other}{self._home(other)}" for other in lacks if isinstance(other, Action)]
-        messages = [f"the {other}" for other in lacks if isinstance(other, Message)]
         at = f" at {cells[0]}" if cells else ""
-        return Halt(cells, f"rank {rank} waits{at} for " + " and ".join(actions or messages))
+        return Halt(cells, f"rank {rank} waits{at} for " + " and ".join(self._lacks(left[0])))
 
     def _home(self, action: Action) -> str:
         """Where an action stands, in words."""
         homes = (f" on rank {rank}" for rank, row in enumerate(self.instructions) if Compute(action) in row)
         return next(homes, ", which is not in the table")
+
+    def _behind(self, message: Message) -> str:
+        """Why a message that was made has not arrived, in words."""
+        queue = self._queues.get((message.sender, message.receiver), _Queue())
+        if queue.met < min(len(queue.sent), len(queue.posted)):
+            return f", which is behind a disagreement: the {queue.sent[queue.met]} is sent where the " + (
+                f"{queue.posted[queue.met]} is received"
+            )
+        return ""
 
     def unmatched(self) -> Message | None:
         """A message that one end of a queue knows and the other does not, once all ranks got to the end."""

@@ -69,9 +69,10 @@ def compiled(case: Case, **options: Any) -> fxpipe.ForwardBackward:
     return fxpipe.compile(model, topology, **defaults | options)
 
 
-def trained(case: Case, batches: Sequence[Inputs], **options: Any) -> Run:
+def trained(case: Case, batches: Sequence[Inputs], recorded: bool = False, **options: Any) -> Run:
     """A step per batch on the engine that this process or thread belongs to."""
     forward_backward = compiled(case, **options)
+    forward_backward.record_timeline(recorded)
     assert len(forward_backward.stages) == case.stages, str(forward_backward.stages)
     optimizer = forward_backward.optimizer(case.optimizer, **case.optimizer_options)
     run = Run()

@@ -29,7 +29,23 @@ def test_every_op_survives_the_way_there_and_back(op: Op) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F-1", "2 F 0", "2F0 2F1", "[2F0]", "2.0F0", "٢F0", "2BW0"]
+    "text",
+    [
+        "",
+        "F0",
+        "2F",
+        "2X0",
+        "2f0",
+        "-1F0",
+        "2F-1",
+        "2 F 0",
+        "2F0 2F1",
+        "[2F0]",
+        "2.0F0",
+        "٢F0",
+        "2BW0",
+        "9" * 5000 + "F0",
+    ],
 )
 def test_what_is_no_action_is_refused_with_the_text_and_an_example(text: str) -> None:
     with pytest.raises(ScheduleError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -49,3 +50,21 @@ def test_a_step_of_the_local_engine_makes_no_host_synchronisation(model: type[nn
         torch.cuda.set_sync_debug_mode("default")
     assert loss.device.type == "cuda"
     assert torch.isfinite(loss)
+
+
+def test_a_recorded_step_is_timed_with_events_and_makes_no_host_synchronisation() -> None:
+    forward_backward = fxpipe.compile(Chain().cuda(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
+    batch = torch.randn(32, 64, device="cuda")
+    forward_backward(batch)
+    forward_backward.record_timeline()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward_backward(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    timeline = forward_backward.timeline()
+    assert set(timeline.spans) == {action for row in timeline.schedule.rows for action in row}
+    for row in timeline.schedule.rows:
+        for first, second in pairwise(row):
+            assert timeline.spans[first].end <= timeline.spans[second].start + 1e-6
+    assert all(span.duration > 0 for span in timeline.spans.values())

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import ast
+import os
+import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import fxpipe
 
 ROOT = Path(__file__).parents[1]
 
 # A file imports only from rows above its own, and from its own row. Rows as in the design, top to bottom.
 ROWS = """
-    errors marker wire seeds
+    errors marker wire seeds collector
     topology action callables
-    ir dependency lower
-    schedule verify simulate show schedules trace pipeline
+    ir costs dependency lower
+    schedule verify simulate timeline comparison bound show picture chrome_trace csv_file schedules trace pipeline
     passes
     placement loss batch ownership world
-    transport strict connect reduce exchange outcome
-    checkpoint plan run
+    transport strict connect reduce exchange outcome stopwatch
+    checkpoint plan run measure
     agreement
     engine
     compiler
@@ -29,7 +37,7 @@ ROWS = """
 ROW = {room: row for row, rooms in enumerate(ROWS.split("\n")) for room in rooms.split()}
 
 PASSES_MAY_IMPORT = {"errors", "ir", "pipeline", "callables", "passes"}
-MAY_IMPORT_PASSES = {"passes", "plan", "compiler"}
+MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_NAME_DISTRIBUTED = {"topology", "transport", "connect", "world", "engine"}
 
 
@@ -135,3 +143,102 @@ def test_passes_cannot_be_imported_by_a_name_of_their_own(monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(ROOT))
     with pytest.raises(ImportError, match=r"fxpipe\.passes"):
         __import__("passes")
+
+
+# --- the package imports what needs torch when it is first used ---
+
+
+def in_python(code: str) -> str:
+    """What a new Python prints that runs this code in the repository."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    assert in_python("import fxpipe, sys; print('torch' in sys.modules)") == "False"
+
+
+WITHOUT_TORCH = """
+    errors marker action costs dependency lower verify show timeline simulate bound comparison csv_file schedule
+    schedules topology picture chrome_trace __main__
+""".split()
+
+
+def test_what_plans_never_imports_torch() -> None:
+    imports = "; ".join(f"import fxpipe.{name}" for name in WITHOUT_TORCH)
+    assert in_python(f"{imports}; import sys; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize("name", fxpipe.__all__)
+def test_every_public_name_is_there_listed_and_kept(name: str) -> None:
+    assert name in dir(fxpipe)
+    value = getattr(fxpipe, name)
+    assert vars(fxpipe)[name] is value
+    assert getattr(fxpipe, name) is value
+
+
+def test_the_first_use_of_a_name_imports_it_and_the_next_is_a_plain_look_up() -> None:
+    code = """
+import fxpipe
+assert "stage_boundary" in vars(fxpipe)
+assert "compile" in dir(fxpipe) and "compile" not in vars(fxpipe)
+from fxpipe import compile
+assert vars(fxpipe)["compile"] is compile and compile.__module__ == "fxpipe.compiler"
+print(fxpipe.passes.__name__, fxpipe.schedules.build.__name__, fxpipe.TRACERS is fxpipe.trace.TRACERS)
+"""
+    assert in_python(code) == "fxpipe.passes build True"
+
+
+@pytest.mark.parametrize("first", ["fxpipe.compile", "fxpipe.passes", "fxpipe.Sum", "fxpipe.init", "fxpipe.StageGraph"])
+def test_any_name_may_be_the_first(first: str) -> None:
+    assert in_python(f"import fxpipe; {first}; print(fxpipe.compile.__name__, fxpipe.launch.__name__)") == (
+        "compile launch"
+    )
+
+
+def test_a_star_import_has_all_of_it() -> None:
+    code = "from fxpipe import *; import fxpipe; print([n for n in fxpipe.__all__ if n not in globals()])"
+    assert in_python(code) == "[]"
+
+
+def test_a_submodule_may_be_imported_first() -> None:
+    assert in_python("from fxpipe import compiler; import fxpipe; print(fxpipe.compile is compiler.compile)") == "True"
+
+
+def test_no_module_bears_the_name_of_a_public_function() -> None:
+    """Importing fxpipe.compile would put a module in the function's place."""
+    files = {path.stem for path in FILES if path.parent.name == "fxpipe"}
+    functions = {name for name in fxpipe.__all__ if not isinstance(getattr(fxpipe, name), ModuleType)}
+    assert files & functions == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("complie", 'did you mean "compile"?'), ("Shedule", 'did you mean "Schedule"?')]
+)
+def test_a_name_that_is_not_there_is_told_with_the_nearest(name: str, told: str) -> None:
+    with pytest.raises(AttributeError, match=rf"module 'fxpipe' has no attribute '{name}'; {re.escape(told)}"):
+        getattr(fxpipe, name)
+
+
+def test_what_is_not_there_is_not_there() -> None:
+    assert not hasattr(fxpipe, "nonsense")
+    assert not hasattr(fxpipe, "__wrapped__")
+    with pytest.raises(ImportError, match="nonsense"):
+        from fxpipe import nonsense  # type: ignore[attr-defined]  # noqa: F401
+
+
+@pytest.mark.parametrize("value", [fxpipe.compile, fxpipe.stage_boundary, fxpipe.Sum, fxpipe.Action(2, fxpipe.Op.F, 0)])
+def test_public_things_survive_pickling(value: object) -> None:
+    again = pickle.loads(pickle.dumps(value))
+    assert again == value
+
+
+def test_a_schedule_and_a_timeline_survive_pickling() -> None:
+    timeline = fxpipe.schedules.build("1f1b", [(0, 1)], 3).simulate()
+    again = pickle.loads(pickle.dumps(timeline))
+    assert again.schedule == timeline.schedule
+    assert again.spans == timeline.spans

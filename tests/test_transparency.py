@@ -34,6 +34,7 @@ from tests.harness import (
 )
 from tests.models import CASES, PLAIN, RANDOM, WIDTH, Case, ColumnBatch, Inputs, linear
 from tests.pool import Pool
+from tests.test_schedules_run import RUNNABLE
 
 ENGINES = ["local", "strict 0", "strict 1", "distributed"]
 EVERY = CASES | PLAIN | RANDOM
@@ -68,7 +69,7 @@ def test_three_steps_equal_plain_pytorch(name: str, engine: Engine) -> None:
     assert_run(runs, reference(case, batches_of(case))[0], case.tolerance)
 
 
-@pytest.mark.parametrize("schedule", fxpipe.SCHEDULES)
+@pytest.mark.parametrize("schedule", RUNNABLE)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "skip of 1 MiB"])
 def test_no_schedule_changes_a_bit(name: str, schedule: str) -> None:
     case = CASES[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import pytest
 
 from fxpipe.action import Action, Op
 from fxpipe.errors import ScheduleError
-from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send, is_forward, lower, pairs
+from fxpipe.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, is_forward, lower, pairs
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.verify import Machine, execution_order
@@ -211,9 +211,29 @@ def test_a_backward_in_halves_passes_and_its_gradient_is_sent_after_the_first() 
     assert last == rows.split()[6:]
 
 
-def test_a_whole_backward_that_waits_for_a_half_is_told_that_it_waits_for_what_is_not_there() -> None:
-    message = error_of(schedule_of("0F0 0B0\n1F0 1I0 1W0", chain(2)))
-    assert "rank 0 waits at 0B0 for 1B0, which is not in the table" in message
+MIXED = {
+    "whole before halves": "0F0 0B0\n1F0 1I0 1W0",
+    "halves before whole": "0F0 0I0 0W0\n1F0 1B0",
+    "one micro-batch in halves": "0F0 0F1 0B0 0I1 0W1\n1F0 1B0 1F1 1I1 1W1",
+    "another one at each stage": "0F0 0F1 0I0 0W0 0B1\n1F0 1B0 1F1 1I1 1W1",
+}
+
+
+@pytest.mark.parametrize("rows", MIXED.values(), ids=MIXED.keys())
+def test_whole_backwards_and_halves_mix_and_wait_for_whatever_makes_the_gradient(rows: str) -> None:
+    schedule = schedule_of(rows, chain(2))
+    schedule.verify()
+    for interleaving in range(5):
+        assert network(schedule, [Value(0, 1, 0)]).ends(interleaving)
+    *_, sender = (step for step in schedule.instructions[1] if isinstance(step, Compute) and step.action.op is not Op.W)
+    place = schedule.instructions[1].index(sender)
+    assert isinstance(schedule.instructions[1][place + 1], Send)
+
+
+def test_a_whole_backward_before_the_half_that_it_waits_for_is_a_halt() -> None:
+    message = error_of(schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1W0 1I0 1B1", chain(2)))
+    assert "rank 0 waits at 0B0 for 1I0 on rank 1" in message
+    assert "rank 1 waits at 1W0 for 1I0 on rank 1" in message
 
 
 def test_whatever_is_wrong_with_a_table_is_a_schedule_error_and_it_can_still_be_printed() -> None:
@@ -263,6 +283,7 @@ def test_everyone_in_a_circle_of_three_is_named() -> None:
         ({"stage_names": ("a",)}, "stage_names has 1 entries for 2 stages"),
         ({"edges": ((0, 2),)}, "edge 0-2 names a stage outside of 0..1"),
         ({"placement": (0, 2)}, "stage 1 is placed on rank 2, but there are 2 rows"),
+        ({"tied": ((0, 1), (1, 2))}, r"tied names stage 2, which is outside of 0\.\.1"),
     ],
     ids=str,
 )
@@ -280,6 +301,14 @@ class Value(NamedTuple):
     source: int
     target: int
     number: int
+
+
+GRADIENT = (Op.B, Op.I)
+"""What makes the gradients of a stage's inputs."""
+
+
+def gradient_of(stage: int, microbatch: int, halved: Collection[tuple[int, int]]) -> Action:
+    return Action(stage, Op.I if (stage, microbatch) in halved else Op.B, microbatch)
 
 
 QueueOf = Callable[[Message], object]
@@ -315,6 +344,8 @@ class Network:
         self.place = [0] * len(instructions)
         self.over: set[Message] = set()
         self.ran: set[Action] = set()
+        computes = (step.action for row in instructions for step in row if isinstance(step, Compute))
+        self.halved = {(action.stage, action.microbatch) for action in computes if action.op is Op.I}
 
     def ends(self, seed: int) -> bool:
         """Plays the ranks in an order drawn at random; whether all get to their end and nothing is left over."""
@@ -331,6 +362,8 @@ class Network:
         if self.place[rank] == len(self.instructions[rank]):
             return False
         step = self.instructions[rank][self.place[rank]]
+        if isinstance(step, Reduce):
+            return all(step in self.instructions[other][: self.place[other] + 1] for other in step.ranks)
         return not isinstance(step, Compute) or (
             self.inputs(step.action) <= self.over and self.locals(step.action) <= self.ran
         )
@@ -342,7 +375,7 @@ class Network:
             self.ran.add(step.action)
         elif isinstance(step, Release):
             assert step.message in self.over, f"a release would have waited: {step.message}"
-        else:
+        elif not isinstance(step, Reduce):
             kind = "send" if isinstance(step, Send) else "receive"
             self.sides.setdefault((rank, self.queue_of(step.message)), []).append((kind, step.message))
             self.match(self.queue_of(step.message), step.message.sender, step.message.receiver)
@@ -362,19 +395,22 @@ class Network:
             here, there = self.placement[source], self.placement[target]
             if here != there and action.op is Op.F and target == action.stage:
                 found.add(Message(index, Op.F, action.microbatch, here, there))
-            if here != there and action.op is Op.B and source == action.stage and self.backward[target]:
+            if here != there and action.op in GRADIENT and source == action.stage and self.backward[target]:
                 found.add(Message(index, Op.B, action.microbatch, there, here))
         return found
 
     def locals(self, action: Action) -> set[Action]:
         """The actions of the same rank that an action needs, from the edges."""
-        found = {Action(action.stage, Op.F, action.microbatch)} if action.op is Op.B else set()
+        stage, op, j = action
+        if op is Op.W:
+            return {Action(stage, Op.I, j)}
+        found = {Action(stage, Op.F, j)} if op in GRADIENT else set()
         for source, target, _ in self.edges:
             if self.placement[source] == self.placement[target]:
-                if action.op is Op.F and target == action.stage:
-                    found.add(Action(source, Op.F, action.microbatch))
-                if action.op is Op.B and source == action.stage and self.backward[target]:
-                    found.add(Action(target, Op.B, action.microbatch))
+                if op is Op.F and target == stage:
+                    found.add(Action(source, Op.F, j))
+                if op in GRADIENT and source == stage and self.backward[target]:
+                    found.add(gradient_of(target, j, self.halved))
         return found
 
 
@@ -387,7 +423,7 @@ def values_of(edges: Sequence[tuple[int, int]], seed: int) -> list[Value]:
 
 
 def network(schedule: Schedule, values: Sequence[Value], queue_of: QueueOf = per_directed_pair) -> Network:
-    lowered = lower(schedule.rows, values, schedule.placement, schedule.backward)
+    lowered = lower(schedule.rows, values, schedule.placement, schedule.backward, schedule.tied)
     return Network(lowered, values, schedule.placement, schedule.backward, queue_of)
 
 
@@ -416,7 +452,7 @@ def without(row: Sequence[Instruction], left_out: set[int]) -> list[Instruction]
     skipping = False
     for step in row:
         if isinstance(step, Compute):
-            skipping = step.action.op is Op.B and step.action.microbatch in left_out
+            skipping = step.action.op is not Op.F and step.action.microbatch in left_out
             kept += [] if skipping else [step]
         elif isinstance(step, Release) and skipping:
             continue  # the answer that tells of the arrival never comes
@@ -498,8 +534,24 @@ def examples() -> Examples:
     return made
 
 
-def messages(row: Sequence[Instruction], kind: type) -> list[Message]:
-    return [step.message for step in row if isinstance(step, kind) and not isinstance(step, Compute)]
+def messages(row: Sequence[Instruction], kind: type[Send] | type[Receive]) -> list[Message]:
+    return [step.message for step in row if isinstance(step, kind)]
+
+
+def made_by(message: Message, schedule: Schedule, values: Sequence[Value]) -> Action:
+    """The action that makes a message."""
+    value, j = values[message.edge], message.microbatch
+    return Action(value.source, Op.F, j) if message.op is Op.F else gradient_of(value.target, j, halved(schedule))
+
+
+def used_by(message: Message, schedule: Schedule, values: Sequence[Value]) -> Action:
+    """The action that needs a message."""
+    value, j = values[message.edge], message.microbatch
+    return Action(value.target, Op.F, j) if message.op is Op.F else gradient_of(value.source, j, halved(schedule))
+
+
+def halved(schedule: Schedule) -> set[tuple[int, int]]:
+    return {(action.stage, action.microbatch) for row in schedule.rows for action in row if action.op is Op.I}
 
 
 def test_the_computes_of_a_rank_are_its_row(examples: Examples) -> None:
@@ -526,16 +578,14 @@ def test_every_value_and_gradient_that_changes_ranks_is_sent_once_and_received_o
 
 
 def test_a_send_follows_at_once_on_the_action_that_makes_its_message(examples: Examples) -> None:
-    for _, values, lowered in examples:
+    for schedule, values, lowered in examples:
         for row in lowered:
             action = None
             for step in row:
                 if isinstance(step, Compute):
                     action = step.action
                 elif isinstance(step, Send):
-                    value, message = values[step.message.edge], step.message
-                    maker = value.source if message.op is Op.F else value.target
-                    assert action == Action(maker, message.op, message.microbatch)
+                    assert action == made_by(step.message, schedule, values)
 
 
 def test_receives_are_posted_in_the_senders_order(examples: Examples) -> None:
@@ -547,28 +597,24 @@ def test_receives_are_posted_in_the_senders_order(examples: Examples) -> None:
 
 
 def test_a_receive_is_posted_at_least_one_action_ahead_or_at_the_start(examples: Examples) -> None:
-    for _, values, lowered in examples:
+    for schedule, values, lowered in examples:
         for row in lowered:
             computes = [place for place, step in enumerate(row) if isinstance(step, Compute)]
             for place, step in enumerate(row):
                 if isinstance(step, Receive):
-                    value, message = values[step.message.edge], step.message
-                    stage = value.target if message.op is Op.F else value.source
-                    use = row.index(Compute(Action(stage, message.op, message.microbatch)))
+                    use = row.index(Compute(used_by(step.message, schedule, values)))
                     between = [compute for compute in computes if place < compute < use]
-                    assert between or place < computes[0], f"{message} is posted just before its use"
+                    assert between or place < computes[0], f"{step.message} is posted just before its use"
                     assert place < use
 
 
 def test_a_receive_is_posted_no_earlier_than_it_must(examples: Examples) -> None:
     """A buffer is held from the post on: one action ahead of the use, or of that of a later one in the queue."""
-    for _, values, lowered in examples:
+    for schedule, values, lowered in examples:
         for row in lowered:
-            uses: dict[Message, int] = {}
-            for message in messages(row, Receive):
-                value = values[message.edge]
-                stage = value.target if message.op is Op.F else value.source
-                uses[message] = row.index(Compute(Action(stage, message.op, message.microbatch)))
+            uses = {
+                message: row.index(Compute(used_by(message, schedule, values))) for message in messages(row, Receive)
+            }
             for place, step in enumerate(row):
                 if isinstance(step, Receive):
                     queue = [message for message in uses if message.sender == step.message.sender]
@@ -624,7 +670,8 @@ SENDER = (FORWARD, Send(FIRST), Send(SECOND))
 
 def machine_of(*rows: tuple[Instruction, ...]) -> Machine:
     machine = Machine(rows, TWO_VALUES, [False, False])
-    machine.run()
+    for _ in machine.run():
+        pass
     return machine
 
 
@@ -660,6 +707,85 @@ def test_a_release_before_the_message_has_arrived_is_a_halt_even_at_the_end_of_a
     (halt,) = machine_of((*SENDER, Release(SECOND)), (Receive(FIRST), NEXT)).stuck()
     assert halt.cells == ()
     assert halt.reason == "rank 0 waits for the value 1 of micro-batch 0 from rank 0 to rank 1"
+
+
+def test_a_compute_that_waits_for_what_no_rank_has_is_told_so() -> None:
+    (halt,) = machine_of((Compute(Action(0, Op.B, 0)),)).stuck()
+    assert halt.reason == "rank 0 waits at 0B0 for 0F0, which is not in the table"
+
+
+# --- reductions of tied parameters ---
+
+
+def test_tied_stages_reduce_behind_all_else_on_each_rank_that_owns_one() -> None:
+    tied = [(0, 4), (2, 3), (0, 2, 4)]
+    schedule = build("1f1b", WORKED, 2, placement=[0, 1, 2, 2, 3], tied=tied)
+    reductions = [[step for step in row if isinstance(step, Reduce)] for row in schedule.instructions]
+    assert reductions == [
+        [Reduce((0, 2, 3)), Reduce((0, 3))],
+        [],
+        [Reduce((0, 2, 3))],  # 2 and 3 are both on rank 2, where there is nothing to exchange
+        [Reduce((0, 2, 3)), Reduce((0, 3))],
+    ]
+    for row, mine in zip(schedule.instructions, reductions, strict=True):
+        assert list(row[len(row) - len(mine) :]) == mine
+    assert str(Reduce((0, 3))) == "reduction over ranks 0, 3"
+
+
+def test_groups_tied_over_the_same_ranks_are_reduced_together() -> None:
+    schedule = build("1f1b", chain(4), 2, placement=[0, 1, 1, 0], tied=[(0, 1), (3, 2), (2, 0)])
+    assert [[step for step in row if isinstance(step, Reduce)] for row in schedule.instructions] == [
+        [Reduce((0, 1))],
+        [Reduce((0, 1))],
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_table_with_tied_stages_hangs_whatever_the_interleaving(name: str) -> None:
+    draw = random.Random(0)
+    reduced = 0
+    for seed in range(60):
+        graph = random_bare(seed, frozen=seed % 3 == 0)
+        groups = [
+            tuple(draw.sample(range(graph.stages), draw.randint(1, graph.stages))) for _ in range(draw.randint(1, 4))
+        ]
+        tied = replace(graph.build(name, 1 + seed % 4), tied=tuple(groups))
+        tied.verify()
+        reduced += any(isinstance(step, Reduce) for row in tied.instructions for step in row)
+        for interleaving in range(3):
+            assert network(tied, values_of(graph.edges, seed)).ends(interleaving), (graph, groups)
+    assert reduced > 20
+
+
+def test_a_rank_that_never_comes_to_a_reduction_is_told() -> None:
+    (halt,) = machine_of((FORWARD, Reduce((0, 1))), ()).stuck()
+    assert halt.cells == ()
+    assert halt.reason == "rank 0 waits for rank 1 to come to the reduction over ranks 0, 1"
+
+
+def test_all_ranks_that_are_absent_from_a_reduction_are_told() -> None:
+    one, two = machine_of((Reduce((0, 1, 2, 3)),), (), (Reduce((0, 1, 2, 3)),), ()).stuck()
+    for halt, rank in ((one, 0), (two, 2)):
+        over = "to come to the reduction over ranks 0, 1, 2, 3"
+        assert halt.reason == f"rank {rank} waits for rank 1 {over} and rank 3 {over}"
+
+
+def test_two_ranks_that_come_to_their_reductions_in_different_orders_are_told() -> None:
+    pair, trio = Reduce((0, 1)), Reduce((0, 1, 2))
+    halts = machine_of((pair, trio), (trio, pair), (trio,)).stuck()
+    assert [halt.reason for halt in halts] == [
+        "rank 0 waits for rank 1 to come to the reduction over ranks 0, 1",
+        "rank 1 waits for rank 0 to come to the reduction over ranks 0, 1, 2",
+        "rank 2 waits for rank 0 to come to the reduction over ranks 0, 1, 2",
+    ]
+    assert machine_of((pair, trio), (pair, trio), (trio,)).stuck() == []
+
+
+def test_a_reduction_in_front_of_what_another_rank_waits_for_is_a_halt() -> None:
+    both = Reduce((0, 1))
+    halts = machine_of((both, FORWARD, Send(FIRST)), (Receive(FIRST), NEXT, both)).stuck()
+    assert [halt.cells for halt in halts] == [(FORWARD.action,), (NEXT.action,)]
+    assert "rank 0 waits at 0F0 for rank 1 to come to the reduction over ranks 0, 1" in halts[0].reason
 
 
 # --- the order for one process ---

@@ -5,55 +5,123 @@ To add one: write ``family(problem) -> rows`` in a file of its own, and give it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from fxpipe.collector import paused
+from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError, nearest
-from fxpipe.schedule import Row, Schedule
+from fxpipe.schedule import Schedule
 from fxpipe.schedules.gpipe import gpipe
+from fxpipe.schedules.greedy import greedy
+from fxpipe.schedules.interleaved import interleaved_1f1b
+from fxpipe.schedules.limited import Family, Limited
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.schedules.problem import Problem
+from fxpipe.schedules.zb_h1 import zb_h1
+from fxpipe.timeline import Timeline
 
-Family = Callable[[Problem], tuple[Row, ...]]
+SCHEDULES: Mapping[str, Family] = MappingProxyType(
+    {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved_1f1b": interleaved_1f1b,
+        "zb_h1": zb_h1,
+        "greedy": greedy,
+    }
+)
 
-SCHEDULES: Mapping[str, Family] = MappingProxyType({"1f1b": one_f_one_b, "gpipe": gpipe})
 
-
+@paused()
 def build(
-    name: str,
+    family: str | Family,
     edges: Sequence[tuple[int, int]],
     microbatches: int,
     placement: Sequence[int] | None = None,
     stages: int | None = None,
     backward: Sequence[bool] | None = None,
     names: Sequence[str] | None = None,
+    tied: Sequence[Sequence[int]] = (),
+    costs: Costs | None = None,
+    in_flight: int | Sequence[int] | None = None,
+    memory: float | Sequence[float] | None = None,
 ) -> Schedule:
     """The verified schedule of that family for a bare stage graph.
 
-    ``edges``: pairs of stage numbers. ``placement``: the rank of each stage; None: a rank for each. ``stages``: how
-    many; None: as many as ``placement`` has, or as ``edges`` mention. ``backward``: whether each stage has one; None:
-    all do. ScheduleError where they do not fit each other.
+    ``family``: a name out of ``SCHEDULES``, or a function of the same kind. ``edges``: pairs of stage numbers.
+    ``placement``: the rank of each stage; None: a rank for each. ``stages``: how many; None: as many as ``placement``
+    has, or as ``edges`` mention. ``backward``: whether each stage has one; None: all do. ``tied``: groups of stages
+    that share a parameter. ``costs``: for families that look at them, F = 1 and B = 2 by default. ``in_flight``: the
+    most micro-batches per stage; ``memory``: the most bytes per rank. ScheduleError where they do not fit each other.
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"unknown schedule {name!r}{nearest(name, SCHEDULES)}")
+    limited = with_costs(family, costs, in_flight, memory)
     count = _count(edges, placement, stages)
-    problem = Problem.checked(
+    given = Problem(
         edges=tuple((int(source), int(target)) for source, target in edges),
         microbatches=microbatches,
         placement=tuple(range(count)) if placement is None else tuple(placement),
         backward=(True,) * count if backward is None else tuple(backward),
+        costs=Costs.of(count),
     )
+    given.check()
+    problem = limited.within(given)
+    rows = tuple(map(tuple, limited.family(problem)))
+    if len(rows) != problem.ranks:
+        raise ScheduleError(f"{limited.name} gives {len(rows)} rows for {problem.ranks} ranks; a row for each")
     schedule = Schedule(
-        rows=SCHEDULES[name](problem),
+        rows=rows,
         edges=problem.edges,
         placement=problem.placement,
         backward=problem.backward,
         microbatches=microbatches,
-        name=name,
+        name=limited.name,
         stage_names=tuple(names) if names is not None else tuple(map(str, range(count))),
+        tied=tuple(map(tuple, tied)),
+        costs=limited.costs,
     )
     schedule.verify()
+    _check_limits(schedule, problem)
     return schedule
+
+
+def _check_limits(schedule: Schedule, problem: Problem) -> None:
+    """A limit that a family does not look at must not be broken in silence."""
+    held = Timeline(schedule, {}, {}, problem.costs)
+    remedy = '"greedy" keeps within limits'
+    for stage, (peak, cap) in enumerate(zip(held.peak_in_flight, problem.in_flight or (), strict=False)):
+        if peak > cap:
+            raise ScheduleError(
+                f"{schedule.name} holds {peak} micro-batches at stage {stage}, in_flight={cap}; {remedy}"
+            )
+    for rank, (most, room) in enumerate(zip(held.peak_bytes or (), problem.memory or (), strict=False)):
+        if most > room:
+            raise ScheduleError(f"{schedule.name} holds {most:g} bytes on rank {rank}, memory={room:g}; {remedy}")
+
+
+def with_costs(
+    family: str | Family,
+    costs: Costs | None = None,
+    in_flight: int | Sequence[int] | None = None,
+    memory: float | Sequence[float] | None = None,
+) -> Limited:
+    """The family at these costs and within these limits, for ``compile(schedule=...)``; its name stays.
+
+    ``in_flight``: the most micro-batches, one number or one per stage. ``memory``: the most bytes of them, one number
+    or one per rank; the costs must then have ``activation_bytes``.
+    """
+    if isinstance(family, str):
+        if family not in SCHEDULES:
+            raise ScheduleError(f"unknown schedule {family!r}{nearest(family, SCHEDULES)}")
+        return Limited(SCHEDULES[family], family, costs, in_flight, memory)
+    if isinstance(family, Limited):
+        return Limited(
+            family.family,
+            family.name,
+            family.costs if costs is None else costs,
+            family.in_flight if in_flight is None else in_flight,
+            family.memory if memory is None else memory,
+        )
+    return Limited(family, getattr(family, "__name__", "custom"), costs, in_flight, memory)
 
 
 def _count(edges: Sequence[tuple[int, int]], placement: Sequence[int] | None, stages: int | None) -> int:
@@ -68,4 +136,4 @@ def _count(edges: Sequence[tuple[int, int]], placement: Sequence[int] | None, st
     return count
 
 
-__all__ = ["SCHEDULES", "Family", "Problem", "build"]
+__all__ = ["SCHEDULES", "Costs", "Family", "Problem", "build", "with_costs"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxpipe.action import Action, Op
 from fxpipe.schedule import Row
 from fxpipe.schedules.problem import Problem
@@ -12,10 +14,10 @@ def gpipe(problem: Problem) -> tuple[Row, ...]:
 
     On a balanced chain of p stages the bubble is (p − 1) / (m + p − 1).
     """
-    return tuple(_row(problem, problem.stages_of(rank)) for rank in range(problem.ranks))
+    return tuple(_row(problem, stages) for stages in problem.stages_of)
 
 
-def _row(problem: Problem, stages: list[int]) -> Row:
+def _row(problem: Problem, stages: Sequence[int]) -> Row:
     batches = range(problem.microbatches)
     forward = [Action(stage, Op.F, batch) for stage in stages for batch in batches]
     backward = [

@@ -1,0 +1,170 @@
+"""List scheduling: each rank, when free, takes the best action that is ready. Here priorities are decided."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from fxpipe.action import Action, Op
+from fxpipe.costs import Costs
+from fxpipe.dependency import Dependencies
+from fxpipe.schedule import Row
+from fxpipe.schedules.in_flight import Caps
+from fxpipe.schedules.problem import Problem
+
+Priority = Callable[[Problem], Callable[[Action], tuple[float, ...]]]
+"""Problem → action → its key. Of the actions that are ready the one with the least key runs; W's come last."""
+
+
+def backward_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+    """A backward first, then the forward of the stage nearest to a sink."""
+    depth = problem.depth
+    return lambda action: (action.op is Op.F, depth[action.stage], action.microbatch)
+
+
+def longest_way_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+    """A backward first; among backwards and among forwards, the one with the longest way still to go."""
+    depth, height = problem.depth, _height(problem)
+    return lambda action: (
+        (1, -depth[action.stage], action.microbatch)
+        if action.op is Op.F
+        else (0, -height[action.stage], action.microbatch)
+    )
+
+
+def oldest_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+    """The micro-batch that began first, whatever there is to do for it."""
+    depth = problem.depth
+    return lambda action: (action.microbatch, action.op is Op.F, depth[action.stage])
+
+
+def forward_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+    """A forward first, as far as the cap allows: of the stage with the longest way to go."""
+    depth, height = problem.depth, _height(problem)
+    return lambda action: (
+        (0, -depth[action.stage], action.microbatch)
+        if action.op is Op.F
+        else (1, -height[action.stage], action.microbatch)
+    )
+
+
+PRIORITIES: Mapping[str, Priority] = MappingProxyType(
+    {
+        "backward first": backward_first,
+        "longest way first": longest_way_first,
+        "oldest first": oldest_first,
+        "forward first": forward_first,
+    }
+)
+
+
+def _height(problem: Problem) -> list[int]:
+    """The number of stages on the longest path from a source to a stage, itself included: a backward's way to go."""
+    height = [1] * len(problem.placement)
+    for stage in problem.order:
+        for target in problem.targets[stage]:
+            height[target] = max(height[target], 1 + height[stage])
+    return height
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Rows, and when the last action of them ends."""
+
+    rows: tuple[Row, ...]
+    makespan: float
+
+
+def list_schedule(problem: Problem, costs: Costs, caps: Caps, priority: Priority, held: Caps | None = None) -> Listed:
+    """Rows in which no stage holds more than ``caps`` micro-batches between forward and backward.
+
+    ``held``: splits backwards into I and W, and limits what is held from forward to W; ``caps`` then ends with I.
+
+    It comes to no halt: take the first micro-batch that is not done. Nothing before it is in flight, so the first
+    stage's forward that is missing may run; and when all forwards have run, so may the last stage's backward.
+    """
+    return _Listing(problem, costs, caps, priority(problem), held).run()
+
+
+class _Listing:
+    """How far list scheduling has come: when each action ends, and how many of each stage have begun."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        costs: Costs,
+        caps: Caps,
+        key: Callable[[Action], tuple[float, ...]],
+        held: Caps | None,
+    ) -> None:
+        self.problem, self.costs, self.caps, self.key, self.held = problem, costs, caps, key, held
+        self.gradient = Op.B if held is None else Op.I
+        splits = [range(problem.microbatches) if held is not None else ()] * len(problem.placement)
+        halves = [[Action(s, Op.I, j) for j in every] for s, every in enumerate(splits)]
+        self.dependencies = Dependencies.of(problem.links, problem.backward, halves)
+        waiting = ((Op.F, problem.targets), (self.gradient, _sources(problem)))
+        self.users = {  # (stage, op) → the other ranks that wait for it
+            (stage, op): {problem.placement[other] for other in others} - {problem.placement[stage]}
+            for op, users in waiting
+            for stage, others in enumerate(users)
+        }
+        self.ends: dict[Action, float] = {}
+        self.begun: dict[Op, list[int]] = {op: [0] * len(problem.placement) for op in Op}
+
+    def run(self) -> Listed:
+        ranks = self.problem.ranks
+        rows: list[list[Action]] = [[] for _ in range(ranks)]
+        free = [0.0] * ranks
+        moments = [(0.0, rank) for rank in range(ranks)]  # a rank becomes free, or a message reaches it
+        while moments:
+            now, rank = heapq.heappop(moments)
+            if free[rank] > now:
+                continue
+            ready = [a for stage in self.problem.stages_of[rank] for a in self._next(stage) if self._is_ready(a, now)]
+            if not ready:
+                continue
+            action = min(ready, key=lambda a: (a.op is Op.W, self.key(a))) if len(ready) > 1 else ready[0]
+            rows[rank].append(action)
+            self.begun[action.op][action.stage] += 1
+            end = free[rank] = self.ends[action] = now + self.costs.time(action)
+            heapq.heappush(moments, (end, rank))
+            for user in self.users.get((action.stage, action.op), ()):
+                heapq.heappush(moments, (end + self.costs.comm, user))
+        return Listed(tuple(map(tuple, rows)), max(free))
+
+    def _next(self, stage: int) -> list[Action]:
+        """The next actions of a stage: its forward, within its caps, its backward, and its weight gradients."""
+        forwards, gradients = self.begun[Op.F][stage], self.begun[self.gradient][stage]
+        if not self.problem.backward[stage]:
+            return [Action(stage, Op.F, forwards)] if forwards < self.problem.microbatches else []
+        actions = []
+        below = forwards - gradients < self.caps[stage]
+        if self.held is not None:
+            weights = self.begun[Op.W][stage]
+            below = below and forwards - weights < self.held[stage]
+            if weights < gradients:
+                actions.append(Action(stage, Op.W, weights))
+        if below and forwards < self.problem.microbatches:
+            actions.append(Action(stage, Op.F, forwards))
+        if gradients < forwards:
+            actions.append(Action(stage, self.gradient, gradients))
+        return actions
+
+    def _is_ready(self, action: Action, now: float) -> bool:
+        rank, placement, ends = self.problem.placement[action.stage], self.problem.placement, self.ends
+        for other in self.dependencies.before(action):
+            end = ends.get(other)
+            if end is None or (end if placement[other.stage] == rank else end + self.costs.comm) > now:
+                return False
+        return True
+
+
+def _sources(problem: Problem) -> list[list[int]]:
+    """The stages that feed each stage."""
+    sources: list[list[int]] = [[] for _ in problem.placement]
+    for source, targets in enumerate(problem.targets):
+        for target in targets:
+            sources[target].append(source)
+    return sources

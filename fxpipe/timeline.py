@@ -1,0 +1,164 @@
+"""``Timeline``: when each action of a schedule runs, planned or measured. One kind of object for both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fxpipe.action import Action, Op
+from fxpipe.bound import lower_bound
+from fxpipe.chrome_trace import chrome_trace
+from fxpipe.costs import Costs
+from fxpipe.picture import html, svg
+from fxpipe.show import table
+
+if TYPE_CHECKING:
+    from fxpipe.schedule import Schedule
+
+
+class Span(NamedTuple):
+    """When an action runs."""
+
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+class Cause(NamedTuple):
+    """What an action waited for before it began: another action, and whether its result had to change ranks."""
+
+    action: Action
+    crosses: bool
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of a schedule's actions, and what follows from them.
+
+    ``Schedule.simulate`` makes one from costs; ``ForwardBackward.timeline`` measures one. Times are in the unit of the
+    costs: measured ones in seconds. The first action begins at 0.
+    """
+
+    schedule: Schedule
+    spans: Mapping[Action, Span]
+    since: Mapping[Action, float]
+    """Since when an action's rank stood ready for it; from then to the span's start it waited."""
+    costs: Costs
+    """What the plan reckoned with; of a measured timeline, the medians measured."""
+    measured: bool = False
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max((span.end for span in self.spans.values()), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes."""
+        return tuple(
+            sum(self.spans[action].duration for action in row if action in self.spans) for row in self.schedule.rows
+        )
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The idle part of each rank's time, from 0 to 1."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The idle part of all ranks' time: the mean over ranks."""
+        return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per stage, the most micro-batches whose forward has run and whose backward has not ended."""
+        in_flight = [0] * len(self.schedule.placement)
+        peaks = list(in_flight)
+        for row in self.schedule.rows:
+            for action in row:
+                in_flight[action.stage] += self._held(action)
+                if in_flight[action.stage] > peaks[action.stage]:
+                    peaks[action.stage] = in_flight[action.stage]
+        return tuple(peaks)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """Per rank, the most bytes that its micro-batches in flight hold; None where the costs do not tell them."""
+        sizes = self.costs.activation_bytes
+        if sizes is None:
+            return None
+        peaks = []
+        for row in self.schedule.rows:
+            held = peak = 0.0
+            for action in row:
+                held += self._held(action) * sizes[action.stage]
+                peak = max(peak, held)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """What no table of this stage graph could undercut at these costs; see ``fxpipe.bound``."""
+        return lower_bound(self.schedule, self.costs)
+
+    def cause(self, action: Action) -> Cause | None:
+        """The last thing that had to happen before an action could begin; None where nothing had to.
+
+        Where its rank was busy until then, that is the action in front of it.
+        """
+        rank = self.schedule.placement[action.stage]
+        ahead = self._ahead.get(action)
+        cause, latest = (None, 0.0) if ahead is None else (Cause(ahead, False), self.spans[ahead].end)
+        for other in self.schedule.dependencies.before(action):
+            if other in self.spans:
+                crosses = self.schedule.placement[other.stage] != rank
+                arrival = self.spans[other].end + self.costs.comm * crosses
+                if cause is None or arrival > latest:
+                    cause, latest = Cause(other, crosses), arrival
+        return cause
+
+    @cached_property
+    def critical_path(self) -> tuple[Action, ...]:
+        """The actions of which each waited for the one before; the last one ends the step."""
+        path: list[Action] = []
+        action = max(self.spans, key=lambda action: self.spans[action].end, default=None)
+        while action is not None:
+            path.append(action)
+            cause = self.cause(action)
+            action = cause.action if cause is not None else None
+        return tuple(reversed(path))
+
+    def to_svg(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture: a row a rank, to scale, with its bubbles and the critical path."""
+        Path(path).write_text(svg(self), encoding="utf-8")
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture as a page that tells, of the action pointed at, when it ran and what it waited for."""
+        Path(path).write_text(html(self), encoding="utf-8")
+
+    def to_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes a trace that ui.perfetto.dev and chrome://tracing open; a planned unit of time is shown as 1 ms."""
+        Path(path).write_text(chrome_trace(self), encoding="utf-8")
+
+    @cached_property
+    def _ahead(self) -> Mapping[Action, Action]:
+        """Action → the one in front of it on its rank."""
+        rows = ([action for action in row if action in self.spans] for row in self.schedule.rows)
+        return {second: first for row in rows for first, second in pairwise(row)}
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def _held(self, action: Action) -> int:
+        """+1 where an action begins to hold a micro-batch, −1 where it lets go of it."""
+        if action.op is Op.F:
+            return int(self.schedule.backward[action.stage])
+        return 0 if action.op is Op.I else -1

@@ -1,0 +1,247 @@
+"""Bounds: no table beats the lower bound, some reach it, and none holds more in flight than it may."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from fxpipe.action import Action, Op
+from fxpipe.costs import Costs
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import SCHEDULES, Problem, build
+from fxpipe.schedules.in_flight import round_trip_caps
+from tests.graphs import WORKED, Bare, Pairs, bare, branches, chain, random_bare
+
+every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+
+
+def random_costs(stages: int, draw: random.Random) -> Costs:
+    """Costs of every kind: equal or not, 0 among them, W from none of B to all of it, with a latency or without."""
+    if draw.random() < 0.3:
+        return Costs.of(stages, comm=draw.choice([0, 0.25, 1]))
+    forward = [draw.choice([0, 0.5, 1, 1, 2, 5]) for _ in range(stages)]
+    backward = [draw.choice([0, 1, 2, 2, 4, 7]) for _ in range(stages)]
+    weight = [draw.choice([0, 0.25, 0.5, 1]) * whole for whole in backward]
+    return Costs.of(stages, forward, backward, weight, comm=draw.choice([0, 0, 0.25, 1, 3]))
+
+
+def build_with(name: str, graph: Bare, m: int, costs: Costs, **options: object) -> Schedule:
+    return build(name, graph.edges, m, graph.placement, backward=graph.backward, costs=costs, **options)  # type: ignore[arg-type]
+
+
+def problem_of(graph: Bare, costs: Costs, m: int = 8) -> Problem:
+    return Problem(graph.edges, m, graph.placement, graph.backward, costs)
+
+
+# --- the lower bound ---
+
+
+@every_schedule
+def test_no_schedule_of_2000_random_graphs_is_below_the_lower_bound(name: str) -> None:
+    for seed in range(2000):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 4 == 0, one_each=seed % 5 == 0)
+        costs = random_costs(graph.stages, draw)
+        timeline = build_with(name, graph, draw.choice([1, 2, 3, 5, 9]), costs).simulate(costs)
+        assert timeline.makespan >= max(timeline.busy)
+        assert timeline.makespan >= timeline.lower_bound - 1e-9, (graph, costs)
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (5, 5)])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "greedy"])
+def test_balanced_graphs_with_a_stage_a_rank_reach_the_lower_bound(name: str, forward: int, backward: int) -> None:
+    for seed in range(150):
+        graph = random_bare(seed, one_each=True)
+        depths = [graph.depth(stage) for stage in range(graph.stages)]
+        for m in (1, 4, 9):
+            timeline = graph.build(name, m).simulate(forward, backward)
+            assert timeline.makespan == timeline.lower_bound == (m + max(depths) - 1) * (forward + backward)
+
+
+def test_a_table_of_halves_has_a_bound_of_its_own_for_its_weight_gradients_may_come_last() -> None:
+    split = build("zb_h1", chain(2), 4)
+    # the second rank: a forward before it, four of F + I + W, and behind the last I either all W's or the first's I
+    assert split.simulate(forward=1, backward=1, weight=0).lower_bound == 1 + 4 * 2 + 1
+    assert split.simulate(forward=1, backward=3, weight=2).lower_bound == 1 + 4 * 4
+    # the first rank is the bottleneck
+    assert split.simulate(forward=1, backward=[9, 2], weight=[0, 1]).lower_bound == 4 * 10
+    # one micro-batch: three forwards, I of 1, then I of 3 twice, beside which W of 2 counts for nothing
+    one = build("zb_h1", chain(3), 1).simulate(forward=1, backward=3, weight=[0, 0, 2])
+    assert one.makespan == one.lower_bound == 3 + 1 + 3 + 3
+
+
+# --- in flight ---
+
+
+def most_held(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
+    """Per rank, the most that its stages hold from a forward to the end of its backward; ``sizes``: per micro-batch."""
+    peaks = []
+    for row in schedule.rows:
+        held: dict[Action, float] = {}
+        peak = 0.0
+        for stage, op, j in row:
+            if op is Op.F and schedule.backward[stage]:
+                held[Action(stage, Op.F, j)] = sizes[stage]
+            elif op in (Op.B, Op.W):
+                del held[Action(stage, Op.F, j)]
+            peak = max(peak, sum(held.values()))
+        assert not held
+        peaks.append(peak)
+    return peaks
+
+
+def test_greedy_never_holds_more_than_in_flight_allows() -> None:
+    reached = 0
+    for seed in range(400):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 4 == 0)
+        costs = random_costs(graph.stages, draw)
+        limits = [draw.randint(1, 6) for _ in range(graph.stages)]
+        peaks = build_with("greedy", graph, 6, costs, in_flight=limits).simulate(costs).peak_in_flight
+        assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+        reached += any(peak == limit > 1 for peak, limit in zip(peaks, limits, strict=True))
+    assert reached > 200  # it does use what it may
+
+
+def test_greedy_never_holds_more_than_memory_allows_or_says_that_it_cannot() -> None:
+    refused = 0
+    for seed in range(400):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 4 == 0)
+        sizes = [draw.choice([0, 1, 10, 100]) for _ in range(graph.stages)]
+        costs = Costs.of(graph.stages, comm=draw.choice([0, 2]), activation_bytes=sizes)
+        memory = [draw.choice([60, 150, 400]) for _ in range(graph.ranks)]
+        least = [0] * graph.ranks
+        for stage, rank in enumerate(graph.placement):
+            least[rank] += sizes[stage] * graph.backward[stage]
+        if any(need > has for need, has in zip(least, memory, strict=True)):
+            refused += 1
+            with pytest.raises(ScheduleError, match=r"rank \d+ may hold \d+ bytes, but one micro-batch at each of its"):
+                build_with("greedy", graph, 6, costs, memory=memory)
+            continue
+        schedule = build_with("greedy", graph, 6, costs, memory=memory)
+        assert all(held <= has for held, has in zip(most_held(schedule, sizes), memory, strict=True))
+        assert schedule.simulate(costs).peak_bytes == tuple(most_held(schedule, sizes))
+    assert 50 < refused < 350
+
+
+def test_one_limit_holds_for_every_stage_or_every_rank() -> None:
+    costs = Costs.of(4, activation_bytes=10)
+    assert build("greedy", chain(4), 8, in_flight=2).simulate().peak_in_flight == (2, 2, 2, 1)
+    held = build("greedy", chain(4), 8, placement=[0, 0, 1, 1], costs=costs, memory=30).simulate(costs).peak_bytes
+    assert held is not None
+    assert max(held) <= 30
+
+
+def test_more_memory_never_makes_a_longer_table_where_a_latency_is_to_hide() -> None:
+    costs = Costs.of(4, comm=1, activation_bytes=1)
+    makespans = [
+        build("greedy", chain(4), 16, costs=costs, memory=memory).simulate(costs).makespan for memory in (1, 2, 4, 8)
+    ]
+    assert makespans == sorted(makespans, reverse=True)
+    assert makespans[0] == 16 * (4 * 3 + 2 * 3)  # one micro-batch at a time: there and back
+    assert makespans[-1] < makespans[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"memory": 100}, "memory= needs the costs' activation_bytes: what a stage holds of a micro-batch"),
+        (
+            {"memory": 24, "costs": Costs.of(3, activation_bytes=[10, 5, 15])},
+            r"rank 1 may hold 24 bytes, but one micro-batch at each of its stages \[0, 2\] takes 25; use more",
+        ),
+        (
+            {"memory": [50, 0], "costs": Costs.of(3, activation_bytes=1)},
+            r"rank 1 may hold 0 bytes, but one micro-batch at each of its stages \[0, 2\] takes 2",
+        ),
+        ({"memory": [1, 2, 3], "costs": Costs.of(3, activation_bytes=1)}, "memory= has 3 entries for 2 ranks"),
+        ({"in_flight": [1, 2]}, "in_flight= has 2 entries for 3 stages"),
+        ({"in_flight": [1, 0, 2]}, "in_flight=0 of stage 1; at least 1 micro-batch must be in flight"),
+        ({"costs": Costs.of(2)}, "costs.forward= has 2 entries for 3 stages"),
+    ],
+    ids=["no bytes known", "too little", "none at all", "per rank", "per stage", "none in flight", "other costs"],
+)
+def test_limits_that_cannot_be_kept_are_refused_with_the_values(options: dict[str, object], fact: str) -> None:
+    with pytest.raises(ScheduleError, match=fact):
+        build("greedy", chain(3), 4, placement=[1, 0, 1], **options)  # type: ignore[arg-type]
+
+
+# --- greedy ---
+
+
+def test_greedy_is_no_longer_than_1f1b_with_as_many_in_flight() -> None:
+    shorter = 0
+    for seed in range(500):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 4 == 0)
+        costs, m = random_costs(graph.stages, draw), draw.choice([2, 5, 8])
+        depth = [graph.depth(stage) for stage in range(graph.stages)]
+        usual = build_with("1f1b", graph, m, costs).simulate(costs)
+        listed = build_with("greedy", graph, m, costs, in_flight=depth).simulate(costs)
+        assert listed.makespan <= usual.makespan + 1e-9
+        assert all(peak <= min(m, cap) for peak, cap in zip(listed.peak_in_flight, depth, strict=True))
+        shorter += listed.makespan < usual.makespan - 1e-9
+    assert shorter > 50
+
+
+def test_greedy_hides_a_latency_of_a_quarter_of_a_forward_with_one_micro_batch_more() -> None:
+    """Two branches of two and a join: the join is busy from its first value to its last gradient."""
+    costs = Costs.of(5, forward=1, backward=2, comm=0.25)
+    graph = bare(branches(2, 2), 5)
+    caps = round_trip_caps(problem_of(graph, costs, 32))
+    timeline = build_with("greedy", graph, 32, costs, in_flight=[cap + 1 for cap in caps]).simulate(costs)
+    assert timeline.makespan == timeline.lower_bound == (1 + 0.25) * 2 + 32 * 3 + (2 + 0.25) * 2
+    assert timeline.makespan < build_with("1f1b", graph, 32, costs).simulate(costs).makespan
+
+
+def test_greedy_reaches_the_bound_where_one_stage_is_the_bottleneck() -> None:
+    """Depth alone would let stage 0 hold three micro-batches; two are enough before a bottleneck."""
+    costs = Costs.of(3, forward=[1, 5, 1], backward=[2, 10, 2])
+    timeline = build("greedy", chain(3), 8, costs=costs).simulate(costs)
+    assert timeline.makespan == timeline.lower_bound == 1 + 8 * 15 + 2
+    assert timeline.peak_in_flight == (2, 2, 1)
+
+
+# --- the caps that a round trip asks for ---
+
+
+def test_round_trip_caps_are_depths_where_costs_are_equal_and_nothing_is_late() -> None:
+    for seed in range(200):
+        graph = random_bare(seed, one_each=True)
+        depths = tuple(graph.depth(stage) for stage in range(graph.stages))
+        for forward, backward in ((1, 2), (0.1, 0.2), (3, 1)):
+            assert round_trip_caps(problem_of(graph, Costs.of(graph.stages, forward, backward))) == depths
+
+
+@pytest.mark.parametrize(
+    ("edges", "placement", "costs", "caps"),
+    [
+        # own costs 3, 15, 3; period 15; round trips 21, 18, 3
+        (chain(3), (0, 1, 2), Costs.of(3, [1, 5, 1], [2, 10, 2]), (2, 2, 1)),
+        # own costs 6, 3; period 6; round trips 9, 3
+        (chain(2), (0, 1), Costs.of(2, [2, 1], [4, 2]), (2, 1)),
+        # 3 each, a hop there and one back of 1: round trips 8, 3
+        (chain(2), (0, 1), Costs.of(2, comm=1), (3, 1)),
+        # the same on one rank, which does 6 per micro-batch and needs no hop: round trips 6, 3
+        (chain(2), (0, 0), Costs.of(2, comm=1), (1, 1)),
+        # period 6 on both ranks: round trips 12, 9, 6, 3, and 2 for the hop that the first two have in front of them
+        (chain(4), (0, 0, 1, 1), Costs.of(4, comm=1), (3, 2, 1, 1)),
+        # the branch of 2 · 9 is longer than that of 2 · 3: round trips 21, 12, 9, 6, 3; period 9
+        (WORKED, (0, 1, 2, 3, 4), Costs.of(5, [3, 3, 1, 1, 1], [6, 6, 2, 2, 2]), (3, 2, 1, 1, 1)),
+        # nothing takes any time: depths
+        (WORKED, (0, 1, 2, 3, 4), Costs.of(5, 0, 0), (3, 2, 3, 2, 1)),
+    ],
+    ids=["bottleneck", "two uneven", "latency", "one rank", "two ranks", "uneven branches", "no time at all"],
+)
+def test_round_trip_caps_by_hand(edges: Pairs, placement: tuple[int, ...], costs: Costs, caps: tuple[int, ...]) -> None:
+    assert round_trip_caps(problem_of(bare(edges, len(placement), placement), costs)) == caps
+
+
+def test_a_frozen_stage_counts_its_forward_alone_in_a_round_trip() -> None:
+    """Own costs 9, 3, 3, so that the period is 9 and round trips are 15, 6, 3."""
+    graph = bare(chain(3), 3, frozen=frozenset([0]))
+    assert round_trip_caps(problem_of(graph, Costs.of(3, [9, 1, 1], [18, 2, 2]))) == (2, 1, 1)

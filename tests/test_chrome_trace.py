@@ -1,0 +1,243 @@
+"""The trace: what the Trace Event Format asks for, at the right times, and arrows that begin and end in slices."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxpipe.action import Action, Op
+from fxpipe.chrome_trace import chrome_trace
+from fxpipe.costs import Costs
+from fxpipe.schedules import SCHEDULES, build
+from fxpipe.timeline import Span, Timeline
+from tests.graphs import WORKED, chain, random_bare
+
+NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
+Event = dict[str, Any]
+
+
+def events(timeline: Timeline, *phases: str) -> list[Event]:
+    trace = json.loads(chrome_trace(timeline))
+    return [event for event in trace["traceEvents"] if not phases or event["ph"] in phases]
+
+
+def slices(timeline: Timeline) -> dict[str, Event]:
+    found = {event["name"]: event for event in events(timeline, "X")}
+    assert len(found) == len(events(timeline, "X"))
+    return found
+
+
+def random_timelines(name: str) -> list[Timeline]:
+    made = []
+    for seed in range(24):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 2 == 0)
+        forward = [draw.choice([0.5, 1, 1 / 3]) for _ in range(graph.stages)]
+        timeline = graph.build(name, draw.randint(1, 12)).simulate(forward, backward=draw.choice([1, 2]), comm=0.25)
+        made.append(replace(timeline, measured=seed % 3 == 0))
+    return made
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_event_has_the_fields_that_its_phase_needs(name: str) -> None:
+    needed = {"X": {"ts", "dur"}, "s": {"ts", "id", "cat"}, "f": {"ts", "id", "cat", "bp"}, "C": {"ts"}, "M": {"args"}}
+    for timeline in random_timelines(name):
+        for event in events(timeline):
+            assert {"ph", "name", "pid", *needed[event["ph"]]} <= set(event)
+            assert event["ph"] == "C" or event["name"] == "process_name" or isinstance(event["tid"], int)
+            assert event.get("ts", 0) >= 0
+            assert event.get("dur", 0) >= 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_action_is_a_slice_of_its_ranks_thread_in_microseconds(name: str) -> None:
+    for timeline in random_timelines(name):
+        microseconds = 1e6 if timeline.measured else 1e3
+        found = slices(timeline)
+        assert set(found) == {str(action) for action in timeline.spans}
+        for action, (start, end) in timeline.spans.items():
+            event = found[str(action)]
+            assert event["ts"] == pytest.approx(start * microseconds, abs=0.001)
+            assert event["ts"] + event["dur"] == pytest.approx(end * microseconds, abs=0.001)
+            assert event["tid"] == 1 + timeline.schedule.placement[action.stage]
+            assert event["args"]["microbatch"] == action.microbatch
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_slices_of_a_thread_do_not_overlap(name: str) -> None:
+    """To the nanosecond: a viewer would take two that do for nested ones."""
+    for timeline in random_timelines(name):
+        threads = defaultdict(list)
+        for event in events(timeline, "X"):
+            start = round(event["ts"] * 1000)
+            threads[event["tid"]].append((start, start + round(event["dur"] * 1000)))
+        for spans in threads.values():
+            spans.sort()
+            assert all(first[1] <= second[0] for first, second in pairwise(spans))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_arrow_for_each_dependency_between_ranks(name: str) -> None:
+    for seed, timeline in enumerate(random_timelines(name)):
+        graph = random_bare(seed, frozen=seed % 2 == 0)
+        expected: Counter[tuple[str, str]] = Counter()
+        for action in timeline.spans:
+            # A gradient is the work of the target's B or, where that is split, of its I.
+            forward = action.op is Op.F
+            others = graph.sources(action.stage) if forward else graph.targets(action.stage)
+            for other in () if action.op is Op.W else others:
+                if graph.placement[other] != graph.placement[action.stage]:
+                    ops = "F" if forward else "BI"
+                    before = (f"{other}{op}{action.microbatch}" for op in ops)
+                    source = next((text for text in before if Action.parse(text) in timeline.spans), None)
+                    if source is not None:
+                        expected[source, str(action)] += 1
+        assert Counter(arrows(timeline)) == expected
+
+
+def arrows(timeline: Timeline) -> list[tuple[str, str]]:
+    """The slices that each arrow leads from and to, as a viewer binds them: by thread and time."""
+    everything = events(timeline)
+    ends = {event["id"]: event for event in everything if event["ph"] == "f"}
+    begins = {event["id"]: event for event in everything if event["ph"] == "s"}
+    counted = Counter(event["ph"] for event in everything)
+    assert len(begins) == len(ends) == counted["s"] == counted["f"]
+    assert set(begins) == set(ends)
+    threads = defaultdict(list)
+    for event in everything:
+        if event["ph"] == "X":
+            threads[event["tid"]].append(event)
+    found = []
+    for number, begin in begins.items():
+        end = ends[number]
+        assert (begin["name"], begin["cat"], begin["pid"]) == (end["name"], end["cat"], end["pid"])
+        assert begin["ts"] <= end["ts"]
+        assert end["bp"] == "e"
+        found.append((open_at(threads[begin["tid"]], begin["ts"]), open_at(threads[end["tid"]], end["ts"])))
+    return found
+
+
+def open_at(thread: list[Event], time: float) -> str:
+    """The slice that is open then; one that ends just then is not."""
+    tiny = 1e-4  # a tenth of a nanosecond
+    (name,) = (e["name"] for e in thread if e["ts"] - tiny < time < e["ts"] + e["dur"] - tiny)
+    return str(name)
+
+
+def test_an_action_without_length_keeps_its_arrows() -> None:
+    timeline = build("1f1b", chain(2), 1).simulate(forward=0, backward=0)
+    assert [(e["ph"], e["tid"], e["ts"]) for e in events(timeline, "s", "f")] == [
+        ("s", 1, 0), ("f", 2, 0), ("s", 2, 0), ("f", 1, 0),
+    ]  # fmt: skip
+
+
+def test_clocks_that_disagree_bend_an_arrow_but_never_back_in_time() -> None:
+    """Rank 1 began 1F0 before rank 0 says that 0F0 had ended; and 0B0 ran, it seems, before 1B0."""
+    schedule = build("1f1b", chain(2), 1)
+    times = {"0F0": (0.0, 0.010), "1F0": (0.008, 0.018), "1B0": (0.030, 0.040), "0B0": (0.020, 0.030)}
+    spans = {Action.parse(name): Span(*span) for name, span in times.items()}
+    timeline = Timeline(schedule, spans, {}, Costs.of(2, 0.01, 0.01), measured=True)
+    assert [(e["ph"], e["tid"], e["ts"]) for e in events(timeline, "s", "f")] == [("s", 1, 8000), ("f", 2, 8000)]
+
+
+# --- what it tells ---
+
+
+def test_the_worked_example_by_hand() -> None:
+    """The times are those of test_simulate: two stages, two micro-batches, a hop of 0.5; a unit is 1000 µs."""
+    timeline = build("1f1b", chain(2), 2, names=["body", "head"]).simulate(forward=1, backward=2, comm=0.5)
+    found = slices(timeline)
+    assert found["0B0"] == {
+        "ph": "X", "name": "0B0", "cat": "backward", "pid": 1, "tid": 1, "ts": 5000, "dur": 2000,
+        "args": {
+            "stage": "0 body", "op": "backward", "microbatch": 0,
+            "waited_for": "waited 3 F for 1B0 from rank 1", "waited_us": 3000,
+        },
+    }  # fmt: skip
+    assert found["1F1"]["args"]["waited_for"] == "its rank was busy with 1B0"
+    assert found["1F1"]["args"]["waited_us"] == 0
+    assert found["0F0"]["args"]["waited_for"] == "waited for nothing"
+    assert sorted(arrows(timeline)) == [("0F0", "1F0"), ("0F1", "1F1"), ("1B0", "0B0"), ("1B1", "0B1")]
+
+
+def test_a_thread_for_each_rank_in_order_and_named() -> None:
+    timeline = build("1f1b", WORKED, 3, placement=[0, 1, 0, 1, 2], names=NAMES).simulate()
+    metadata = events(timeline, "M")
+    assert [e["args"]["name"] for e in metadata if e["name"] == "process_name"] == ["pipe group"]
+    names = {e["tid"]: e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
+    assert names == {
+        1: "rank 0: 0 image 0, 2 text 0",
+        2: "rank 1: 1 image 1, 3 text 1",
+        3: "rank 2: 4 loss",
+    }
+    order = {e["tid"]: e["args"]["sort_index"] for e in metadata if e["name"] == "thread_sort_index"}
+    assert order == {1: 0, 2: 1, 3: 2}
+    assert {e["tid"] for e in events(timeline, "X")} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_counters_peak_at_the_peaks_in_flight(name: str) -> None:
+    for timeline in random_timelines(name):
+        schedule = timeline.schedule
+        peaks: dict[str, int] = defaultdict(int)
+        last: dict[str, Event] = {}
+        for event in events(timeline, "C"):
+            peaks[event["name"]] = max(peaks[event["name"]], event["args"]["microbatches"])
+            assert event["ts"] >= last.get(event["name"], event)["ts"]
+            last[event["name"]] = event
+        assert peaks == {
+            f"rank {schedule.placement[stage]}: in flight in stage {stage}": peak
+            for stage, peak in enumerate(timeline.peak_in_flight)
+            if schedule.backward[stage]
+        }
+        assert {event["args"]["microbatches"] for event in last.values()} <= {0}
+
+
+def test_a_counter_rises_when_a_forward_has_run_and_falls_when_its_backward_has() -> None:
+    timeline = build("1f1b", chain(2), 2).simulate(forward=1, backward=2)
+    told = [(e["ts"], e["args"]["microbatches"]) for e in events(timeline, "C") if e["name"].startswith("rank 0")]
+    assert told == [(0, 0), (1000, 1), (2000, 2), (6000, 1), (9000, 0)]  # F at 1 and 2, B at 6 and 9
+
+
+def test_an_action_that_did_not_run_is_in_none_of_it() -> None:
+    whole = build("1f1b", chain(2), 2).simulate()
+    gone = Action.parse("0B1")
+    timeline = replace(whole, spans={action: span for action, span in whole.spans.items() if action != gone})
+    assert "0B1" not in slices(timeline)
+    assert ("1B1", "0B1") not in arrows(timeline)
+    assert [e["args"]["microbatches"] for e in events(timeline, "C") if e["name"].startswith("rank 0")] == [0, 1, 2, 1]
+
+
+def test_odd_names_and_an_empty_timeline() -> None:
+    names = ['"\\\n</script>', "\ud800"]
+    assert "\n" in slices(build("1f1b", chain(2), 1, names=names).simulate())["0F0"]["args"]["stage"]
+    empty = build("1f1b", chain(2), 1).simulate()
+    assert events(replace(empty, spans={}), "X", "s", "f") == []
+
+
+def test_the_same_timeline_gives_the_same_text_which_says_what_it_is_of() -> None:
+    first, second = (chrome_trace(build("1f1b", WORKED, 8).simulate()) for _ in range(2))
+    assert first == second
+    trace = json.loads(first)
+    assert trace["displayTimeUnit"] == "ms"
+    assert trace["otherData"] == {
+        "schedule": "1f1b: 5 stages on 5 ranks, 8 micro-batches, planned",
+        "figures": "bubble 20.0%, makespan 30 F (lower bound 30 F)",
+    }
+
+
+def test_a_timeline_and_a_schedule_write_their_traces(tmp_path: Path) -> None:
+    schedule, costs = build("1f1b", WORKED, 4), Costs.of(5, forward=2, backward=3, comm=1)
+    schedule.simulate().to_trace(tmp_path / "a.json")
+    schedule.to_trace(str(tmp_path / "b.json"))
+    schedule.to_trace(tmp_path / "c.json", costs)
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == chrome_trace(schedule.simulate())
+    assert (tmp_path / "b.json").read_bytes() == (tmp_path / "a.json").read_bytes()
+    assert (tmp_path / "c.json").read_text(encoding="utf-8") == chrome_trace(schedule.simulate(costs))

@@ -1,0 +1,162 @@
+"""Closed forms: what the papers say of each schedule on a balanced chain, held exactly. Costs are whole numbers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from fxpipe.action import Op
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import build
+from fxpipe.timeline import Timeline
+from tests.graphs import WORKED, branches, chain
+
+PIPELINES = range(2, 17)
+"""p: how many ranks."""
+
+
+def microbatch_counts(p: int) -> list[int]:
+    """From p to 4p; of large p not all, since that takes long."""
+    return [*range(p, 4 * p, 1 + p // 5), 4 * p]
+
+
+def idle(timeline: Timeline) -> set[float]:
+    """What each rank idles; one number where all idle alike."""
+    return {timeline.makespan - busy for busy in timeline.busy}
+
+
+def bubble(timeline: Timeline) -> Fraction:
+    """The idle part of all ranks' time, from whole numbers."""
+    makespan, ranks = Fraction(timeline.makespan), len(timeline.busy)
+    return 1 - sum(map(Fraction, timeline.busy)) / (ranks * makespan)
+
+
+def most_in_flight(schedule: Schedule) -> list[int]:
+    """Per rank, the most micro-batches that all its stages together hold, each stage's counted."""
+    peaks = []
+    for row in schedule.rows:
+        held = peak = 0
+        for action in row:
+            held += {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1}[action.op]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return peaks
+
+
+# --- a stage a rank ---
+
+
+@pytest.mark.parametrize("p", PIPELINES)
+def test_gpipe_idles_p_minus_1_of_m_plus_p_minus_1_and_holds_all_micro_batches(p: int) -> None:
+    for m in microbatch_counts(p):
+        for forward, backward in ((1, 2), (3, 1)):
+            timeline = build("gpipe", chain(p), m).simulate(forward, backward)
+            assert bubble(timeline) == Fraction(p - 1, m + p - 1)
+            assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+            assert timeline.makespan == (m + p - 1) * (forward + backward)
+            assert timeline.peak_in_flight == (m,) * p
+
+
+@pytest.mark.parametrize("p", PIPELINES)
+def test_1f1b_idles_as_long_as_gpipe_and_holds_no_more_than_the_stages_left(p: int) -> None:
+    for m in microbatch_counts(p):
+        for forward, backward in ((1, 2), (3, 1)):
+            timeline = build("1f1b", chain(p), m).simulate(forward, backward)
+            assert bubble(timeline) == Fraction(p - 1, m + p - 1)
+            assert timeline.makespan == (m + p - 1) * (forward + backward)
+            assert timeline.peak_in_flight == tuple(min(m, p - s) for s in range(p))
+
+
+@pytest.mark.parametrize("p", PIPELINES)
+def test_zb_h1_idles_p_minus_1_times_f_plus_i_minus_w_and_holds_p_everywhere(p: int) -> None:
+    """Qi et al. 2023, table 2: (p − 1)(T_F + T_B − T_W), their B being our I."""
+    for m in microbatch_counts(p):
+        schedule = build("zb_h1", chain(p), m)
+        for f, i, w in ((1, 1, 1), (2, 3, 0), (2, 3, 1), (2, 3, 2), (5, 4, 4), (7, 3, 2)):
+            timeline = schedule.simulate(forward=f, backward=i + w, weight=w)
+            assert timeline.makespan - m * (f + i + w) == (p - 1) * (f + i - w)
+            assert idle(timeline) == {(p - 1) * (f + i - w)}
+            assert timeline.peak_in_flight == (p,) * p
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+@pytest.mark.parametrize("m", [1, 2, 4, 7])
+def test_with_fewer_micro_batches_than_stages_the_peaks_end_at_m(p: int, m: int) -> None:
+    assert build("1f1b", chain(p), m).simulate().peak_in_flight == tuple(min(m, p - s) for s in range(p))
+    assert build("zb_h1", chain(p), m).simulate().peak_in_flight == (min(m, p),) * p
+
+
+# --- several stages a rank ---
+
+
+@pytest.mark.parametrize("v", [2, 3])
+@pytest.mark.parametrize("p", PIPELINES)
+def test_interleaved_1f1b_idles_a_vth_of_what_1f1b_does_and_warms_up_as_megatron_does(p: int, v: int) -> None:
+    placement = [stage % p for stage in range(p * v)]
+    for m in range(p, 4 * p + 1, p):
+        schedule = build("interleaved_1f1b", chain(p * v), m, placement)
+        warm_up = [2 * (p - r - 1) + (v - 1) * p for r in range(p)]
+        peaks = [min(m * v, most + 1) for most in warm_up]
+        assert most_in_flight(schedule) == peaks
+        for forward, backward in ((1, 2), (1, 1), (3, 2)):
+            timeline = schedule.simulate(forward, backward, activation_bytes=1)
+            assert idle(timeline) == {(p - 1) * (forward + backward)}
+            whole = build("1f1b", chain(p), m).simulate(v * forward, v * backward)
+            assert idle(whole) == {v * (p - 1) * (forward + backward)}
+            assert timeline.peak_bytes == tuple(peaks)
+
+
+def test_interleaved_1f1b_with_a_stage_a_rank_is_1f1b() -> None:
+    for edges in (chain(4), WORKED, branches(3, 2)):
+        assert build("interleaved_1f1b", edges, 6).rows == build("1f1b", edges, 6).rows
+
+
+# --- the worked example: A1 → A2 → J ← B2 ← B1, five stages that are three deep ---
+
+
+def test_the_worked_example_takes_36_as_a_chain_30_as_a_graph_and_26_with_zb_h1() -> None:
+    as_chain, as_graph = (build("1f1b", edges, 8).simulate(forward=1, backward=2) for edges in (chain(5), WORKED))
+    split = build("zb_h1", WORKED, 8).simulate(forward=1, backward=2, weight=1)
+    assert (as_chain.makespan, as_chain.peak_in_flight) == (36, (5, 4, 3, 2, 1))
+    assert (as_graph.makespan, as_graph.peak_in_flight) == (30, (3, 2, 3, 2, 1))
+    assert (split.makespan, split.peak_in_flight) == (26, (3, 3, 3, 3, 3))
+    assert as_graph.makespan == as_graph.lower_bound
+
+
+@pytest.mark.parametrize(("count", "length", "makespan"), [(4, 3, 33), (8, 2, 30)])
+def test_branches_that_join_take_as_long_as_one_of_them(count: int, length: int, makespan: int) -> None:
+    timeline = build("1f1b", branches(count, length), 8).simulate(forward=1, backward=2)
+    assert timeline.makespan == timeline.lower_bound == makespan == (8 + length) * 3
+
+
+# --- tables drawn by hand ---
+
+INTERLEAVED = """
+    0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
+     .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
+"""
+"""Megatron's order for p = 2, v = 2, m = 4: warm-ups of 4 and 2 forwards, groups of two micro-batches."""
+
+ZB_H1 = """
+    0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+     .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+     .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+"""
+"""Qi et al. 2023, figure 3, for p = 3: the last stage is two weight gradients behind, the middle one is one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "placement", "picture"),
+    [("interleaved_1f1b", 4, [0, 1, 0, 1], INTERLEAVED), ("zb_h1", 3, [0, 1, 2], ZB_H1)],
+    ids=["interleaved_1f1b", "zb_h1"],
+)
+def test_the_table_is_the_papers(name: str, stages: int, placement: list[int], picture: str) -> None:
+    """In the picture a column is a unit of time, which every action takes."""
+    schedule = build(name, chain(stages), 4, placement)
+    drawn = [line.split() for line in picture.strip().splitlines()]
+    spans = schedule.simulate(forward=1, backward=2 if name == "zb_h1" else 1).spans
+    assert [[str(action) for action in row] for row in schedule.rows] == [[c for c in row if c != "."] for row in drawn]
+    assert {str(action): span.start for action, span in spans.items()} == {
+        cell: column for row in drawn for column, cell in enumerate(row) if cell != "."
+    }

@@ -1,0 +1,460 @@
+"""``python -m fxpipe`` as a user's shell runs it: what it prints, exit codes, files, pipes; and never torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from fxpipe.__main__ import main
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import SCHEDULES, build
+from fxpipe.topology import Topology
+from tests.graphs import WORKED, chain
+
+ROOT = Path(__file__).parents[1]
+EDGES = "--edges", "0-1,1-4,2-3,3-4"
+BALANCED_CHAIN = "--stages", "4", "-m", "8"  # F = 1, B = 2
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """One in which torch cannot be imported."""
+    (tmp_path / "no_torch").mkdir()
+    (tmp_path / "no_torch" / "torch.py").write_text("raise ImportError('the command line imported torch')\n")
+    paths = [str(tmp_path / "no_torch"), str(ROOT)]
+    # Unbuffered, argparse itself would meet a pipe that is closed, and pass over it.
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120", "PYTHONUNBUFFERED": ""}
+
+
+@pytest.fixture
+def run(tmp_path: Path, environment: dict[str, str]) -> Run:
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command(*arguments),
+            cwd=tmp_path,
+            env=environment | more,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=60,
+        )
+
+    return run
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fxpipe", *arguments]
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command printed that went well."""
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def told(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """What a command said that did not."""
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def cells(text: str) -> list[list[str]]:
+    """The actions of each line that has any."""
+    found = [re.findall(r"\b\d+[FBIW]\d+\b", line) for line in text.splitlines()]
+    return [line for line in found if line]
+
+
+# --- show ---
+
+
+def test_show_prints_table_bubble_makespan_and_peaks(run: Run) -> None:
+    text = printed(run("show", "1f1b", *BALANCED_CHAIN, "--full"))
+    assert cells(text) == [list(map(str, row)) for row in build("1f1b", chain(4), 8).rows]
+    assert "27.3%" in text  # (p − 1) / (m + p − 1)
+    assert "33" in text  # (m + p − 1)(F + B)
+    for peak in ("0 4", "1 3", "2 2", "3 1"):
+        assert peak in text
+
+
+def test_show_reckons_with_the_costs_that_are_given(run: Run) -> None:
+    """(m + p − 1)(F + B) = 5 · 7 for F = 3, B = 4."""
+    assert "35" in printed(run("show", "1f1b", "--stages", "2", "-m", "4", "--forward", "3", "--backward", "4"))
+
+
+def test_the_worked_example(run: Run) -> None:
+    text = printed(run("show", "1f1b", *EDGES, "-m", "8", "--full"))
+    assert cells(text) == [list(map(str, row)) for row in build("1f1b", WORKED, 8).rows]
+
+
+@pytest.mark.parametrize("family", SCHEDULES)
+def test_every_family_is_shown(family: str, run: Run) -> None:
+    text = printed(run("show", family, "--stages", "4", "-m", "4", "--placement", "0,1,0,1", "--full"))
+    assert family in text
+    assert cells(text) == [list(map(str, row)) for row in build(family, chain(4), 4, (0, 1, 0, 1)).rows]
+
+
+def test_stages_without_edges_are_a_chain_and_a_placement_says_how_many(run: Run) -> None:
+    by_stages = printed(run("show", "1f1b", "--stages", "4", "--placement", "0,1,0,1"))
+    by_edges = printed(run("show", "1f1b", "--edges", "0-1,1-2,2-3", "--placement", "0,1,0,1"))
+    assert printed(run("show", "1f1b", "--placement", "0,1,0,1")) == by_stages == by_edges
+
+
+def test_micro_batches_are_8_unless_said(run: Run) -> None:
+    assert "8 micro-batches" in printed(run("show", "1f1b", "--stages", "2"))
+    assert "3 micro-batches" in printed(run("show", "1f1b", "--stages", "2", "--microbatches", "3"))
+
+
+def test_a_limit_in_flight_is_kept_by_the_family_that_looks_at_it(run: Run) -> None:
+    """1 in flight: one micro-batch after another, each p(F + B)."""
+    text = printed(run("show", "greedy", "--stages", "3", "-m", "2", "--in-flight", "1"))
+    assert re.search(r"makespan\D+18\b", text)
+
+
+def test_a_memory_limit_needs_bytes(run: Run) -> None:
+    assert "activation_bytes" in told(run("show", "greedy", "--stages", "3", "--memory", "2"), 1)
+    assert re.search(
+        r"makespan\D+18\b", printed(run("show", "greedy", "--stages", "3", "-m", "2", "--memory", "2", "--bytes", "2"))
+    )
+
+
+# --- files ---
+
+
+def test_a_table_that_was_written_is_shown_again(run: Run, tmp_path: Path) -> None:
+    first = printed(run("show", "zb_h1", *EDGES, "--csv", "zb_h1.csv", "--full"))
+    assert Schedule.from_csv(tmp_path / "zb_h1.csv", WORKED).rows == build("zb_h1", WORKED, 8).rows
+    assert printed(run("show", "zb_h1.csv", *EDGES, "--full")) == first
+
+
+def test_a_file_with_messages_is_shown_as_its_table(run: Run, tmp_path: Path) -> None:
+    first = printed(run("show", "1f1b", "--stages", "3", "--csv", "1f1b.CSV", "--communication"))
+    assert "0SEND_F0" in (tmp_path / "1f1b.CSV").read_text()
+    assert printed(run("show", "1f1b.CSV")) == first
+
+
+def test_a_file_may_be_written_from_a_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    printed(run("show", "mine.csv", "--csv", "again.csv"))
+    assert (tmp_path / "again.csv").read_text() == "0F0,,,0B0\n,1F0,1B0,\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "beginning"), [("--svg", "<svg"), ("--html", "<!doctype html"), ("--trace", "{")], ids=str
+)
+def test_pictures_and_traces_are_written(option: str, beginning: str, run: Run, tmp_path: Path) -> None:
+    first = printed(run("show", "1f1b", "--stages", "3"))
+    assert printed(run("show", "1f1b", "--stages", "3", option, "picture")) == first
+    assert beginning in (tmp_path / "picture").read_text(encoding="utf-8")[:200].lower()
+
+
+def test_files_are_written_even_if_nobody_reads_the_table(environment: dict[str, str], tmp_path: Path) -> None:
+    process = start(environment, tmp_path, "show", "1f1b", "--stages", "2", "--csv", "table.csv")
+    ended(process)
+    assert (tmp_path / "table.csv").exists()
+
+
+# --- compare ---
+
+
+def lines_of(text: str) -> dict[str, list[str]]:
+    """First word of a line → the others."""
+    return {words[0]: words[1:] for words in map(str.split, text.splitlines()) if words}
+
+
+def test_compare_has_a_line_for_each_family(run: Run) -> None:
+    """Closed forms for p = 4, m = 8, F = 1, B = 2, I = W = 1: makespan, bound, bubble, peaks."""
+    lines = lines_of(printed(run("compare", *BALANCED_CHAIN)))
+    assert set(SCHEDULES) <= set(lines)
+    assert lines["gpipe"] == ["33", "33", "27.3%", "8", "32"]
+    assert lines["1f1b"] == ["33", "33", "27.3%", "4", "10"]
+    assert lines["zb_h1"] == ["27", "27", "11.1%", "4", "16"]
+
+
+def test_compare_takes_families_and_costs(run: Run) -> None:
+    """(m + p − 1)(F + B) = 9 · 5; 1F1B's first rank holds p micro-batches, GPipe's m."""
+    costs = "--forward", "2", "--backward", "3", "--bytes", "5"
+    text = printed(run("compare", "1f1b", "gpipe", "--stages", "2", *costs))
+    lines = lines_of(text)
+    assert lines["1f1b"] == ["45", "45", "11.1%", "2", "3", "10"]
+    assert lines["gpipe"] == ["45", "45", "11.1%", "8", "16", "40"]
+    assert text.index("1f1b") < text.index("gpipe")
+    assert set(lines) & set(SCHEDULES) == {"1f1b", "gpipe"}
+
+
+def test_a_family_that_refuses_leaves_the_others_in_the_table(run: Run) -> None:
+    """With room for one micro-batch a rank, greedy takes turns, 8 · 2(F + B), and 1F1B, which holds two, says no."""
+    lines = lines_of(printed(run("compare", "1f1b", "greedy", "--stages", "2", "--bytes", "5", "--memory", "5")))
+    assert lines["greedy"] == ["48", "27", "50.0%", "1", "2", "5"]
+    assert "holds 10 bytes on rank 0, memory=5" in " ".join(lines["1f1b:"])
+
+
+def test_what_all_families_refuse_is_an_error(run: Run) -> None:
+    assert "the edges form a cycle" in told(run("compare", "--edges", "0-1,1-0"), 1)
+
+
+# --- topology ---
+
+
+def test_topology_is_printed(run: Run) -> None:
+    axes = [("pipe", 2), ("tensor", 2), ("data", 4)]
+    assert printed(run("topology", "pipe=2,tensor=2,data=4")) == f"{Topology(axes)}\n"
+    assert printed(run("topology", "pipe=2,tensor=2,data=4", "--ranks-per-node", "8")) == f"{Topology(axes, 8)}\n"
+
+
+def test_a_big_topology_is_printed(run: Run) -> None:
+    assert printed(run("topology", "pp=16,tp=8,dp=128", "--ranks-per-node", "8")).startswith("16384 ranks")
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize("arguments", [(), ("show",), ("compare",), ("topology",)], ids=str)
+def test_help_has_examples(arguments: Sequence[str], run: Run) -> None:
+    text = printed(run(*arguments, "--help"))
+    assert text.startswith("usage: python -m fxpipe")
+    assert 2 <= text.count("  python -m fxpipe ") <= 5
+
+
+@pytest.mark.parametrize("about", [(), ("show",), ("compare",), ("topology",)], ids=str)
+def test_the_examples_in_the_help_run(about: Sequence[str], run: Run) -> None:
+    text = printed(run(*about, "--help"))
+    for line in re.findall(r"^  python -m fxpipe (.*)$", text, re.MULTILINE):
+        printed(run(*line.split("#")[0].split()))
+
+
+# --- what goes wrong is told, with an exit code, and is never a traceback ---
+
+USAGE = {
+    "no command": ((), "COMMAND"),
+    "an unknown command": (("draw",), "draw"),
+    "no family": (("show",), "FAMILY_OR_CSV"),
+    "no stages": (("show", "1f1b"), "which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4"),
+    "no stages to compare": (("compare",), "which stages?"),
+    "an abbreviated option": (("show", "1f1b", "--stage", "4"), "--stage"),
+    "an abbreviated option of another kind": (("show", "1f1b", "--stages", "4", "--comm-cost", "1"), "--comm-cost"),
+    "words for numbers": (("show", "1f1b", "--stages", "four"), "'four' is no whole number"),
+    "half a micro-batch": (("show", "1f1b", "--stages", "4", "-m", "2.5"), "'2.5' is no whole number"),
+    "a number of 5000 digits": (("show", "1f1b", "--stages", "1" * 5000), "is no whole number"),
+    "a cost that is none": (("show", "1f1b", "--stages", "4", "--forward", "fast"), "'fast' is no finite number"),
+    "an infinite cost": (("show", "1f1b", "--stages", "4", "--comm", "inf"), "'inf' is no finite number"),
+    "a cost that is no number": (("show", "1f1b", "--stages", "4", "--backward", "1,nan,2,2"), "'nan' is no finite"),
+    "a cost left out": (("show", "1f1b", "--stages", "2", "--forward", "1,"), "'' is no finite number"),
+    "an edge with an arrow": (("show", "1f1b", "--edges", "0>1"), "'0>1' is no edge; write pairs of stage numbers"),
+    "half an edge": (("show", "1f1b", "--edges", "0-1,1-"), "'1-' is no edge"),
+    "an edge of three": (("show", "1f1b", "--edges", "0-1-2"), "'0-1-2' is no edge"),
+    "a placement of words": (("show", "1f1b", "--stages", "2", "--placement", "a,b"), "'a' is no whole number"),
+    "far too many stages": (("show", "1f1b", "--stages", "9000000000"), "goes up to 1,000,000"),
+    "far too many micro-batches": (("show", "1f1b", "--stages", "2", "-m", "9000000000"), "goes up to 1,000,000"),
+    "a stage far out": (("show", "1f1b", "--edges", "0-9000000000"), "goes up to 1,000,000"),
+    "a rank far out": (("show", "1f1b", "--placement", "0,9000000000", "--memory", "1"), "goes up to 1,000,000"),
+    "messages and no file": (("show", "1f1b", "--stages", "2", "--communication"), "add --csv PATH"),
+    "micro-batches of a file": (("show", "good.csv", "-m", "4"), "--microbatches is for the families"),
+    "a placement of a file": (("show", "good.csv", "--placement", "0,1"), "good.csv has one"),
+    "a value that looks like an option": (("show", "1f1b", "--placement", "-1,0"), "expected one argument"),
+    "an axis without a size": (("topology", "pipe"), "'pipe' is no axis; write names and sizes, as in pipe=2,data=4"),
+    "an axis of a word": (("topology", "pipe=two"), "'two' is no whole number"),
+    "no axes": (("topology", ""), "'' is no axis"),
+    "an option without its value": (("show", "1f1b", "--stages"), "--stages"),
+}
+
+REFUSED = {
+    "an unknown family": (("show", "1f1", "--stages", "4"), "unknown schedule '1f1'; did you mean \"1f1b\"?"),
+    "an unknown family to compare": (("compare", "1f1b", "zigzag", "--stages", "4"), "unknown schedule 'zigzag'"),
+    "a file of another kind": (("show", "good.txt", "--stages", "4"), "the name of a file ends in .csv"),
+    "no such file": (("show", "none.csv"), "none.csv: No such file or directory"),
+    "a folder": (("show", "folder.csv"), "folder.csv: Is a directory"),
+    "a malformed file": (("show", "bad.csv"), "bad.csv, line 2, cell 1: '1f0' is no cell; write 1F0"),
+    "a binary file": (("show", "binary.csv"), "binary.csv is not UTF-8 text"),
+    "an empty file": (("show", "empty.csv"), "empty.csv holds no action"),
+    "a table that halts": (("show", "halts.csv"), "rank 1 waits at 1B0 for 1F0 on rank 1"),
+    "edges that a file does not have": (("show", "good.csv", "--edges", "0-5"), "edge 0-5 names a stage outside"),
+    "edges in a circle": (("show", "1f1b", "--edges", "0-1,1-0"), "the edges form a cycle"),
+    "an edge to itself": (("show", "1f1b", "--edges", "0-0"), "the edges form a cycle"),
+    "no stage": (("show", "1f1b", "--stages", "0"), "at least one is needed"),
+    "fewer than no stages": (("show", "1f1b", "--stages", "-3"), "at least one is needed"),
+    "no micro-batch": (("show", "1f1b", "--stages", "4", "-m", "0"), "0 micro-batches; at least 1 is needed"),
+    "fewer stages than edges": (("show", "1f1b", "--edges", "0-5", "--stages", "2"), "write stages=6"),
+    "a placement too short": (("show", "1f1b", "--stages", "4", "--placement", "0,1"), "placement= has 2 entries"),
+    "a rank without stages": (("show", "1f1b", "--placement", "0,2"), "leaves a rank without stages"),
+    "a rank below 0": (("show", "1f1b", "--placement=-1,0"), "leaves a rank without stages"),
+    "costs too few": (("show", "1f1b", "--stages", "3", "--forward", "1,2"), "forward has 2 costs for 3 stages"),
+    "a cost below 0": (("show", "1f1b", "--stages", "3", "--comm", "-1"), "a cost is a finite number, 0 or more"),
+    "W longer than B": (("show", "1f1b", "--stages", "3", "--weight", "5"), "is a part of backward=2"),
+    "none in flight": (("show", "greedy", "--stages", "3", "--in-flight", "0"), "at least 1 micro-batch must be"),
+    "a file in no folder": (("show", "1f1b", "--stages", "2", "--csv", "none/x.csv"), "none/x.csv: No such file"),
+    "a picture in no folder": (("show", "1f1b", "--stages", "2", "--svg", "none/x.svg"), "none/x.svg: No such file"),
+    "an unknown axis": (("topology", "pip=2"), 'unknown axis "pip"; did you mean "pipe"?'),
+    "an axis of nothing": (("topology", "pipe=0"), 'axis "pipe" has size 0'),
+    "an axis twice": (("topology", "pipe=2,pp=2"), "both the pipe axis"),
+    "a node that does not fit": (("topology", "pipe=2,data=4", "--ranks-per-node", "3"), "does not divide the 8 ranks"),
+    "far too many ranks": (("topology", "pipe=9000000000,data=9"), "this command prints up to 1,000,000"),
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> None:
+    (tmp_path / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (tmp_path / "good.txt").write_text("0F0,0B0\n1F0,1B0\n")
+    (tmp_path / "bad.csv").write_text("0F0,0B0\n1f0,1B0\n")
+    (tmp_path / "halts.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "binary.csv").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (tmp_path / "folder.csv").mkdir()
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(("arguments", "fact"), USAGE.values(), ids=USAGE.keys())
+def test_bad_usage_is_told_with_exit_code_2(arguments: Sequence[str], fact: str, run: Run) -> None:
+    message = told(run(*arguments), 2)
+    assert message.startswith("usage: python -m fxpipe")
+    assert fact in message
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(("arguments", "fact"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_fxpipe_or_the_system_refuses_is_told_with_exit_code_1(
+    arguments: Sequence[str], fact: str, run: Run
+) -> None:
+    message = told(run(*arguments), 1)
+    assert message.startswith("fxpipe: ")
+    assert fact in message
+
+
+def test_a_table_that_is_refused_is_printed_with_the_cell_in_brackets(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n")
+    assert "[0B1]" in told(run("show", "mine.csv"), 1)
+
+
+# --- pipes ---
+
+
+def start(environment: dict[str, str], folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments), cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """Closes the reading end, and expects a quiet end."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(60) == 0
+
+
+BIG = "show", "gpipe", "--stages", "32", "-m", "64", "--full"  # far more than a pipe holds
+
+
+@pytest.mark.parametrize(
+    "arguments", [BIG, ("compare", *BALANCED_CHAIN), ("topology", "pipe=2"), ("show", "--help"), ("--help",)], ids=str
+)
+def test_a_pipe_that_closes_before_anything_is_written_is_a_quiet_end(
+    arguments: Sequence[str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    ended(start(environment, tmp_path, *arguments))
+
+
+def test_a_pipe_that_closes_after_the_first_line_is_a_quiet_end(environment: dict[str, str], tmp_path: Path) -> None:
+    process = start(environment, tmp_path, *BIG)
+    assert process.stdout is not None
+    assert len(process.stdout.readline()) > 100
+    ended(process)
+
+
+def test_head_in_a_shell(environment: dict[str, str], tmp_path: Path) -> None:
+    line = f"set -o pipefail; {sys.executable} -m fxpipe {' '.join(BIG)} | head -1"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [BIG, ("topology", "pipe=2"), ("--help",)], ids=str)
+def test_a_full_disk_is_told(arguments: Sequence[str], environment: dict[str, str], tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*arguments), cwd=tmp_path, env=environment, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "fxpipe: [Errno 28] No space left on device\n"
+
+
+def test_no_output_at_all_is_no_failure(environment: dict[str, str], tmp_path: Path) -> None:
+    line = f"{sys.executable} -m fxpipe topology pipe=2 >&-"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_a_terminal_of_any_encoding_will_do(encoding: str, run: Run) -> None:
+    printed(run("topology", "pipe=2,data=64", PYTHONIOENCODING=encoding))  # it has an ellipsis
+    printed(run("show", "1f1b", "--stages", "4", PYTHONIOENCODING=encoding))
+    printed(run("show", "--help", PYTHONIOENCODING=encoding))
+
+
+# --- without torch, and fast ---
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "1f1b", "--stages", "4", "--csv", "a.csv", "--svg", "a.svg", "--html", "a.html", "--trace", "a.json"),
+        ("compare", *BALANCED_CHAIN),
+        ("topology", "pipe=2"),
+    ],
+    ids=str,
+)
+def test_torch_is_not_imported(arguments: Sequence[str], tmp_path: Path) -> None:
+    code = f"""
+import runpy, sys
+sys.argv = ["fxpipe", *{list(arguments)!r}]
+try:
+    runpy.run_module("fxpipe", run_name="__main__", alter_sys=True)
+except SystemExit as done:
+    assert done.code == 0, done.code
+assert not [name for name in sys.modules if name.split(".")[0] == "torch"]
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_answer_takes_less_than_a_second(run: Run) -> None:
+    def seconds() -> float:
+        begin = time.perf_counter()
+        printed(run("show", "1f1b", "--stages", "8", "-m", "32"))
+        return time.perf_counter() - begin
+
+    assert statistics.median(seconds() for _ in range(3)) < 1
+
+
+# --- called as a function ---
+
+
+def test_main_returns_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "pipe=2"]) == 0
+    assert capsys.readouterr() == (f"{Topology([('pipe', 2)])}\n", "")
+    assert main(["show", "zigzag", "--stages", "2"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fxpipe: unknown schedule 'zigzag'")
+    with pytest.raises(SystemExit) as ended_by_argparse:
+        main(["draw"])
+    assert ended_by_argparse.value.code == 2

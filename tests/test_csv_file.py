@@ -1,0 +1,360 @@
+"""CSV files: tables drawn by hand, the way there and back, torch's other cells, and what is no table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fxpipe.action import Action, Op
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import Row, Schedule
+from fxpipe.schedules import SCHEDULES, build
+from fxpipe.show import table
+from tests.graphs import WORKED, Bare, bare, branches, chain, random_bare
+
+GRAPHS: dict[str, Bare] = {
+    "one stage": bare((), 1),
+    "chain of 4": bare(chain(4), 4),
+    "worked example": bare(WORKED, 5),
+    "3 branches of 2": bare(branches(3, 2), 7),
+    "skip over two stages": bare((*chain(4), (0, 3)), 4),
+    "an edge given twice": bare(((0, 1), (0, 1)), 2),
+    "stages that nothing connects": bare((), 3),
+    "all on one rank": bare(WORKED, 5, (0, 0, 0, 0, 0)),
+    "6 stages on 3 ranks in turns": bare(chain(6), 6, (0, 1, 2, 0, 1, 2)),
+    "6 stages back and forth": bare(chain(6), 6, (0, 1, 2, 2, 1, 0)),
+    "frozen first stage": bare(chain(3), 3, frozen=frozenset([0])),
+    "frozen tower": bare(WORKED, 5, frozen=frozenset([2, 3])),
+    "nothing to train": bare(chain(3), 3, frozen=frozenset([0, 1, 2])),
+    **{f"random {seed}": random_bare(seed, frozen=seed % 2 == 1) for seed in range(10)},
+}
+
+
+def written(schedule: Schedule, folder: Path, communication: bool = False) -> str:
+    path = folder / "table.csv"
+    schedule.to_csv(path, communication)
+    return path.read_bytes().decode()
+
+
+def read(text: str | bytes, folder: Path, edges: tuple[tuple[int, int], ...] | None = None) -> Schedule:
+    path = folder / "mine.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return Schedule.from_csv(path, edges)
+
+
+def rows_of(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, row)) for row in schedule.rows]
+
+
+# --- drawn by hand ---
+
+
+def test_compute_alone_is_aligned_by_step(tmp_path: Path) -> None:
+    assert written(build("1f1b", chain(2), 2), tmp_path) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+
+
+def test_the_worked_example_is_aligned_by_step(tmp_path: Path) -> None:
+    lines = [
+        "0F0,,,,,0B0",
+        ",1F0,,,1B0,",
+        "2F0,,,,,2B0",
+        ",3F0,,,3B0,",
+        ",,4F0,4B0,,",
+    ]
+    assert written(build("1f1b", WORKED, 1), tmp_path).splitlines() == lines
+
+
+def test_a_message_is_a_cell_at_both_ends(tmp_path: Path) -> None:
+    assert written(build("gpipe", chain(2), 1), tmp_path, communication=True).splitlines() == [
+        "0F0,0SEND_F0,0RECV_B0,0B0",
+        "1RECV_F0,1F0,1B0,1SEND_B0",
+    ]
+
+
+def test_a_stage_that_sends_to_two_has_a_cell_for_each(tmp_path: Path) -> None:
+    assert written(build("gpipe", ((0, 1), (0, 2)), 1), tmp_path, communication=True).splitlines() == [
+        "0F0,0SEND_F0,0SEND_F0,0RECV_B0,0RECV_B0,0B0",
+        "1RECV_F0,1F0,1B0,1SEND_B0",
+        "2RECV_F0,2F0,2B0,2SEND_B0",
+    ]
+
+
+def test_what_needs_no_gradient_sends_none_back(tmp_path: Path) -> None:
+    graph = bare(chain(2), 2, frozen=frozenset([0]))
+    assert written(graph.build("gpipe", 1), tmp_path, communication=True).splitlines() == [
+        "0F0,0SEND_F0",
+        "1RECV_F0,1F0,1B0",
+    ]
+
+
+def test_halves_of_a_backward_are_written_and_the_first_sends(tmp_path: Path) -> None:
+    text = "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"
+    schedule = read(text, tmp_path)
+    assert written(schedule, tmp_path) == text
+    assert written(schedule, tmp_path, communication=True).splitlines() == [
+        "0F0,0SEND_F0,0RECV_B0,0I0,0W0",
+        "1RECV_F0,1F0,1I0,1SEND_B0,1W0",
+    ]
+
+
+def test_a_table_that_halts_is_written_for_its_author_to_mend_but_not_with_messages(tmp_path: Path) -> None:
+    schedule = read("0F0,0B0\n1B0,1F0", tmp_path)
+    assert written(schedule, tmp_path) == "0F0,0B0\n1B0,1F0\n"
+    with pytest.raises(ScheduleError, match="rank 1 waits at 1B0"):
+        schedule.to_csv(tmp_path / "table.csv", communication=True)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
+def test_a_cell_stands_in_the_column_where_the_printed_table_has_it(name: str, graph: Bare, tmp_path: Path) -> None:
+    schedule = graph.build(name, 4)
+    head, _, *lines = table(schedule, full=True).splitlines()[: len(schedule.rows) + 2]
+    steps = [match.start() for match in re.finditer(r"\b\d+\b", head)]
+    for row, line in zip(written(schedule, tmp_path).splitlines(), lines, strict=True):
+        columns = {match.start(): match[0] for match in re.finditer(r"\b\d+[FBIW]\d+\b", line)}
+        assert row.split(",") == [columns.get(step, "") for step in steps]
+
+
+# --- there and back ---
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
+@pytest.mark.parametrize("communication", [False, True], ids=["compute", "communication"])
+def test_what_was_written_is_read_back(name: str, graph: Bare, communication: bool, tmp_path: Path) -> None:
+    for m in (1, 5):
+        schedule = graph.build(name, m)
+        text = written(schedule, tmp_path, communication)
+        again = read(text, tmp_path, graph.edges)
+        assert again.rows == schedule.rows
+        assert again.edges == schedule.edges
+        assert again.placement == schedule.placement
+        assert again.backward == schedule.backward
+        assert again.microbatches == m
+        again.verify()
+        assert written(again, tmp_path, communication) == text
+
+
+@pytest.mark.parametrize("communication", [False, True])
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_a_rank_without_actions_is_a_line(communication: bool, idle: int, tmp_path: Path) -> None:
+    rows: list[Row] = [(Action(0, Op.F, 0), Action(0, Op.B, 0)), (Action(1, Op.F, 0), Action(1, Op.B, 0))]
+    rows.insert(idle, ())
+    placement = tuple(rank for rank in range(3) if rank != idle)
+    schedule = Schedule(tuple(rows), ((0, 1),), placement, (True, True), 1)
+    assert read(written(schedule, tmp_path, communication), tmp_path).rows == schedule.rows
+
+
+def test_every_cell_of_a_file_with_messages_has_its_other_end(tmp_path: Path) -> None:
+    for graph in GRAPHS.values():
+        text = written(graph.build("zb_h1", 3), tmp_path, communication=True)
+        cells = re.findall(r"(\d+)(SEND|RECV)_([FB])(\d+)", text)
+        crossing = [(a, b) for a, b in graph.edges if graph.placement[a] != graph.placement[b]]
+        wanted = []
+        for a, b in crossing:
+            for j in range(3):
+                wanted += [(str(a), "SEND", "F", str(j)), (str(b), "RECV", "F", str(j))]
+                if graph.backward[a]:
+                    wanted += [(str(b), "SEND", "B", str(j)), (str(a), "RECV", "B", str(j))]
+        assert sorted(cells) == sorted(wanted)
+
+
+# --- what reading makes of a file ---
+
+
+def test_edges_are_a_chain_unless_given(tmp_path: Path) -> None:
+    text = "0F0,0B0\n1F0,1B0\n2F0,2B0"
+    assert read(text, tmp_path).edges == ((0, 1), (1, 2))
+    assert read(text, tmp_path, ((0, 2), (1, 2))).edges == ((0, 2), (1, 2))
+    with pytest.raises(ScheduleError, match="edge 0-3 names a stage outside"):
+        read(text, tmp_path, ((0, 3),))
+
+
+def test_the_name_is_the_files(tmp_path: Path) -> None:
+    schedule = read("0F0,0B0", tmp_path)
+    assert schedule.name == "mine"
+    assert "mine" in str(schedule)
+
+
+def test_a_stage_with_no_b_i_or_w_has_no_backward(tmp_path: Path) -> None:
+    schedule = read("0F0\n1F0,1B0\n2F0,2I0,2W0", tmp_path)
+    assert schedule.backward == (False, True, True)
+    schedule.verify()
+
+
+def test_whole_and_split_backwards_may_be_mixed(tmp_path: Path) -> None:
+    schedule = read("0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1B1,1W0", tmp_path)
+    schedule.verify()
+    assert schedule.microbatches == 2
+
+
+def test_a_stage_is_on_the_rank_that_has_most_of_it_so_that_verify_names_the_stray_cell(tmp_path: Path) -> None:
+    schedule = read("0F0,0F1,0B0,1B1,0B1\n1F0,1B0,1F1", tmp_path)
+    assert schedule.placement == (0, 1)
+    with pytest.raises(ScheduleError, match="1B1 stands on rank 0, but its stage is on rank 1"):
+        schedule.verify()
+
+
+PLAIN = "0F0,,,0B0\n,1F0,1B0,\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN.encode(),
+        b"\xef\xbb\xbf" + PLAIN.encode(),
+        PLAIN.replace("\n", "\r\n").encode(),
+        PLAIN.replace("\n", "\r").encode(),
+        PLAIN.rstrip("\n").encode(),
+        PLAIN.encode() + b"\n\n  \r\n",
+        b" 0F0 , , , 0B0\n , 1F0 ,1B0 \t,\n",
+        b'"0F0","","","0B0"\n"","1F0","1B0",""\n',
+        b"00F0,,,0B00\n,1F0,01B0\n",
+    ],
+    ids="plain bom crlf cr no-newline empty-lines spaces quotes zeros".split(),
+)
+def test_how_an_editor_saved_it_does_not_matter(text: bytes, tmp_path: Path) -> None:
+    assert rows_of(read(text, tmp_path)) == ["0F0 0B0", "1F0 1B0"]
+
+
+def test_torchs_other_cells_are_checked_and_dropped(tmp_path: Path) -> None:
+    text = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD"
+    schedule = read(text, tmp_path)
+    assert rows_of(schedule) == ["0F0 0B0", "1F0 1B0"]
+    schedule.verify()
+
+
+def test_an_overlap_is_its_actions_in_order(tmp_path: Path) -> None:
+    schedule = read("0F0,(0F1;0B0)OVERLAP_F_B,( 0I1 ; 0W1 )OVERLAP_F_B", tmp_path)
+    assert rows_of(schedule) == ["0F0 0F1 0B0 0I1 0W1"]
+
+
+# --- what is no table ---
+
+GOOD = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "remedy"),
+    [
+        ("hello", "write <stage><F, B, I or W><micro-batch>, as in 0F3"),
+        ("1f0", "write 1F0"),
+        ("1recv_f0", "write 1RECV_F0"),
+        ("1F", "its micro-batch is missing, as in 1F0"),
+        ("1SEND_B", "its micro-batch is missing, as in 1SEND_B0"),
+        ("F0", "as in 0F3"),
+        ("1", "as in 0F3"),
+        ("-1F0", "as in 0F3"),
+        ("1F-1", "as in 0F3"),
+        ("1.0F0", "as in 0F3"),
+        ("1X0", "as in 0F3"),
+        ("1F0!", "as in 0F3"),
+        ("[1F0]", "as in 0F3"),
+        ("٢F0", "as in 0F3"),
+        ("1F" + 5000 * "1", "as in 0F3"),
+        ("1F0 1B0", "an action has a cell of its own: write 1F0,1B0"),
+        ("1F0;1B0", "an action has a cell of its own: write 1F0,1B0"),
+        ("1F0\t1B0", "an action has a cell of its own: write 1F0,1B0"),
+        ("1UNSHARD3", "as in 0F3"),
+        ("1SEND_F0F", "as in 0F3"),
+        ("(1F0;1B0)", "as in 0F3"),
+        ("(1F0;1B0)OVERLAP", "as in 0F3"),
+        ("()OVERLAP_F_B", "as in 0F3"),
+        ("(1F0;)OVERLAP_F_B", "as in 0F3"),
+        ("(1F0;1SEND_B0)OVERLAP_F_B", "as in 0F3"),
+        ("(1F0;1UNSHARD)OVERLAP_F_B", "as in 0F3"),
+        ("\0", "as in 0F3"),
+        ("# my table", "as in 0F3"),
+    ],
+)
+def test_what_is_no_cell_is_told_with_its_place_and_what_to_write(cell: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError) as error:
+        read(GOOD.replace("1F0", cell), tmp_path)
+    assert f"mine.csv, line 2, cell 2: {cell!r} is no cell" in str(error.value)
+    assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "fact"),
+    [
+        ("1SEND_B0", "1SEND_B7", (2, 4), "is of micro-batch 7, but the last with an action is 0"),
+        ("1SEND_B0", "2SEND_B0", (2, 4), "is of stage 2, but the last with an action is 1"),
+        ("0RECV_B0", "1RECV_B0", (1, 3), "stands on rank 0, but stage 1 is on rank 1"),
+        ("1RECV_F0", "0RECV_F0", (2, 1), "a send names the stage that sends, a receive the one that receives"),
+        ("0SEND_F0", "1SEND_F0", (1, 2), "stands on rank 0, but stage 1 is on rank 1"),
+        ("0SEND_F0", "1UNSHARD", (1, 2), "stands on rank 0, but stage 1 is on rank 1"),
+        ("0SEND_F0", "9RESHARD", (1, 2), "is of stage 9, but the last with an action is 1"),
+    ],
+)
+def test_a_cell_of_a_message_must_be_of_a_stage_that_is_there(
+    old: str, new: str, place: tuple[int, int], fact: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ScheduleError) as error:
+        read(GOOD.replace(old, new), tmp_path)
+    assert f"mine.csv, line {place[0]}, cell {place[1]}: {new!r}" in str(error.value)
+    assert fact in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", ",,\n,", "0UNSHARD", "\ufeff", "0SEND_F0"])
+def test_a_file_without_actions_is_told(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"mine\.csv holds no action; write a line per rank, as in 0F0,0F1"):
+        read(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "missing"),
+    [
+        ("0F0,0B0\n2F0,2B0", "line 2, cell 1: '2F0'", 1),
+        ("1F0\n2F0", "line 1, cell 1: '1F0'", 0),
+        ("0F0,999999999F0", "line 1, cell 2: '999999999F0'", 1),
+        ("0F0\n1F0,(3F0;3B0)OVERLAP_F_B,7F0", "line 2, cell 2: '(3F0;3B0)OVERLAP_F_B'", 2),
+    ],
+)
+def test_a_stage_that_is_left_out_is_told_with_the_first_cell_behind_the_gap(
+    text: str, place: str, missing: int, tmp_path: Path
+) -> None:
+    with pytest.raises(ScheduleError) as error:
+        read(text, tmp_path)
+    assert place in str(error.value)
+    assert f"there is no action of stage {missing} in the file" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n\x1a\n\0\0", "0F0,0B0".encode("utf-16"), b"0F0,\xff", b"PK\x03\x04\xd0"]
+)
+def test_what_is_not_utf_8_is_told(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"mine\.csv is not UTF-8 text: byte 0x\w\w at \d+; save it as CSV"):
+        read(content, tmp_path)
+
+
+def test_a_quote_that_is_never_closed_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"mine\.csv, line 2: unexpected end of data"):
+        read('0F0,0B0\n"1F0,1B0', tmp_path)
+
+
+def test_a_cell_with_a_line_end_in_it_is_told_with_the_line_that_it_ends_on(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"line 2, cell 2: '0B0\\n1F0' is no cell; an action has a cell of its own"):
+        read('0F0,"0B0\n1F0"', tmp_path)
+
+
+def test_a_micro_batch_far_out_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="0F1 is missing"):
+        read("0F0,0F999999999", tmp_path).verify()
+
+
+def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Schedule.from_csv(tmp_path / "none.csv")
+    with pytest.raises(FileNotFoundError):
+        build("gpipe", (), 1).to_csv(tmp_path / "none" / "table.csv")
+    with pytest.raises(IsADirectoryError):
+        Schedule.from_csv(tmp_path)
+
+
+def test_what_a_schedule_shares_is_not_in_the_file(tmp_path: Path) -> None:
+    """Reductions follow from the model: fxpipe.compile puts them in."""
+    schedule = replace(build("1f1b", chain(2), 2), tied=((0, 1),))
+    assert read(written(schedule, tmp_path, communication=True), tmp_path).tied == ()

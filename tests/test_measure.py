@@ -1,0 +1,418 @@
+"""Measured timelines: marks to laps, laps of many clocks to one timeline; recording on every engine; rescheduling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+import fxpipe.measure
+import fxpipe.stopwatch
+from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
+from fxpipe.action import Op
+from fxpipe.measure import Round, mean_costs, offset_between, timeline_of
+from fxpipe.run import Executor
+from fxpipe.schedules import Costs, build
+from fxpipe.stopwatch import Lap, Stopwatch
+from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, trained
+from tests.models import CASES
+from tests.pool import Pool
+
+NAME = "two towers, text first"
+
+
+@pytest.fixture(params=["local", "strict 0", "distributed"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return engine_of(request.param, lambda: request.getfixturevalue("pool"))
+
+
+@pytest.fixture(params=["strict 1", "distributed"])
+def many_ranks(request: pytest.FixtureRequest) -> Engine:
+    return engine_of(request.param, lambda: request.getfixturevalue("pool"))
+
+
+# --- laps ---
+
+
+class Ticks:
+    """A clock that a test sets: one tick per mark, in tenths of a second."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def mark(self) -> int:
+        self.now += 1
+        return self.now
+
+    def seconds(self, marks: Any) -> list[float]:
+        return [mark / 10 for mark in marks]
+
+
+def test_three_marks_make_a_lap_on_the_clock_that_it_is_told_on() -> None:
+    stopwatch = Stopwatch(Ticks())
+    first, second = Action(0, Op.F, 0), Action(0, Op.B, 0)
+    for action in (first, first, first, second, second, second):
+        stopwatch.mark(action)
+    assert stopwatch.laps() == [Lap(first, 0.1, 0.2, 0.3), Lap(second, 0.4, 0.5, 0.6)]
+    assert stopwatch.laps(ahead=0.1)[0][1:] == pytest.approx((0.0, 0.1, 0.2), abs=1e-12)
+
+
+def test_a_stopwatch_without_a_clock_keeps_nothing() -> None:
+    stopwatch = Stopwatch()
+    stopwatch.mark(Action(0, Op.F, 0))
+    assert stopwatch.laps() == []
+
+
+def laps_by_hand() -> list[Lap]:
+    """Two stages on two ranks and two micro-batches; rank 1 stands waiting for 0F0 from 10.5 on, rank 0 for 1B0."""
+    parse = Action.parse
+    return [
+        Lap(parse("0F0"), 10.0, 10.0, 11.0),
+        Lap(parse("0F1"), 11.0, 11.0, 13.0),
+        Lap(parse("0B0"), 13.0, 17.5, 19.5),
+        Lap(parse("0B1"), 19.5, 24.25, 26.25),
+        Lap(parse("1F0"), 10.5, 11.25, 12.25),
+        Lap(parse("1B0"), 12.25, 12.5, 17.0),
+        Lap(parse("1F1"), 17.0, 17.0, 18.0),
+        Lap(parse("1B1"), 18.0, 18.0, 24.0),
+    ]
+
+
+def test_a_timeline_begins_at_its_first_start_and_has_the_medians_for_costs() -> None:
+    schedule = build("1f1b", [(0, 1)], 2)
+    timeline = timeline_of(schedule, laps_by_hand())
+    assert timeline.measured
+    assert timeline.spans[Action.parse("1B0")] == (2.5, 7.0)
+    assert timeline.since[Action.parse("0B0")] == 3.0
+    assert timeline.makespan == 16.25
+    assert timeline.costs.forward == (1.5, 1.0)
+    assert timeline.costs.backward == (2.0, 5.25)
+    # who stood waiting: 1F0 for 0.25 after 0F0, 0B0 for 0.5 after 1B0, 0B1 for 0.25 after 1B1; 1F1's message was there
+    assert timeline.costs.comm == 0.25
+    # 0: 7 of 16.25 busy; 1: 12.5
+    assert timeline.bubbles == pytest.approx((1 - 7 / 16.25, 1 - 12.5 / 16.25))
+
+
+def test_what_never_ran_is_in_no_span_and_costs_nothing() -> None:
+    schedule = build("1f1b", [(0, 1)], 2)
+    timeline = timeline_of(schedule, [lap for lap in laps_by_hand() if lap.action.op is Op.F])
+    assert set(timeline.spans) == {Action.parse(cell) for cell in ("0F0", "0F1", "1F0", "1F1")}
+    assert timeline.costs.backward == (0.0, 0.0)
+    assert timeline_of(schedule, []).makespan == 0
+
+
+def test_the_mean_of_replicas_is_taken_stage_by_stage() -> None:
+    mean = mean_costs([Costs.of(2, [1, 3], [2, 4], comm=1), Costs.of(2, [3, 3], [4, 8], comm=0)])
+    assert mean == Costs.of(2, [2, 3], [3, 6], comm=0.5)
+
+
+# --- clocks ---
+
+
+def test_clocks_that_may_be_one_are_taken_for_one() -> None:
+    assert offset_between([Round(1.0, 1.2)], [Round(1.1, 1.25)]) == 0
+
+
+@pytest.mark.parametrize("offset", [-40.0, 0.5, 3600.0])
+def test_an_offset_lies_within_what_every_collective_call_allows(offset: float) -> None:
+    """Rank 0 comes at t and leaves at t + 0.004; the other one comes 1 ms later and leaves 1 ms earlier or later."""
+    first = [Round(t, t + 0.004) for t in (1.0, 2.0, 3.0)]
+    other = [Round(offset + t + 0.001, offset + t + left) for t, left in ((1.0, 0.005), (2.0, 0.003), (3.0, 0.005))]
+    # offset ≤ other.left − first.came = offset + 0.003, and ≥ other.came − first.left = offset − 0.003
+    assert offset_between(first, other) == pytest.approx(offset, abs=1e-9)
+
+
+# --- recording ---
+
+
+def recorded(name: str, steps: int = 2) -> tuple[Timeline, Timeline]:
+    """What two recorded steps were like, as this rank sees it."""
+    forward_backward = compiled(CASES[name])
+    forward_backward(**CASES[name].batch())
+    forward_backward.record_timeline()
+    timelines = []
+    for number in range(steps):
+        forward_backward(**CASES[name].batch(number))
+        timelines.append(forward_backward.timeline())
+    return timelines[0], timelines[1]
+
+
+def assert_ran(timeline: Timeline) -> None:
+    """Every action ran once, in the order of its row, and none before what it needs."""
+    schedule = timeline.schedule
+    assert set(timeline.spans) == {action for row in schedule.rows for action in row}
+    assert min(span.start for span in timeline.spans.values()) == 0
+    for row in schedule.rows:
+        end = -1e9
+        for action in row:
+            span = timeline.spans[action]
+            assert end <= timeline.since[action] <= span.start <= span.end, action
+            end = span.end
+            for other in schedule.dependencies.before(action):
+                assert timeline.spans[other].end <= span.start, (other, action)
+
+
+@pytest.mark.parametrize("name", [NAME, "6 stages in turn on 3 ranks"])
+def test_a_recorded_step_is_a_timeline_of_its_schedule_on_every_rank(name: str, engine: Engine) -> None:
+    results = engine(CASES[name].ranks, recorded, name)
+    for timelines in results:
+        for timeline in timelines:
+            assert_ran(timeline)
+            assert timeline.measured
+            assert 0 < timeline.makespan < 60
+            assert 0 <= timeline.bubble < 1
+    assert all(timelines[0].spans == results[0][0].spans for timelines in results)
+    assert results[0][0].spans != results[0][1].spans
+
+
+def recorded_with_skew(seconds: float) -> Timeline:
+    """The same where every rank's clock is ahead of the one before it."""
+    fxpipe.init()
+    skew = seconds * torch.distributed.get_rank()
+
+    class Skewed:
+        perf_counter = staticmethod(lambda: time.perf_counter() + skew)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fxpipe.measure, "time", Skewed)
+        patch.setattr(
+            fxpipe.stopwatch.HostClock, "mark", staticmethod(lambda: time.perf_counter_ns() + int(skew * 1e9))
+        )
+        return recorded(NAME)[1]
+
+
+def test_ranks_whose_clocks_differ_are_put_on_one(pool: Pool) -> None:
+    timeline = pool.run(recorded_with_skew, 1000.0, ranks=4)[0]
+    assert timeline.makespan < 60
+    for action, span in timeline.spans.items():
+        for other in timeline.schedule.dependencies.before(action):
+            assert timeline.spans[other].end < span.start + 0.1  # as exact as the quickest collective call
+
+
+def train_recorded(name: str) -> Any:
+    return trained(CASES[name], [CASES[name].batch(number) for number in range(3)], recorded=True)
+
+
+def test_recording_changes_no_bit(engine: Engine) -> None:
+    case = CASES[NAME]
+    runs = engine(case.ranks, train_recorded, NAME)
+    assert_run(runs, reference(case, [case.batch(number) for number in range(3)])[0])
+
+
+def not_recorded(rank_that_forgot: int | None) -> str:
+    """The error of timeline(), and of reschedule(); then one more step."""
+    forward_backward = compiled(CASES[NAME])
+    if rank_that_forgot is not None and forward_backward._transport.pipe_rank != rank_that_forgot:
+        forward_backward.record_timeline()
+    forward_backward(**CASES[NAME].batch())
+    with pytest.raises(RunError) as error:
+        forward_backward.timeline()
+    with pytest.raises(RunError, match="no step was recorded"):
+        forward_backward.reschedule()
+    forward_backward(**CASES[NAME].batch())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 2])
+def test_a_step_that_not_every_rank_recorded_is_an_error_on_all_and_training_goes_on(
+    rank: int | None, many_ranks: Engine
+) -> None:
+    told = many_ranks(4, not_recorded, rank)
+    assert set(told) == {"no step was recorded; call record_timeline() before the step, on every rank"}
+
+
+def test_without_recording_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Executor] = []
+    monkeypatch.setattr(fxpipe.engine, "Executor", lambda *args: made.append(Executor(*args)) or made[-1])
+    forward_backward = compiled(CASES[NAME])
+    forward_backward(**CASES[NAME].batch())
+    forward_backward.record_timeline()
+    forward_backward.record_timeline(False)
+    forward_backward(**CASES[NAME].batch())
+    assert len(made) == 8
+    assert all(not executor.stopwatch._marks for executor in made)
+
+
+def test_recording_costs_less_than_two_percent_of_a_step_of_tiny_stages() -> None:
+    """The least of many times, for a machine is noisy; a step of real stages is longer, and its marks are not."""
+    forward_backward = compiled(CASES[NAME])
+    batch = CASES[NAME].batch()
+    forward_backward(**batch)
+
+    def quickest(call: Callable[[], object], times: int) -> float:
+        def once() -> float:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+
+        return min(once() for _ in range(times))
+
+    step = quickest(lambda: forward_backward(**batch), 60)
+    actions = sum(map(len, forward_backward.schedule.rows))
+    clock = fxpipe.stopwatch.HostClock()
+
+    def marks() -> None:
+        stopwatch = Stopwatch(clock)
+        for _ in range(3 * actions):
+            stopwatch.mark(Action(0, Op.F, 0))
+
+    assert quickest(marks, 60) < 0.02 * step
+
+
+# --- rescheduling ---
+
+
+class Slow(torch.autograd.Function):
+    """The identity, which takes its time both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    """A linear stage that sleeps; the last one returns a loss."""
+
+    def __init__(self, seconds: float, is_last: bool) -> None:
+        super().__init__()
+        self.linear, self.seconds, self.is_last = nn.Linear(4, 4), seconds, is_last
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        y = Slow.apply(self.linear(sum(inputs)), self.seconds)
+        return y.square().mean() if self.is_last else y
+
+
+SECONDS = {"a": 0.002, "b": 0.012, "c": 0.002, "join": 0.004}
+EDGES = [("a", "b"), ("b", "join"), ("c", "join")]
+
+
+def sleepers(ranks: list[int], **options: Any) -> fxpipe.ForwardBackward:
+    """a → b → join ← c, with b the slowest."""
+    torch.manual_seed(0)
+    stages = {name: Sleeper(seconds, name == "join") for name, seconds in SECONDS.items()}
+    graph = fxpipe.StageGraph.from_callables(stages, EDGES, {"a": ["x"], "c": ["x"]})
+    topology = options.pop("topology", Topology([("pipe", 1 + max(ranks))]))
+    placement = dict(zip(SECONDS, ranks, strict=True))
+    return fxpipe.compile(graph, topology, microbatches=6, placement=placement, **options)
+
+
+def batch() -> Tensor:
+    return torch.randn(12, 4, generator=torch.Generator().manual_seed(7))
+
+
+def rescheduled(ranks: list[int], limits: dict[str, Any], data: int = 1) -> dict[str, Any]:
+    """A step at 1F1B, another at the table made from its costs; what came of both."""
+    forward_backward = sleepers(ranks, topology=Topology([("pipe", 1 + max(ranks)), ("data", data)]))
+    before = forward_backward.schedule
+    forward_backward.record_timeline()
+    first = forward_backward(batch()), gradients_of(forward_backward.named_parameters())
+    costs = forward_backward.timeline().costs
+    forward_backward.zero_grad()
+    after = forward_backward.reschedule(**limits)
+    assert after is forward_backward.schedule
+    second = forward_backward(batch()), gradients_of(forward_backward.named_parameters())
+    return {
+        "before": before,
+        "after": after,
+        "costs": costs,
+        "ran": forward_backward.timeline(),
+        "names": forward_backward.stages.names,
+        "equal": torch.equal(first[0], second[0])
+        and all(torch.equal(first[1][name], second[1][name]) for name in first[1]),
+    }
+
+
+def test_a_measured_stage_costs_what_it_sleeps(pool: Pool) -> None:
+    result = pool.run(rescheduled, [0, 1, 2, 3], {}, ranks=4)[0]
+    for name, forward, backward in zip(result["names"], result["costs"].forward, result["costs"].backward, strict=True):
+        assert SECONDS[name] <= forward < SECONDS[name] + 0.01
+        assert 2 * SECONDS[name] <= backward < 2 * SECONDS[name] + 0.01
+    assert 0 < result["costs"].comm < 0.01
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0, 1, 0, 1]])
+def test_a_new_table_is_the_same_on_all_ranks_no_slower_by_simulation_and_changes_no_bit(
+    ranks: list[int], many_ranks: Engine
+) -> None:
+    results = many_ranks(1 + max(ranks), rescheduled, ranks, {})
+    for result in results:
+        assert result["after"] == results[0]["after"]
+        assert result["equal"]
+        assert result["ran"].schedule.rows == result["after"].rows
+        old, new = (result[table].simulate(result["costs"]).makespan for table in ("before", "after"))
+        assert new <= old * (1 + 1e-9)
+
+
+def test_a_limit_is_kept_by_the_new_table_even_if_it_is_slower(many_ranks: Engine) -> None:
+    for result in many_ranks(4, rescheduled, [0, 1, 2, 3], {"in_flight": 1}):
+        assert result["after"].simulate().peak_in_flight == (1, 1, 1, 1)
+        assert result["before"].simulate().peak_in_flight != (1, 1, 1, 1)
+        assert result["after"].name == "greedy"
+        assert result["equal"]
+
+
+def test_replicas_agree_on_one_table(pool: Pool) -> None:
+    results = pool.run(rescheduled, [0, 0, 1, 1], {"in_flight": 3}, 2, ranks=4)
+    assert all(result["after"] == results[0]["after"] for result in results)
+
+
+def refused(limits: dict[str, Any]) -> str:
+    forward_backward = sleepers([0, 1, 0, 1])
+    before = forward_backward.schedule
+    forward_backward.record_timeline()
+    forward_backward(batch())
+    with pytest.raises(ScheduleError) as error:
+        forward_backward.reschedule(**limits)
+    assert forward_backward.schedule == before
+    forward_backward(batch())
+    assert forward_backward.timeline().schedule.rows == before.rows
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"schedule": "zb_h1"}, "backwards in two halves"),
+        ({"schedule": "1f1"}, "unknown schedule '1f1'"),
+        ({"in_flight": 0}, "at least 1 micro-batch must be in flight"),
+        ({"in_flight": [1, 2]}, "has 2 entries for 4 stages"),
+        ({"memory": 100}, "needs the costs' activation_bytes"),
+    ],
+    ids=str,
+)
+def test_a_table_that_cannot_be_made_is_refused_and_the_present_one_stays(
+    limits: dict[str, Any], told: str, many_ranks: Engine
+) -> None:
+    messages = many_ranks(2, refused, limits)
+    assert len(set(messages)) == 1
+    assert told in messages[0]
+
+
+def other_kinds_of_batch() -> list[Tensor]:
+    """Losses and outputs for batches of other sizes, before and after a new table."""
+    forward_backward = sleepers([0, 1, 0, 1])
+    forward_backward.record_timeline()
+    results = []
+    for _ in range(2):
+        results += [forward_backward(batch()[:1].expand(size, 4)) for size in (12, 18, 7)]
+        results.append(forward_backward.evaluate(batch(), outputs="all"))
+        forward_backward.reschedule(in_flight=1)
+    return results
+
+
+def test_every_kind_of_batch_gets_the_new_table(engine: Engine) -> None:
+    for results in engine(2, other_kinds_of_batch):
+        for before, after in zip(results[:4], results[4:], strict=True):
+            assert torch.equal(before, after)

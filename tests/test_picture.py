@@ -1,0 +1,452 @@
+"""The pictures of a timeline: to scale, told apart, and the page says of each action what a reader would ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from fxpipe.action import Action, Op
+from fxpipe.costs import Costs
+from fxpipe.picture import colours, html, svg
+from fxpipe.picture.layout import text_width, ticks, truncated
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import SCHEDULES, build
+from fxpipe.timeline import Span, Timeline
+from tests.graphs import WORKED, bare, chain, random_bare
+
+NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+
+    @staticmethod
+    def of(element: ElementTree.Element, fill: str) -> Box:
+        x, y, width, height = (float(element.get(name, "nan")) for name in ("x", "y", "width", "height"))
+        return Box(x, y, width, height, fill)
+
+    def holds(self, x: float, y: float) -> bool:
+        return self.x <= x <= self.x + self.width and self.y <= y <= self.y + self.height
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A picture read back. ``cells``: action → where it is; ``rows``: the tracks; ``numbers``: action → text in it."""
+
+    root: ElementTree.Element
+    cells: dict[Action, Box]
+    rows: list[Box]
+    texts: list[str]
+    numbers: dict[Action, str]
+
+
+def read(picture: str) -> Drawn:
+    root = ElementTree.fromstring(picture)
+    cells: dict[Action, Box] = {}
+    numbers: dict[Action, str] = {}
+    pending: list[Action] = []
+    for group in root.iter(f"{SVG}g"):
+        if group.get("class") == "cells":
+            pending = []
+            for rect in group:
+                action = Action.parse(rect.attrib["data-action"])
+                assert action not in cells, f"{action} is drawn twice"
+                cells[action] = Box.of(rect, group.attrib["fill"])
+                pending.append(action)
+        elif group.get("text-anchor") == "middle":
+            for text in group:
+                x, y = float(text.attrib["x"]), float(text.attrib["y"])
+                (inside,) = (action for action in pending if cells[action].holds(x, y))
+                numbers[inside] = text.text or ""
+    rows = [Box.of(rect, "") for rect in root.iter(f"{SVG}rect") if rect.get("class") == "track"]
+    texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
+    return Drawn(root, cells, [row for row in rows if row.width > 100], texts, numbers)
+
+
+def random_timelines(name: str) -> list[Timeline]:
+    """Random graphs at random costs, some of them 0; every third one is called measured, in seconds."""
+    made = []
+    for seed in range(24):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 2 == 0)
+        stages = graph.stages
+        forward = [draw.choice([0, 0.5, 1, 3]) for _ in range(stages)]
+        timeline = graph.build(name, draw.randint(1, 12)).simulate(forward, backward=draw.choice([0, 1, 2]), comm=0.25)
+        made.append(dataclasses.replace(timeline, measured=seed % 3 == 0))
+    return made
+
+
+def without(timeline: Timeline, gone: set[Action]) -> Timeline:
+    """The timeline of a step in which these actions never ran."""
+    spans = {action: span for action, span in timeline.spans.items() if action not in gone}
+    return dataclasses.replace(timeline, spans=spans)
+
+
+# --- geometry ---
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_action_has_one_cell_in_its_ranks_row_to_scale(name: str) -> None:
+    for timeline in random_timelines(name):
+        drawn = read(svg(timeline))
+        assert set(drawn.cells) == set(timeline.spans)
+        end = max((span.end for span in timeline.spans.values()), default=0.0)
+        for action, (start, stop) in timeline.spans.items():
+            cell, row = drawn.cells[action], drawn.rows[timeline.schedule.placement[action.stage]]
+            assert (cell.y, cell.height) == (row.y, row.height)
+            if end:
+                assert cell.x == pytest.approx(row.x + start / end * row.width, abs=0.011)
+                assert cell.width == pytest.approx((stop - start) / end * row.width, abs=0.011)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rows_stand_in_rank_order_and_nothing_overlaps(name: str) -> None:
+    for timeline in random_timelines(name):
+        drawn = read(svg(timeline))
+        assert len(drawn.rows) == len(timeline.schedule.rows)
+        for above, below in itertools.pairwise(drawn.rows):
+            assert above.y + above.height < below.y
+        for row in timeline.schedule.rows:
+            cells = [drawn.cells[action] for action in row]
+            for first, second in itertools.pairwise(cells):
+                assert first.x + first.width <= second.x + 1e-6
+
+
+def test_each_row_is_labelled_with_its_rank_and_stages() -> None:
+    drawn = read(svg(build("1f1b", WORKED, 3, placement=[0, 1, 0, 1, 2], names=NAMES).simulate()))
+    labels = [text for text in drawn.texts if text.startswith("rank") or text[2:] in NAMES]
+    assert labels == [
+        *("rank 0", "0 image 0", "2 text 0"),
+        *("rank 1", "1 image 1", "3 text 1"),
+        *("rank 2", "4 loss"),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16, 17, 64])
+def test_any_number_of_ranks_can_be_drawn(ranks: int) -> None:
+    drawn = read(svg(build("1f1b", chain(ranks), 3, stages=ranks).simulate()))
+    assert len(drawn.rows) == ranks
+    assert [text for text in drawn.texts if text.startswith("rank ")] == [f"rank {rank}" for rank in range(ranks)]
+    height = float(drawn.root.attrib["height"])
+    assert all(row.y + row.height < height for row in drawn.rows)
+
+
+@pytest.mark.parametrize("stages", [1, 3, 4, 8, 9, 40])
+def test_all_stages_of_a_rank_are_named_within_its_row(stages: int) -> None:
+    drawn = read(svg(bare(chain(stages), stages, (0,) * stages).build("1f1b", 2).simulate()))
+    named = {text.text: float(text.attrib["y"]) for text in drawn.root.iter(f"{SVG}text")}
+    for stage in range(1, stages):  # 0 is also a number of the axis
+        assert drawn.rows[0].y < named[str(stage)] <= drawn.rows[0].y + drawn.rows[0].height
+
+
+def test_a_table_without_length_or_actions_can_be_drawn() -> None:
+    nothing = build("1f1b", chain(2), 2).simulate(forward=0, backward=0)
+    assert {cell.width for cell in read(svg(nothing)).cells.values()} == {0}
+    empty = Timeline(Schedule(((), ()), (), (0, 1), (True, True), 0), {}, {}, Costs.of(2))
+    assert len(read(svg(empty)).rows) == 2
+    assert actions_of(html(empty)) == {}
+    alone = Schedule(((Action(0, Op.F, 0),), ()), (), (0, 1), (False, False), 1)
+    assert len(read(svg(alone.simulate())).rows) == 2
+
+
+def test_an_action_that_did_not_run_has_no_cell() -> None:
+    whole = build("1f1b", WORKED, 4).simulate()
+    gone = {action for action in whole.spans if action.op is Op.B and action.microbatch == 3}
+    partial = without(whole, gone)
+    assert set(read(svg(partial)).cells) == set(whole.spans) - gone
+    assert set(actions_of(html(partial))) == {str(action) for action in set(whole.spans) - gone}
+
+
+# --- numbers, names, axis ---
+
+
+def test_the_micro_batch_stands_in_the_cells_where_it_fits() -> None:
+    timeline = build("1f1b", chain(4), 12).simulate(forward=[1, 1, 0.2, 1])
+    drawn = read(svg(timeline))
+    assert all(text == str(action.microbatch) for action, text in drawn.numbers.items())
+    for action, cell in drawn.cells.items():
+        if cell.width >= 20:  # two digits of 11 pixels, whatever the font
+            assert action in drawn.numbers
+        elif cell.width < 12:
+            assert action not in drawn.numbers
+    assert {action.stage for action in drawn.cells if action not in drawn.numbers} == {2}
+
+
+def test_a_long_table_keeps_a_sensible_width() -> None:
+    timeline = build("1f1b", chain(8), 4000).simulate()
+    drawn = read(svg(timeline))
+    assert float(drawn.root.attrib["width"]) < 10000
+    assert not drawn.numbers
+    small = read(svg(build("1f1b", chain(2), 1).simulate()))
+    assert 500 < float(small.root.attrib["width"]) < 1200
+
+
+def test_names_are_escaped_and_the_long_ones_cut() -> None:
+    names = ['<&">', "]]>\x00\ud800\n'", "a very long name " * 20, "层" * 60]
+    timeline = build("1f1b", chain(4), 2, names=names).simulate()
+    drawn = read(svg(timeline))
+    assert '0 <&">' in drawn.texts
+    assert "1 ]]>\ufffd\ufffd\ufffd'" in drawn.texts
+    cut = [text for text in drawn.texts if text.endswith("…")]
+    assert [text[:5] for text in cut] == ["2 a v", "3 层层层"]
+    assert all(len(text) < 40 for text in cut)
+    svg(timeline).encode()
+    html(timeline).encode()
+
+
+def test_a_truncated_text_fits() -> None:
+    for text, room in (("abc", 100), ("a longer one, that is cut", 60), ("mmmmmmm", 30), ("层层层层", 40)):
+        cut = truncated(text, room)
+        assert text_width(cut) <= room
+        assert cut == text or (cut.endswith("…") and text.startswith(cut[:-1]))
+
+
+@pytest.mark.parametrize("most", [1, 3, 10, 12])
+@pytest.mark.parametrize("end", [1e-7, 0.3, 1, 9.99, 10, 117, 12345.6])
+def test_ticks_are_round_and_not_too_many(end: float, most: int) -> None:
+    times = ticks(end, most)
+    assert times[0] == 0
+    assert times[-1] <= end * (1 + 1e-9)
+    assert len(times) <= most + 1
+    if len(times) > 1:
+        digits = f"{times[1]:e}"
+        assert re.match(r"[125]\.0+e", digits)
+        assert times[-1] + times[1] > end  # and they reach as far as the rows do
+    assert ticks(0, 5) == [0]
+
+
+def test_the_axis_counts_in_forwards_or_in_nothing_or_in_measured_time() -> None:
+    schedule = build("1f1b", WORKED, 8)
+    drawn = read(svg(schedule.simulate()))
+    assert "time in F" in drawn.texts
+    marks = {text.text: float(text.attrib["x"]) for text in drawn.root.findall(f"{SVG}text[@text-anchor='middle']")}
+    row = drawn.rows[0]
+    assert marks == {str(time): pytest.approx(row.x + time / 30 * row.width, abs=0.01) for time in range(0, 31, 5)}
+    assert "time" in read(svg(schedule.simulate(forward=2))).texts
+    milliseconds = dataclasses.replace(schedule.simulate(forward=0.001, backward=0.002), measured=True)
+    texts = read(svg(milliseconds)).texts
+    assert "time in ms" in texts
+    assert "30" in texts  # 30 F of 1 ms
+    seconds = dataclasses.replace(schedule.simulate(forward=1, backward=2), measured=True)
+    assert "time in s" in read(svg(seconds)).texts
+
+
+def test_the_headline_tells_the_figures() -> None:
+    """Of the worked example at m = 8 the design says 30, which is its lower bound; 24 of 30 are busy."""
+    schedule = build("1f1b", WORKED, 8, names=NAMES)
+    texts = read(svg(schedule.simulate())).texts
+    assert "1f1b: 5 stages on 5 ranks, 8 micro-batches, planned" in texts
+    assert "bubble 20.0%, makespan 30 F (lower bound 30 F)" in texts
+    measured = dataclasses.replace(schedule.simulate(forward=0.001, backward=0.002), measured=True)
+    texts = read(svg(measured)).texts
+    assert "1f1b: 5 stages on 5 ranks, 8 micro-batches, measured" in texts
+    assert "bubble 20.0%, makespan 30 ms (lower bound 30 ms)" in texts
+    assert texts.count("20.0%") == 5  # and each rank's own
+    one = build("1f1b", [], 1, stages=1).simulate()
+    assert "1f1b: 1 stage on 1 rank, 1 micro-batch, planned" in read(svg(one)).texts
+
+
+# --- colours ---
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_stage_and_op_has_one_fill_and_no_other_has_it(name: str) -> None:
+    cells = read(svg(build(name, chain(6), 5).simulate())).cells
+    fills = {((action.stage, action.op), cell.fill) for action, cell in cells.items()}
+    assert len(fills) == len({key for key, _ in fills}) == len({fill for _, fill in fills})
+
+
+def test_many_stages_have_colours_of_their_own() -> None:
+    fills = {colours.fill(stage, op) for stage in range(128) for op in Op}
+    assert len(fills) == 128 * len(Op)
+    assert all(re.fullmatch("#[0-9a-f]{6}", fill) for fill in fills)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as the Web Content Accessibility Guidelines 2 define it."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_numbers_can_be_read_on_every_colour(op: Op) -> None:
+    """4.5 is what the guidelines ask of text."""
+    for stage in range(80):
+        for colour in (colours.fill(stage, op), colours.stripes(stage, op)):
+            assert colour is None or contrast(colours.ink(op), colour) >= 4.5
+
+
+def test_a_tone_is_about_as_light_in_each_hue_and_unlike_the_other_tones() -> None:
+    """So that F and B are told apart without seeing colours at all."""
+    lightest_backward = max(luminance(colours.fill(stage, Op.B)) for stage in range(80))
+    darkest_forward = min(luminance(colours.fill(stage, Op.F)) for stage in range(80))
+    assert darkest_forward > 2 * lightest_backward
+
+
+def test_a_pattern_that_is_used_is_defined() -> None:
+    text = svg(build("zb_h1", chain(3), 4).simulate())
+    used = set(re.findall(r"url\(#([^)]+)\)", text))
+    assert used
+    assert used <= set(re.findall(r'<pattern id="([^"]+)"', text))
+
+
+def test_the_legend_names_the_ops_that_occur() -> None:
+    whole = read(svg(build("1f1b", chain(3), 4).simulate())).texts
+    assert {"F: forward", "B: backward", "bubble", "critical path"} <= set(whole)
+    assert "I: input gradients" not in whole
+    halves = read(svg(build("zb_h1", chain(3), 4).simulate())).texts
+    assert {"F: forward", "I: input gradients", "W: weight gradients"} <= set(halves)
+
+
+def test_the_critical_path_is_outlined() -> None:
+    timeline = build("1f1b", chain(2), 2).simulate()
+    drawn = read(svg(timeline))
+    (path,) = (path for path in drawn.root.iter(f"{SVG}path") if path.get("class") == "critical")
+    corners = [tuple(map(float, corner)) for corner in re.findall(r"M([\d.]+) ([\d.]+)", path.attrib["d"])]
+    # 0F0 1F0 1B0 1F1 1B1 0B1: each waits for the one before, and the last one ends the step.
+    on_it = [Action.parse(text) for text in "0F0 1F0 1B0 1F1 1B1 0B1".split()]
+    assert len(corners) == len(on_it)
+    for action, (x, y) in zip(on_it, corners, strict=True):
+        assert drawn.cells[action].holds(x, y)
+
+
+# --- the page ---
+
+
+class Page(HTMLParser):
+    """What a browser would find: tags, and the text of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts[-1] += data
+
+
+def data_of(page: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(Page(page).scripts[0])
+    return data
+
+
+def actions_of(page: str) -> dict[str, list[str]]:
+    actions: dict[str, list[str]] = data_of(page)["actions"]
+    return actions
+
+
+def test_the_page_says_when_each_action_ran_and_what_it_waited_for() -> None:
+    """The times are those worked out by hand in test_simulate."""
+    page = html(build("1f1b", chain(2), 2, names=["body", "head"]).simulate(forward=1, backward=2, comm=0.5))
+    assert actions_of(page) == {
+        "0F0": ["0 to 1 F", "1 F", "waited for nothing", ""],
+        "0F1": ["1 to 2 F", "1 F", "its rank was busy with 0F0", "0F0"],
+        "0B0": ["5 to 7 F", "2 F", "waited 3 F for 1B0 from rank 1", "1B0"],
+        "0B1": ["8 to 10 F", "2 F", "waited 1 F for 1B1 from rank 1", "1B1"],
+        "1F0": ["1.5 to 2.5 F", "1 F", "waited 1.5 F for 0F0 from rank 0", "0F0"],
+        "1B0": ["2.5 to 4.5 F", "2 F", "its rank was busy with 1F0", "1F0"],
+        "1F1": ["4.5 to 5.5 F", "1 F", "its rank was busy with 1B0", "1B0"],
+        "1B1": ["5.5 to 7.5 F", "2 F", "its rank was busy with 1F1", "1F1"],
+    }
+    assert data_of(page)["names"] == ["0 body, rank 0", "1 head, rank 1"]
+    assert data_of(page)["words"] == {
+        "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
+    }  # fmt: skip
+
+
+def measured_by_hand() -> Timeline:
+    """One micro-batch over two ranks, in seconds: overhead before 0F0 and 1B0, and 0B0 waits for a message."""
+    times = {"0F0": (0.002, 0.012, 0.0), "1F0": (0.014, 0.024, 0.0), "1B0": (0.025, 0.045, 0.024)}
+    times["0B0"] = (0.0475, 0.0675, 0.012)
+    schedule = build("1f1b", chain(2), 1)
+    spans = {Action.parse(name): Span(start, end) for name, (start, end, _) in times.items()}
+    since = {Action.parse(name): ready for name, (_, _, ready) in times.items()}
+    return Timeline(schedule, spans, since, Costs.of(2, 0.01, 0.02, comm=0.001), measured=True)
+
+
+def test_a_measured_page_counts_in_milliseconds() -> None:
+    assert actions_of(html(measured_by_hand())) == {
+        "0F0": ["2 to 12 ms", "10 ms", "waited 2 ms, for no other action", ""],
+        "1F0": ["14 to 24 ms", "10 ms", "waited 14 ms for 0F0 from rank 0", "0F0"],
+        "1B0": ["25 to 45 ms", "20 ms", "its rank was busy with 1F0, then waited 1 ms", "1F0"],
+        "0B0": ["47.5 to 67.5 ms", "20 ms", "waited 35.5 ms for 1B0 from rank 1", "1B0"],
+    }
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_page_holds_the_same_picture_and_data_for_each_cell(name: str) -> None:
+    for timeline in random_timelines(name)[:8]:
+        page = html(timeline)
+        assert svg(timeline) in page
+        assert set(actions_of(page)) == {str(action) for action in timeline.spans}
+        assert {cause for *_, cause in actions_of(page).values()} <= {"", *map(str, timeline.spans)}
+
+
+def test_the_page_loads_nothing_and_no_name_gets_out_of_it() -> None:
+    names = ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>']
+    text = html(build("1f1b", chain(2), 2, names=names).simulate())
+    page = Page(text)
+    assert len(page.scripts) == 2
+    assert "img" not in [tag for tag, _ in page.tags]
+    assert not [attributes for _, attributes in page.tags if {"src", "href", "onerror"} & set(attributes)]
+    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert data_of(text)["names"] == [f"0 {names[0]}, rank 0", f"1 {names[1]}, rank 1"]
+
+
+def test_the_checkbox_and_the_tooltip_are_there() -> None:
+    tags = Page(html(build("1f1b", chain(2), 2).simulate())).tags
+    ids = {attributes["id"]: (tag, attributes) for tag, attributes in tags if "id" in attributes and tag != "pattern"}
+    assert ids["critical"][1]["type"] == "checkbox"
+    assert ids["tip"][1]["role"] == "status"
+
+
+@pytest.mark.parametrize("draw", [svg, html])
+def test_the_same_timeline_gives_the_same_text(draw: Any) -> None:
+    assert draw(build("zb_h1", WORKED, 5).simulate()) == draw(build("zb_h1", WORKED, 5).simulate())
+
+
+# --- files ---
+
+
+def test_a_timeline_and_a_schedule_write_their_pictures(tmp_path: Path) -> None:
+    schedule = build("1f1b", WORKED, 4, names=["é", *NAMES[1:]])
+    costs = Costs.of(5, forward=2, backward=3, comm=1)
+    for timeline, directory in ((schedule.simulate(), "default"), (schedule.simulate(costs), "given")):
+        place = tmp_path / directory
+        place.mkdir()
+        timeline.to_svg(place / "a.svg")
+        timeline.to_html(str(place / "a.html"))
+        assert (place / "a.svg").read_text(encoding="utf-8") == svg(timeline)
+        assert (place / "a.html").read_text(encoding="utf-8") == html(timeline)
+    schedule.to_svg(tmp_path / "b.svg")
+    schedule.to_html(tmp_path / "b.html", costs)
+    assert (tmp_path / "b.svg").read_bytes() == (tmp_path / "default" / "a.svg").read_bytes()
+    assert (tmp_path / "b.html").read_bytes() == (tmp_path / "given" / "a.html").read_bytes()

@@ -1,0 +1,156 @@
+"""Every schedule that can run does, on processes of their own, and no table changes a bit of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fxpipe
+from fxpipe import Action, Op, Schedule, ScheduleError, Topology
+from fxpipe.schedules import Costs, Problem, build, with_costs
+from tests.harness import assert_run, compiled, local, reference, strict, trained
+from tests.models import CASES
+from tests.pool import Pool
+
+TABLES_ONLY = ["zb_h1"]
+RUNNABLE = [name for name in fxpipe.SCHEDULES if name not in TABLES_ONLY]
+MODELS = ["two towers, text first", "6 stages in turn on 3 ranks", "encoder-decoder"]
+
+
+def train(name: str, schedule: Any) -> Any:
+    case = CASES[name]
+    return trained(case, [case.batch(number) for number in range(2)], schedule=schedule)
+
+
+def assert_trains(pool: Pool, name: str, schedule: Any) -> None:
+    """Two steps on processes equal plain PyTorch to the last bit."""
+    case = CASES[name]
+    wanted, _ = reference(case, [case.batch(number) for number in range(2)])
+    assert_run(pool.run(train, name, schedule, ranks=case.ranks), wanted)
+
+
+def table_of(name: str, schedule: str = "1f1b") -> Schedule:
+    """The table that this model gets."""
+    return compiled(CASES[name], schedule=schedule).schedule
+
+
+@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_runs_on_processes_and_changes_no_bit(name: str, schedule: str, pool: Pool) -> None:
+    assert_trains(pool, name, schedule)
+
+
+def swapped(schedule: Schedule, rank: int, first: str, second: str) -> Schedule:
+    """A table edited by hand: two cells of a row change places."""
+    a, b = Action.parse(first), Action.parse(second)
+    row = [{a: b, b: a}.get(action, action) for action in schedule.rows[rank]]
+    return replace(schedule, rows=(*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]))
+
+
+def test_a_table_edited_by_hand_runs_as_it_was_edited(pool: Pool) -> None:
+    table = table_of("two towers, text first")
+    rank = next(rank for rank, row in enumerate(table.rows) if Action(row[0].stage, Op.F, 2) in row[:3])
+    stage = table.rows[rank][0].stage
+    edited = swapped(table, rank, f"{stage}B0", f"{stage}F3")  # one more forward before the first backward
+    assert edited.rows != table.rows
+    assert_trains(pool, "two towers, text first", edited)
+
+
+@pytest.mark.parametrize("communication", [False, True])
+def test_a_table_from_a_file_runs(communication: bool, pool: Pool, tmp_path: Path) -> None:
+    for name in MODELS:
+        table = table_of(name, "gpipe")
+        table.to_csv(tmp_path / "table.csv", communication=communication)
+        read = Schedule.from_csv(tmp_path / "table.csv")  # its edges are a chain's: the model's own replace them
+        assert read.rows == table.rows
+        assert_trains(pool, name, read)
+
+
+def backwards_last(problem: Problem) -> Sequence[Sequence[Action]]:
+    """A user's own family: all forwards micro-batch by micro-batch, then all backwards in the same order."""
+    m = range(problem.microbatches)
+    return [
+        [
+            *(Action(stage, Op.F, j) for j in m for stage in stages),
+            *(Action(stage, Op.B, j) for j in m for stage in reversed(stages) if problem.backward[stage]),
+        ]
+        for stages in problem.stages_of
+    ]
+
+
+def test_a_users_own_family_runs(pool: Pool) -> None:
+    for name in MODELS:
+        assert compiled(CASES[name], schedule=backwards_last).schedule.name == "backwards_last"
+        assert_trains(pool, name, backwards_last)
+
+
+def test_a_family_takes_costs_and_limits_along(pool: Pool) -> None:
+    costs = Costs.of(6, forward=[1, 5, 1, 1, 2, 1], backward=[2, 9, 2, 2, 4, 2], comm=0.5)
+    wide = with_costs("greedy", costs, in_flight=4)
+    narrow = with_costs("greedy", costs, in_flight=1)
+    name = "6 stages in turn on 3 ranks"
+    tables = [compiled(CASES[name], schedule=family).schedule for family in (wide, narrow)]
+    assert [max(table.simulate().peak_in_flight) for table in tables] == [4, 1]
+    assert tables[0].name == "greedy"
+    runs = strict(0)(3, train, name, narrow)
+    assert_run(runs, reference(CASES[name], [CASES[name].batch(number) for number in range(2)])[0])
+
+
+# --- what cannot run ---
+
+
+def refusal(name: str, schedule: Any) -> str:
+    with pytest.raises(ScheduleError) as error:
+        compiled(CASES[name], schedule=schedule)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("schedule", TABLES_ONLY)
+def test_a_table_in_halves_is_refused_before_anything_runs(schedule: str, pool: Pool) -> None:
+    told = pool.run(refusal, MODELS[0], schedule, ranks=4)
+    assert len(set(told)) == 1
+    assert "backwards in two halves (0I0)" in told[0]
+    assert 'schedule="1f1b"' in told[0]
+
+
+def too_few(problem: Problem) -> Sequence[Sequence[Action]]:
+    return backwards_last(problem)[:-1]
+
+
+def not_actions(problem: Problem) -> Any:
+    return [["0F0", "0B0"] for _ in problem.stages_of]
+
+
+def test_a_users_family_that_is_wrong_is_told_what_is() -> None:
+    graph = compiled(CASES[MODELS[0]]).stages
+    for family, told in ((too_few, "3 rows for 4 ranks"), (not_actions, "'0F0' is no Action")):
+        assert told in local(4, refusal, MODELS[0], family)[0]
+        with pytest.raises(ScheduleError, match=told):
+            build(family, graph.stage_edges, 4, graph.placement)
+
+
+def test_a_schedule_for_another_number_of_ranks_is_refused() -> None:
+    table = table_of(MODELS[1])
+    with pytest.raises(fxpipe.FxpipeError, match=r"with 2 pipe ranks each needs a stage"):
+        compiled(CASES[MODELS[1]], schedule=table, topology=Topology([("pipe", 2)]))
+
+
+@pytest.mark.parametrize("family", ["1f1b", "gpipe", backwards_last])
+def test_a_limit_that_a_family_does_not_keep_is_an_error(family: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"holds 4 micro-batches at stage 0, in_flight=2; .greedy"):
+        build(family, [(0, 1), (1, 2), (2, 3)], 4, in_flight=2)
+    costs = Costs.of(4, activation_bytes=10)
+    with pytest.raises(ScheduleError, match=r"holds 40 bytes on rank 0, memory=25; .greedy"):
+        build(with_costs(family, costs, memory=25), [(0, 1), (1, 2), (2, 3)], 4)
+    with pytest.raises(ScheduleError, match="needs the costs' activation_bytes"):
+        build(family, [(0, 1)], 4, memory=25)
+
+
+def test_limits_given_twice_the_later_ones_hold() -> None:
+    family = with_costs(with_costs("greedy", Costs.of(2, [1, 2]), in_flight=1), in_flight=2)
+    assert family.costs == Costs.of(2, [1, 2])
+    assert build(family, [(0, 1)], 4).simulate().peak_in_flight == (2, 1)
