@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.action import Action, Op
-from fxpipe.picture.words import IN_WORDS, headline, stage_name, unit_of, wait, waited
+from fxpipe.action import Action
+from fxpipe.picture.words import IN_WORDS, headline, unit_of, waited
 
 if TYPE_CHECKING:
     from fxpipe.timeline import Timeline
@@ -46,9 +46,9 @@ def _metadata(timeline: Timeline) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "pipe group"}}
     schedule = timeline.schedule
     for rank in range(len(schedule.rows)):
-        stages = [stage_name(schedule, stage) for stage, owner in enumerate(schedule.placement) if owner == rank]
+        stages = [schedule.label(stage) for stage, owner in enumerate(schedule.placement) if owner == rank]
         thread = {"ph": "M", "pid": PROCESS, "tid": FIRST_THREAD + rank}
-        yield {**thread, "name": "thread_name", "args": {"name": f"rank {rank}: {', '.join(stages)}"}}
+        yield {**thread, "name": "thread_name", "args": {"name": f"rank {rank} ({', '.join(stages)})"}}
         yield {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
 
@@ -65,11 +65,11 @@ def _slices(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float
             "ts": start / 1000,
             "dur": (end - start) / 1000,
             "args": {
-                "stage": stage_name(timeline.schedule, action.stage),
+                "stage": timeline.schedule.label(action.stage),
                 "op": IN_WORDS[action.op],
                 "microbatch": action.microbatch,
                 "waited_for": waited(timeline, action, unit),
-                "waited_us": round(wait(timeline, action) * nanoseconds) / 1000,
+                "waited_us": round(timeline.waited(action) * nanoseconds) / 1000,
             },
         }
 
@@ -101,9 +101,9 @@ def _counters(timeline: Timeline, rank: int, row: list[Action], nanoseconds: flo
     for stage in in_flight:
         yield _counter(timeline, rank, stage, 0, 0)
     for action in row:
-        if action.stage not in in_flight or action.op is Op.I:
+        if not timeline.held(action):
             continue
-        in_flight[action.stage] += 1 if action.op is Op.F else -1
+        in_flight[action.stage] += timeline.held(action)
         ended = round(timeline.spans[action].end * nanoseconds)
         yield _counter(timeline, rank, action.stage, ended, in_flight[action.stage])
 
@@ -111,7 +111,7 @@ def _counters(timeline: Timeline, rank: int, row: list[Action], nanoseconds: flo
 def _counter(timeline: Timeline, rank: int, stage: int, nanosecond: int, count: int) -> Event:
     return {
         "ph": "C",
-        "name": f"rank {rank}: in flight in stage {stage_name(timeline.schedule, stage)}",
+        "name": f"rank {rank}: in flight in stage {timeline.schedule.label(stage)}",
         "pid": PROCESS,
         "ts": nanosecond / 1000,
         "args": {"microbatches": count},

@@ -91,7 +91,7 @@ class Comparison:
         for action in self.real.spans:
             cause = self.real.cause(action)
             if cause is not None and cause.crosses:
-                planned, real = _waited(self.planned, action), _waited(self.real, action)
+                planned, real = self.planned.waited(action), self.real.waited(action)
                 if real > planned:
                     waits.append(Wait(action, cause.action, planned, real))
         return tuple(sorted(waits, key=lambda wait: wait.planned - wait.real))
@@ -110,25 +110,21 @@ class Comparison:
                 else:
                     yield f"hop from rank {here} to rank {there}", self.planned.costs.comm, gap
             if action is not None:
-                what = f"{action.op.value} of stage {self._name(action.stage)}"
+                what = f"{action.op.value} of stage {self.real.schedule.label(action.stage)}"
                 yield what, self.planned.spans[action].duration, self.real.spans[action].duration
 
     def _share(self, rank: int) -> Share:
         row = [action for action in self.real.schedule.rows[rank] if action in self.real.spans]
         compute = self.real.busy[rank]
-        waiting = sum(_waited(self.real, action) for action in row)
+        waiting = sum(self.real.waited(action) for action in row)
         return Share(
             rank,
             self.planned.busy[rank],
             compute,
-            sum(_waited(self.planned, action) for action in row),
+            sum(self.planned.waited(action) for action in row),
             waiting,
             self.real.makespan - compute - waiting,
         )
-
-    def _name(self, stage: int) -> str:
-        names = self.real.schedule.stage_names
-        return f"{stage}: {names[stage]}" if names and names[stage] != str(stage) else str(stage)
 
     def __str__(self) -> str:
         planned, real, ms = self.planned, self.real, _milliseconds
@@ -164,11 +160,6 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _is_number(cell: str) -> bool:
     return not cell.strip("+-.0123456789")
-
-
-def _waited(timeline: Timeline, action: Action) -> float:
-    """How long an action's rank stood ready for it."""
-    return timeline.spans[action].start - timeline.since[action] if action in timeline.spans else 0.0
 
 
 def _milliseconds(seconds: float, sign: str = "") -> str:

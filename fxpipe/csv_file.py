@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.action import Action, Op
-from fxpipe.dependency import in_order
+from fxpipe.dependency import in_steps
 from fxpipe.errors import ScheduleError
 from fxpipe.lower import Compute, Message, Receive, Send
 from fxpipe.verify import execution_order
@@ -207,19 +207,8 @@ def write(schedule: Schedule, path: StrPath, communication: bool = False) -> Non
 
 
 def _by_step(schedule: Schedule) -> list[list[str]]:
-    """Each action as early as its row and its dependencies allow; what cannot run stands at the end of its row."""
-    rows: list[list[str]] = [[] for _ in schedule.rows]
-    after: dict[Action, int] = {}
-    ran = [0] * len(schedule.rows)
-    for rank, place, action, before in in_order(schedule.rows, schedule.dependencies):
-        step = max((after[other] for other in before), default=0)
-        rows[rank] += [""] * (step - len(rows[rank]))
-        rows[rank].append(str(action))
-        after[action], ran[rank] = len(rows[rank]), place + 1
-    for rank, row in enumerate(schedule.rows):
-        rows[rank] += map(str, row[ran[rank] :])
-    width = max(map(len, rows), default=0)
-    return [row + [""] * (width - len(row)) for row in rows]
+    steps = in_steps(schedule.rows, schedule.dependencies)
+    return [["" if action is None else str(action) for action in row] for row in steps]
 
 
 def _with_messages(schedule: Schedule) -> list[list[str]]:

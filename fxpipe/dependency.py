@@ -90,3 +90,22 @@ def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> It
             done.add(action)
             place[rank] += 1
             able.extend(waiting.pop(action, ()))
+
+
+def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[list[Action | None]]:
+    """The rows with a step for each action, as early as its row and its dependencies allow; None where a rank idles.
+
+    A table that comes to a halt has steps too: what cannot run stands at the end of its row.
+    """
+    stepped: list[list[Action | None]] = [[] for _ in rows]
+    ran = [0] * len(rows)
+    after: dict[Action, int] = {}
+    for rank, place, action, before in in_order(rows, dependencies):
+        row = stepped[rank]
+        row += [None] * (max((after[other] for other in before), default=0) - len(row))
+        row.append(action)
+        after[action], ran[rank] = len(row), place + 1
+    for actions, row, count in zip(rows, stepped, ran, strict=True):
+        row += actions[count:]
+    width = max(map(len, stepped), default=0)
+    return [row + [None] * (width - len(row)) for row in stepped]

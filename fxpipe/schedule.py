@@ -99,6 +99,15 @@ class Schedule:
             self.verify()
         csv_file.write(self, path, communication)
 
+    def name_of(self, stage: int) -> str:
+        """A stage's name, or its number where it has none."""
+        return self.stage_names[stage] if self.stage_names else str(stage)
+
+    def label(self, stage: int) -> str:
+        """A stage's number and, where it has one, its name: ``2: loss``."""
+        name = self.name_of(stage)
+        return name if name == str(stage) else f"{stage}: {name}"
+
     @cached_property
     def links(self) -> tuple[Link, ...]:
         return tuple(Link(*edge) for edge in self.edges)

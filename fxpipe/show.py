@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.action import Action, Op
-from fxpipe.dependency import in_order
+from fxpipe.dependency import in_steps
 from fxpipe.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ AIRY, CLOSE = Air("  ", 2), Air(" ", 0)
 
 
 def table(what: Schedule | Timeline, full: bool = False) -> str:
-    """Rows are ranks with their stages, columns are steps of one action each; then the figures, at B = 2F or the
-    timeline's own costs.
+    """Rows are ranks with their stages, columns are steps of one action each; then the figures, at the costs of the
+    timeline, or those that the schedule was built for, or B = 2F.
 
     A table wider than the terminal is folded: of steps that repeat for micro-batch after micro-batch one period is
     shown, and a line says what was left out. What is still too wide is broken into blocks. ``full``: all in one piece.
@@ -77,23 +77,7 @@ def _is_schedule(what: Schedule | Timeline) -> TypeIs[Schedule]:
 
 
 def _steps(schedule: Schedule) -> list[Step]:
-    """Each action takes one step, as early as its row and its dependencies allow.
-
-    A table that comes to a halt is still drawn: what cannot run stands at the end of its row.
-    """
-    rows: list[list[Action | None]] = [[] for _ in schedule.rows]
-    ran = [0] * len(schedule.rows)
-    after: dict[Action, int] = {}
-    for rank, _, action, before in in_order(schedule.rows, schedule.dependencies):
-        row = rows[rank]
-        step = max([len(row), *(after[other] for other in before)])
-        row += [None] * (step - len(row)) + [action]
-        after[action] = len(row)
-        ran[rank] += 1
-    for row, actions, count in zip(rows, schedule.rows, ran, strict=True):
-        row += actions[count:]
-    width = max(map(len, rows), default=0)
-    return list(zip(*(row + [None] * (width - len(row)) for row in rows), strict=True))
+    return list(zip(*in_steps(schedule.rows, schedule.dependencies), strict=True))
 
 
 @dataclass(frozen=True)
@@ -262,16 +246,11 @@ def _heads(schedule: Schedule, most: int | None = None) -> list[Column]:
     """The ranks, and the stages of each by number and, where they have one, name; ``most``: how many letters."""
     stages: list[list[str]] = [[] for _ in schedule.rows]
     for stage, rank in enumerate(schedule.placement):
-        name = _name(schedule, stage)
-        stages[rank].append(name if name == str(stage) else f"{stage}: {name}")
+        stages[rank].append(schedule.label(stage))
     texts = [", ".join(mine) for mine in stages]
     if most is not None:
         texts = [text if len(text) <= most else f"{text[: max(most - 1, 0)]}…" for text in texts]
     return [["rank", *map(str, range(len(stages)))], ["stages", *texts]]
-
-
-def _name(schedule: Schedule, stage: int) -> str:
-    return schedule.stage_names[stage] if schedule.stage_names else str(stage)
 
 
 # --- figures ---
@@ -279,12 +258,12 @@ def _name(schedule: Schedule, stage: int) -> str:
 
 def _figures(what: Schedule | Timeline) -> list[str]:
     try:
-        timeline = what.simulate() if _is_schedule(what) else what
+        timeline = what.simulate(what.costs or 1) if _is_schedule(what) else what
     except ScheduleError as error:
         return [str(error)]
     schedule = timeline.schedule
     peaks = [
-        f"{_name(schedule, stage)} {peak}"
+        f"{schedule.name_of(stage)} {peak}"
         for stage, peak in enumerate(timeline.peak_in_flight)
         if schedule.backward[stage]
     ]

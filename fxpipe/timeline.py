@@ -84,7 +84,7 @@ class Timeline:
         peaks = list(in_flight)
         for row in self.schedule.rows:
             for action in row:
-                in_flight[action.stage] += self._held(action)
+                in_flight[action.stage] += self.held(action)
                 if in_flight[action.stage] > peaks[action.stage]:
                     peaks[action.stage] = in_flight[action.stage]
         return tuple(peaks)
@@ -99,7 +99,7 @@ class Timeline:
         for row in self.schedule.rows:
             held = peak = 0.0
             for action in row:
-                held += self._held(action) * sizes[action.stage]
+                held += self.held(action) * sizes[action.stage]
                 peak = max(peak, held)
             peaks.append(peak)
         return tuple(peaks)
@@ -124,6 +124,10 @@ class Timeline:
                 if cause is None or arrival > latest:
                     cause, latest = Cause(other, crosses), arrival
         return cause
+
+    def waited(self, action: Action) -> float:
+        """How long an action's rank stood ready for it; 0 where it did not run, or that is not known."""
+        return self.spans[action].start - self.since[action] if action in self.spans and action in self.since else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
@@ -157,8 +161,8 @@ class Timeline:
     def __str__(self) -> str:
         return table(self)
 
-    def _held(self, action: Action) -> int:
-        """+1 where an action begins to hold a micro-batch, −1 where it lets go of it."""
+    def held(self, action: Action) -> int:
+        """+1 where a stage begins to hold a micro-batch with this action, −1 where it lets go of it, else 0."""
         if action.op is Op.F:
             return int(self.schedule.backward[action.stage])
         return 0 if action.op is Op.I else -1

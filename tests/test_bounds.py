@@ -103,7 +103,7 @@ def test_greedy_never_holds_more_than_in_flight_allows() -> None:
         peaks = build_with("greedy", graph, 6, costs, in_flight=limits).simulate(costs).peak_in_flight
         assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
         reached += any(peak == limit > 1 for peak, limit in zip(peaks, limits, strict=True))
-    assert reached > 200  # it does use what it may
+    assert reached > 50  # it does use what it may, where that helps
 
 
 def test_greedy_never_holds_more_than_memory_allows_or_says_that_it_cannot() -> None:

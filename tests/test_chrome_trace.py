@@ -157,7 +157,7 @@ def test_the_worked_example_by_hand() -> None:
     assert found["0B0"] == {
         "ph": "X", "name": "0B0", "cat": "backward", "pid": 1, "tid": 1, "ts": 5000, "dur": 2000,
         "args": {
-            "stage": "0 body", "op": "backward", "microbatch": 0,
+            "stage": "0: body", "op": "backward", "microbatch": 0,
             "waited_for": "waited 3 F for 1B0 from rank 1", "waited_us": 3000,
         },
     }  # fmt: skip
@@ -173,9 +173,9 @@ def test_a_thread_for_each_rank_in_order_and_named() -> None:
     assert [e["args"]["name"] for e in metadata if e["name"] == "process_name"] == ["pipe group"]
     names = {e["tid"]: e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
     assert names == {
-        1: "rank 0: 0 image 0, 2 text 0",
-        2: "rank 1: 1 image 1, 3 text 1",
-        3: "rank 2: 4 loss",
+        1: "rank 0 (0: image 0, 2: text 0)",
+        2: "rank 1 (1: image 1, 3: text 1)",
+        3: "rank 2 (4: loss)",
     }
     order = {e["tid"]: e["args"]["sort_index"] for e in metadata if e["name"] == "thread_sort_index"}
     assert order == {1: 0, 2: 1, 3: 2}

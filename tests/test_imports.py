@@ -32,7 +32,7 @@ ROWS = """
     agreement
     engine
     compiler
-    __init__ __main__
+    __init__ arguments __main__
 """
 ROW = {room: row for row, rooms in enumerate(ROWS.split("\n")) for room in rooms.split()}
 

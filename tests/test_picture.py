@@ -129,11 +129,11 @@ def test_rows_stand_in_rank_order_and_nothing_overlaps(name: str) -> None:
 
 def test_each_row_is_labelled_with_its_rank_and_stages() -> None:
     drawn = read(svg(build("1f1b", WORKED, 3, placement=[0, 1, 0, 1, 2], names=NAMES).simulate()))
-    labels = [text for text in drawn.texts if text.startswith("rank") or text[2:] in NAMES]
+    labels = [text for text in drawn.texts if text.startswith("rank") or text[3:] in NAMES]
     assert labels == [
-        *("rank 0", "0 image 0", "2 text 0"),
-        *("rank 1", "1 image 1", "3 text 1"),
-        *("rank 2", "4 loss"),
+        *("rank 0", "0: image 0", "2: text 0"),
+        *("rank 1", "1: image 1", "3: text 1"),
+        *("rank 2", "4: loss"),
     ]
 
 
@@ -200,10 +200,10 @@ def test_names_are_escaped_and_the_long_ones_cut() -> None:
     names = ['<&">', "]]>\x00\ud800\n'", "a very long name " * 20, "层" * 60]
     timeline = build("1f1b", chain(4), 2, names=names).simulate()
     drawn = read(svg(timeline))
-    assert '0 <&">' in drawn.texts
-    assert "1 ]]>\ufffd\ufffd\ufffd'" in drawn.texts
+    assert '0: <&">' in drawn.texts
+    assert "1: ]]>\ufffd\ufffd\ufffd'" in drawn.texts
     cut = [text for text in drawn.texts if text.endswith("…")]
-    assert [text[:5] for text in cut] == ["2 a v", "3 层层层"]
+    assert [text[:6] for text in cut] == ["2: a v", "3: 层层层"]
     assert all(len(text) < 40 for text in cut)
     svg(timeline).encode()
     html(timeline).encode()
@@ -376,7 +376,7 @@ def test_the_page_says_when_each_action_ran_and_what_it_waited_for() -> None:
         "1F1": ["4.5 to 5.5 F", "1 F", "its rank was busy with 1B0", "1B0"],
         "1B1": ["5.5 to 7.5 F", "2 F", "its rank was busy with 1F1", "1F1"],
     }
-    assert data_of(page)["names"] == ["0 body, rank 0", "1 head, rank 1"]
+    assert data_of(page)["names"] == ["0: body, rank 0", "1: head, rank 1"]
     assert data_of(page)["words"] == {
         "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
     }  # fmt: skip
@@ -418,7 +418,7 @@ def test_the_page_loads_nothing_and_no_name_gets_out_of_it() -> None:
     assert "img" not in [tag for tag, _ in page.tags]
     assert not [attributes for _, attributes in page.tags if {"src", "href", "onerror"} & set(attributes)]
     assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert data_of(text)["names"] == [f"0 {names[0]}, rank 0", f"1 {names[1]}, rank 1"]
+    assert data_of(text)["names"] == [f"0: {names[0]}, rank 0", f"1: {names[1]}, rank 1"]
 
 
 def test_the_checkbox_and_the_tooltip_are_there() -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from fxpipe.picture.words import stage_name
-
 if TYPE_CHECKING:
     from fxpipe.timeline import Timeline
 
@@ -78,7 +76,7 @@ class Layout:
     @cached_property
     def column(self) -> float:
         """The width of a column of labels."""
-        names = (stage_name(self.timeline.schedule, stage) for stages in self.stages for stage in stages)
+        names = (self.timeline.schedule.label(stage) for stages in self.stages for stage in stages)
         widest = SWATCH + max(map(text_width, names), default=0.0) + 10
         return min(widest, LABEL / self.columns)
 
@@ -137,7 +135,7 @@ class Layout:
                 stage,
                 left + place // lines * self.column,
                 top + place % lines * LINE,
-                truncated(stage_name(self.timeline.schedule, stage), room),
+                truncated(self.timeline.schedule.label(stage), room),
             )
             for place, stage in enumerate(stages)
         ]

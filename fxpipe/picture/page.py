@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from fxpipe.picture.drawing import clean, svg
-from fxpipe.picture.words import IN_WORDS, headline, stage_name, unit_of, waited
+from fxpipe.picture.words import IN_WORDS, headline, unit_of, waited
 
 if TYPE_CHECKING:
     from fxpipe.timeline import Timeline
@@ -184,7 +184,7 @@ def _data(timeline: Timeline) -> str:
         )
     data = {
         "words": {op.value: words for op, words in IN_WORDS.items()},
-        "names": [f"{stage_name(timeline.schedule, s)}, rank {timeline.schedule.placement[s]}" for s in stages],
+        "names": [f"{timeline.schedule.label(s)}, rank {timeline.schedule.placement[s]}" for s in stages],
         "actions": actions,
     }
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

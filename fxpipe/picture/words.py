@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from fxpipe.action import Action, Op
 
 if TYPE_CHECKING:
-    from fxpipe.schedule import Schedule
     from fxpipe.timeline import Timeline
 
 IN_WORDS: Mapping[Op, str] = {
@@ -49,12 +48,6 @@ def unit_of(timeline: Timeline) -> Unit:
     return Unit(name, scale, (4 if timeline.measured else 5) - size)
 
 
-def stage_name(schedule: Schedule, stage: int) -> str:
-    """A stage's number and, where it has one, its name."""
-    name = schedule.stage_names[stage] if schedule.stage_names else ""
-    return f"{stage} {name}" if name not in ("", str(stage)) else str(stage)
-
-
 class Headline(NamedTuple):
     """What the picture is of, and its figures."""
 
@@ -77,15 +70,9 @@ def headline(timeline: Timeline) -> Headline:
     )
 
 
-def wait(timeline: Timeline, action: Action) -> float:
-    """How long an action's rank stood ready for it before it began."""
-    start = timeline.spans[action].start
-    return max(0.0, start - timeline.since.get(action, start))
-
-
 def waited(timeline: Timeline, action: Action, unit: Unit) -> str:
     """What an action waited for, and how long."""
-    cause, lost = timeline.cause(action), unit.number(wait(timeline, action))
+    cause, lost = timeline.cause(action), unit.number(timeline.waited(action))
     time = f"{lost} {unit.name}".rstrip() if lost != "0" else None
     if cause is None:
         return f"waited {time}, for no other action" if time else "waited for nothing"

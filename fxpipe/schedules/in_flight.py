@@ -12,11 +12,14 @@ Caps = tuple[int, ...]
 
 
 def caps(problem: Problem) -> Caps:
-    """What the user allows: so many per stage, or so many bytes per rank; or else ``round_trip_caps``.
+    """What the user allows, per stage or in bytes per rank; or else as many as 1F1B holds, d(s), and as a round trip
+    takes.
 
     A stage never gets more than the stages that feed it: their backward comes after its own, so it could not use it.
     """
-    wanted = list(round_trip_caps(problem) if problem.in_flight is None else problem.in_flight)
+    wanted = list(map(max, problem.depth, round_trip_caps(problem)))
+    if problem.in_flight is not None:
+        wanted = list(problem.in_flight)
     if problem.memory is not None:
         _fit(wanted, problem)
     for stage in problem.order:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from fxpipe.action import Action, Op
@@ -69,15 +68,9 @@ def _height(problem: Problem) -> list[int]:
     return height
 
 
-@dataclass(frozen=True)
-class Listed:
-    """Rows, and when the last action of them ends."""
-
-    rows: tuple[Row, ...]
-    makespan: float
-
-
-def list_schedule(problem: Problem, costs: Costs, caps: Caps, priority: Priority, held: Caps | None = None) -> Listed:
+def list_schedule(
+    problem: Problem, costs: Costs, caps: Caps, priority: Priority, held: Caps | None = None
+) -> tuple[Row, ...]:
     """Rows in which no stage holds more than ``caps`` micro-batches between forward and backward.
 
     ``held``: splits backwards into I and W, and limits what is held from forward to W; ``caps`` then ends with I.
@@ -113,7 +106,7 @@ class _Listing:
         self.ends: dict[Action, float] = {}
         self.begun: dict[Op, list[int]] = {op: [0] * len(problem.placement) for op in Op}
 
-    def run(self) -> Listed:
+    def run(self) -> tuple[Row, ...]:
         ranks = self.problem.ranks
         rows: list[list[Action]] = [[] for _ in range(ranks)]
         free = [0.0] * ranks
@@ -132,7 +125,7 @@ class _Listing:
             heapq.heappush(moments, (end, rank))
             for user in self.users.get((action.stage, action.op), ()):
                 heapq.heappush(moments, (end + self.costs.comm, user))
-        return Listed(tuple(map(tuple, rows)), max(free))
+        return tuple(map(tuple, rows))
 
     def _next(self, stage: int) -> list[Action]:
         """The next actions of a stage: its forward, within its caps, its backward, and its weight gradients."""

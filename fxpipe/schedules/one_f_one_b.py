@@ -31,7 +31,7 @@ def with_caps(problem: Problem, caps: Caps) -> tuple[Row, ...]:
     """1F1B that holds up to ``caps`` micro-batches per stage, which must not grow along an edge."""
     if problem.one_stage_a_rank:
         return tuple(_alternating(problem, stage, caps[stage]) for (stage,) in problem.stages_of)
-    return list_schedule(problem, Costs.of(len(problem.placement)), caps, backward_first).rows
+    return list_schedule(problem, Costs.of(len(problem.placement)), caps, backward_first)
 
 
 def _alternating(problem: Problem, stage: int, cap: int) -> Row:

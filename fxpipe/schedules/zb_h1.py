@@ -28,7 +28,7 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
     if problem.one_stage_a_rank:
         return tuple(_row(problem, stage, deepest) for (stage,) in problem.stages_of)
     stages = len(problem.placement)
-    return list_schedule(problem, Costs.of(stages), problem.depth, backward_first, held=(deepest,) * stages).rows
+    return list_schedule(problem, Costs.of(stages), problem.depth, backward_first, held=(deepest,) * stages)
 
 
 def _row(problem: Problem, stage: int, deepest: int) -> Row:

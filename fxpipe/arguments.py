@@ -1,0 +1,185 @@
+"""Arguments: what the words of ``python -m fxpipe`` mean. The commands themselves are in ``__main__``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from fxpipe.schedules import SCHEDULES
+
+T = TypeVar("T", int, float)
+Edges = tuple[tuple[int, int], ...]
+Run = Callable[[argparse.Namespace], None]
+
+MICROBATCHES = 8
+
+_OVERVIEW = """\
+examples:
+  python -m fxpipe show 1f1b --stages 4 -m 8
+  python -m fxpipe compare --edges 0-1,1-4,2-3,3-4 --forward 1,2,1,2,1 --backward 2,4,2,4,2
+  python -m fxpipe topology pipe=2,tensor=2,data=4 --ranks-per-node 8
+"""
+_SHOW = """\
+examples:
+  python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 8
+  python -m fxpipe show interleaved_1f1b --stages 8 --placement 0,1,2,3,0,1,2,3 --comm 0.1
+  python -m fxpipe show zb_h1 --stages 4 --forward 1 --backward 2 --weight 1 --svg zb_h1.svg
+  python -m fxpipe show 1f1b --stages 4 --csv mine.csv      # then edit it, and
+  python -m fxpipe show mine.csv --full
+"""
+_COMPARE = """\
+examples:
+  python -m fxpipe compare --stages 8 -m 32
+  python -m fxpipe compare 1f1b zb_h1 --stages 4 --bytes 2e9
+  python -m fxpipe compare 1f1b greedy --edges 0-1,1-4,2-3,3-4 --forward 1,3,1,1,1 --backward 2,6,2,2,2
+"""
+_TOPOLOGY = """\
+examples:
+  python -m fxpipe topology pipe=2,tensor=2,data=4
+  python -m fxpipe topology pipe=4,data=16 --ranks-per-node 8
+"""
+
+
+# --- words ---
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return number
+
+
+def _list(text: str, one: Callable[[str], T]) -> tuple[T, ...]:
+    """``1,2,1``"""
+    return tuple(one(part) for part in text.split(","))
+
+
+def _one_or_list(text: str, one: Callable[[str], T]) -> T | tuple[T, ...]:
+    """``1``: the same for all; ``1,2,1``: one for each."""
+    return _list(text, one) if "," in text else one(text)
+
+
+def _edges(text: str) -> Edges:
+    """``0-1,1-2``; nothing at all for stages that nothing connects."""
+    edges = []
+    for part in text.split(",") if text else ():
+        source, dash, target = part.strip().partition("-")
+        if not (dash and source.isdecimal() and target.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{part!r} is no edge; write pairs of stage numbers, as in 0-1,1-2")
+        edges.append((_whole(source), _whole(target)))
+    return tuple(edges)
+
+
+def _axes(text: str) -> tuple[tuple[str, int], ...]:
+    """``pipe=2,data=4``, outermost first."""
+    axes = []
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not (name and equals):
+            raise argparse.ArgumentTypeError(f"{part!r} is no axis; write names and sizes, as in pipe=2,data=4")
+        axes.append((name, _whole(size)))
+    return tuple(axes)
+
+
+_INT_LIST = partial(_list, one=_whole)
+_INT_EACH = partial(_one_or_list, one=_whole)
+_COST = partial(_one_or_list, one=_number)
+
+
+# --- the parser ---
+
+
+def parser(show: Run, compare: Run, topology: Run) -> argparse.ArgumentParser:
+    """The parser of the command line; each command's arguments come with ``run``, the function given here for it."""
+    whole = argparse.ArgumentParser(
+        prog="python -m fxpipe",
+        description="Pipeline schedules and topologies on paper: no torch, no torchrun, no model.",
+        epilog=_OVERVIEW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+    _add_show(_command(commands, "show", show, "print a schedule's table and figures", _SHOW))
+    _add_compare(_command(commands, "compare", compare, "schedules side by side, a line each", _COMPARE))
+    _add_topology(_command(commands, "topology", topology, "print a topology's groups of ranks", _TOPOLOGY))
+    return whole
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Run,
+    summary: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="FAMILY_OR_CSV", help=f"{', '.join(SCHEDULES)}; or a file, *.csv")
+    _add_graph(parser)
+    _add_costs(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--full", action="store_true", help="the whole table, however wide it is")
+    output.add_argument("--csv", metavar="PATH", help="write the table, in torch.distributed.pipelining's cells")
+    output.add_argument("--communication", action="store_true", help="with --csv: sends and receives, too")
+    output.add_argument("--svg", metavar="PATH", help="write a picture to scale")
+    output.add_argument("--html", metavar="PATH", help="write a page to look around in")
+    output.add_argument("--trace", metavar="PATH", help="write a trace for Perfetto or chrome://tracing")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"out of {', '.join(SCHEDULES)}; without: all")
+    _add_graph(parser)
+    _add_costs(parser)
+
+
+def _add_topology(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("axes", type=_axes, metavar="AXES", help="names and sizes, outermost first: pipe=2,data=4")
+    parser.add_argument(
+        "--ranks-per-node", type=_whole, metavar="N", help="how many consecutive ranks reach each other fast; all"
+    )
+
+
+def _add_graph(parser: argparse.ArgumentParser) -> None:
+    graph = parser.add_argument_group("stages")
+    graph.add_argument("--edges", type=_edges, metavar="A-B,…", help="the stage graph, as in 0-1,1-4,2-3,3-4")
+    graph.add_argument("--stages", type=_whole, metavar="N", help="how many; without --edges they are a chain")
+    graph.add_argument("-m", "--microbatches", type=_whole, metavar="N", help=f"how many micro-batches; {MICROBATCHES}")
+    graph.add_argument(
+        "--placement", type=_INT_LIST, metavar="R,…", help="the rank of each stage, as in 0,1,0,1; a rank for each"
+    )
+    graph.add_argument("--in-flight", type=_INT_EACH, metavar="N[,…]", help="the most micro-batches a stage may hold")
+    graph.add_argument("--memory", type=_COST, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group("costs of a micro-batch, one number or one per stage (1,2,1)")
+    costs.add_argument("--forward", type=_COST, default=1, metavar="T[,…]", help="1")
+    costs.add_argument("--backward", type=_COST, default=2, metavar="T[,…]", help="the whole of it; 2")
+    costs.add_argument("--weight", type=_COST, metavar="T[,…]", help="the part of backward that W does; half")
+    costs.add_argument("--comm", type=_number, default=0, metavar="T", help="the latency of a hop between ranks; 0")
+    costs.add_argument("--bytes", type=_COST, metavar="N[,…]", help="what a stage holds of it from forward to backward")
