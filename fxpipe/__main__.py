@@ -131,7 +131,7 @@ def _compare(args: argparse.Namespace) -> None:
     shown = headers if args.bytes is not None else headers[:-1]
     print(tabulate(rows, shown, disable_numparse=True, colalign=["left", *["right"] * (len(shown) - 1)]))
     for family, refusal in failed.items():
-        print(f"{family}: {str(refusal).splitlines()[0]}")
+        print(f"fxpipe: {family}: {str(refusal).splitlines()[0]}", file=sys.stderr)
 
 
 def _figures(family: str, timeline: Timeline) -> list[str]:

@@ -88,10 +88,11 @@ class Agreement:
             self._settled[key] = self._decide(self._transport.gather("pipe", offer))
         return self._settled[key]
 
-    def replan(self) -> None:
-        """Takes up the planner's new plans for the kinds of batch that are settled."""
+    def replan(self, planner: Planner) -> None:
+        """Takes up another planner's plans, for the kinds of batch that are settled, too."""
+        self._planner = planner
         for key, agreed in self._settled.items():
-            self._settled[key] = dataclasses.replace(agreed, plan=self._planner.plan(agreed.pattern))
+            self._settled[key] = dataclasses.replace(agreed, plan=planner.plan(agreed.pattern))
 
     def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This rank's inputs per micro-batch."""
@@ -199,26 +200,25 @@ def pattern_of(
 
 def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[], Plan]) -> Plan:
     """The plan, the same on every rank; where one rank has none, or another, every rank raises. A collective call."""
-    plan, failure = None, None
+    plan, failure, wrong = None, None, ""
     try:
         plan = make()
     except Exception as error:
-        failure = error
-    mine = (plan.digest, None) if plan is not None else ("", f"{type(failure).__name__}: {failure}")
-    for scope in scopes:
-        everyone = transport.gather(scope, mine)
-        if failure is not None:
-            raise failure
-        for rank, (_, other) in enumerate(everyone):
-            if other is not None:
-                raise RunError(f"{scope} rank {rank} could not compile: {other}")
-        assert plan is not None
+        failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
+    for scope in scopes:  # all of them, whatever has been found: others wait in the next one
+        everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
+        told = [f"{scope} rank {rank} {other}" for rank, (_, other) in enumerate(everyone) if other]
         digests = [digest for digest, _ in everyone]
-        if len(set(digests)) > 1:
+        if told:
+            wrong = wrong or told[0]
+        elif len(set(digests)) > 1 and plan is not None:
             texts = transport.gather(scope, plan.description)
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            raise RunError(_difference(scope, odd, digests, texts))
-    assert plan is not None
+            wrong = _difference(scope, odd, digests, texts)
+    if failure is not None:
+        raise failure
+    if wrong or plan is None:
+        raise RunError(wrong)
     return plan
 
 
@@ -230,7 +230,8 @@ def _difference(scope: str, odd: int, digests: Sequence[str], texts: Sequence[st
     lines = [text[place] if place < len(text) else "(ends)" for text in (ours, theirs)]
     return (
         f"{scope} ranks 0 and {odd} have compiled different programs ({digests[0]} and {digests[odd]}); they first "
-        f"differ in\n  rank 0: {lines[0]}\n  rank {odd}: {lines[1]}\nbuild the same model on every rank"
+        f"differ in\n  rank 0: {lines[0]}\n  rank {odd}: {lines[1]}\nbuild the same model "
+        "and ask for the same schedule on every rank"
     )
 
 

@@ -1,4 +1,4 @@
-"""Bound: no table of a stage graph can take less time than this."""
+"""Bound: no table of a stage graph that splits the same backwards in halves can take less time than this."""
 
 from __future__ import annotations
 

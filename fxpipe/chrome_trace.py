@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.action import Action
+from fxpipe.held import held
 from fxpipe.picture.words import IN_WORDS, headline, unit_of, waited
 
 if TYPE_CHECKING:
@@ -101,9 +102,10 @@ def _counters(timeline: Timeline, rank: int, row: list[Action], nanoseconds: flo
     for stage in in_flight:
         yield _counter(timeline, rank, stage, 0, 0)
     for action in row:
-        if not timeline.held(action):
+        change = held(timeline.schedule, action)
+        if not change:
             continue
-        in_flight[action.stage] += timeline.held(action)
+        in_flight[action.stage] += change
         ended = round(timeline.spans[action].end * nanoseconds)
         yield _counter(timeline, rank, action.stage, ended, in_flight[action.stage])
 

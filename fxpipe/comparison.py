@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from fxpipe.action import Action
+from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError
 from fxpipe.timeline import Timeline
 
@@ -27,15 +28,18 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How one rank's real time divides, into three parts that sum to the makespan; and what the plan has of them."""
+    """How one rank's real time divides, into four parts that sum to the makespan; and what the plan has of them."""
 
     rank: int
     planned_compute: float
     compute: float
     planned_waiting: float
     waiting: float
+    planned_rest: float
+    rest: float
+    """Behind the rank's last action."""
     between: float
-    """Neither: starting sends, posting receives, and the interpreter; and after the rank's last action."""
+    """Between actions and in front of the first: sends, receives and the interpreter. A plan has nothing of it."""
 
 
 class Wait(NamedTuple):
@@ -55,6 +59,11 @@ def compare(planned: Timeline, real: Timeline) -> Comparison:
     """
     if planned.schedule.rows != real.schedule.rows:
         raise ScheduleError("the timelines are of different tables; compare a plan with a step that ran the same one")
+    if real.measured and not planned.measured and planned.costs == Costs.of(len(planned.costs.forward)):
+        raise ScheduleError(
+            "the plan counts in forwards, F = 1 and B = 2, the real step in seconds; plan with costs in seconds, as in "
+            "real.schedule.simulate(real.costs)"
+        )
     return Comparison(planned, real)
 
 
@@ -86,7 +95,7 @@ class Comparison:
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
-        """The actions that waited for a message longer than planned, the longest first."""
+        """The actions that waited for a message longer than planned, those with the largest difference first."""
         waits = []
         for action in self.real.spans:
             cause = self.real.cause(action)
@@ -111,19 +120,21 @@ class Comparison:
                     yield f"hop from rank {here} to rank {there}", self.planned.costs.comm, gap
             if action is not None:
                 what = f"{action.op.value} of stage {self.real.schedule.label(action.stage)}"
-                yield what, self.planned.spans[action].duration, self.real.spans[action].duration
+                yield what, _duration(self.planned, action), _duration(self.real, action)
 
     def _share(self, rank: int) -> Share:
-        row = [action for action in self.real.schedule.rows[rank] if action in self.real.spans]
-        compute = self.real.busy[rank]
-        waiting = sum(self.real.waited(action) for action in row)
+        compute, rest = self.real.busy[rank], _rest(self.real, rank)
+        row = self.real.schedule.rows[rank]
+        waiting = sum(map(self.real.waited, row))
         return Share(
             rank,
             self.planned.busy[rank],
             compute,
-            sum(self.planned.waited(action) for action in row),
+            sum(map(self.planned.waited, row)),
             waiting,
-            self.real.makespan - compute - waiting,
+            _rest(self.planned, rank),
+            rest,
+            self.real.makespan - compute - waiting - rest,
         )
 
     def __str__(self) -> str:
@@ -137,13 +148,13 @@ class Comparison:
             (f"{w.action}", f"{w.source} from rank {placement[w.source.stage]}", ms(w.planned), ms(w.real))
             for w in self.waits[:_SHOWN_WAITS]
         ]
-        told = f"the longest of {len(self.waits)} waits|waited for|planned (ms)|real"
+        told = f"of {len(self.waits)} longer waits|waited for|planned (ms)|real"
         return "\n\n".join(
             [
                 f"{real.schedule.name}: makespan planned {ms(planned.makespan)} ms, real {ms(real.makespan)} ms, "
                 f"{longer:+.1%}; bubble planned {planned.bubble:.1%}, real {real.bubble:.1%}",
                 _table("the critical path of the real step (ms)|times|planned|real|longer by", [*path, slack]),
-                _table("rank|compute planned (ms)|real|waiting planned|real|between actions", shares),
+                _table("rank|compute planned (ms)|real|waiting planned|real|rest planned|real|between actions", shares),
                 *([_table(told, waits)] if waits else []),
             ]
         )
@@ -160,6 +171,17 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _is_number(cell: str) -> bool:
     return not cell.strip("+-.0123456789")
+
+
+def _duration(timeline: Timeline, action: Action) -> float:
+    """0 where it did not run."""
+    return timeline.spans[action].duration if action in timeline.spans else 0.0
+
+
+def _rest(timeline: Timeline, rank: int) -> float:
+    """How long a rank is done before the step ends."""
+    ends = (timeline.spans[action].end for action in timeline.schedule.rows[rank] if action in timeline.spans)
+    return timeline.makespan - max(ends, default=0.0)
 
 
 def _milliseconds(seconds: float, sign: str = "") -> str:

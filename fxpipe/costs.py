@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.action import Action, Op
 from fxpipe.errors import ScheduleError
+
+_MOST = 1e100  # sums of them stay finite
 
 Cost = float | Sequence[float]
 """One number for all stages, or one per stage."""
@@ -72,7 +74,7 @@ class Costs:
 
 
 def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
-    if isinstance(cost, (int, float)):
+    if not isinstance(cost, Sized):
         return (_checked(name, cost),) * stages
     if len(cost) != stages:
         raise ScheduleError(f"{name} has {len(cost)} costs for {stages} stages; give one number, or one per stage")
@@ -80,6 +82,7 @@ def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
 
 
 def _checked(name: str, cost: float) -> float:
-    if not (isinstance(cost, (int, float)) and math.isfinite(cost) and cost >= 0):
-        raise ScheduleError(f"{name} is {cost!r}; a cost is a finite number, 0 or more")
-    return float(cost)
+    number = math.nan if isinstance(cost, str) else float(cost)
+    if not 0 <= number <= _MOST:
+        raise ScheduleError(f"{name} is {cost!r}; a cost is a finite number, 0 or more, and no more than {_MOST:g}")
+    return number

@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fxpipe.action import Action, Op
+from fxpipe.csv_messages import COMPUTE, MESSAGES, Cell, Part, mismatched, misplaced, part_of
 from fxpipe.dependency import in_steps
 from fxpipe.errors import ScheduleError
 from fxpipe.lower import Compute, Message, Receive, Send
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 StrPath = str | os.PathLike[str]
 
-_COMPUTE = frozenset(op.value for op in Op)
-_MESSAGES = frozenset(["SEND_F", "RECV_F", "SEND_B", "RECV_B"])
 _PARAMETERS = frozenset(["UNSHARD", "RESHARD", "REDUCE_GRAD"])
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -44,59 +43,46 @@ _FORMS = "write <stage><F, B, I or W><micro-batch>, as in 0F3, with commas betwe
 @dataclass(frozen=True)
 class Table:
     """What follows from a file: the rows, the rank of each stage, whether each has a backward, and how many
-    micro-batches."""
+    micro-batches; and the edges that are given, or a chain's."""
 
     rows: tuple[tuple[Action, ...], ...]
+    edges: tuple[tuple[int, int], ...]
     placement: tuple[int, ...]
     backward: tuple[bool, ...]
     microbatches: int
 
 
-class _Part(NamedTuple):
-    """``1RECV_F3``: a stage, an op, and a micro-batch where the op has one."""
-
-    stage: int
-    op: str
-    microbatch: int | None
-
-
-class _Cell(NamedTuple):
-    """A cell that is not empty, and where it stands: line and cell count from 1."""
-
-    line: int
-    column: int
-    text: str
-    parts: tuple[_Part, ...]
-
-    @property
-    def actions(self) -> Iterator[Action]:
-        """The actions among its parts, in order."""
-        return (Action(p.stage, Op(p.op), p.microbatch or 0) for p in self.parts if p.op in _COMPUTE)
-
-
 # --- reading ---
 
 
-def read(path: StrPath) -> Table:
+def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Table:
     """The table in a file, compute-only or with communication. What is wrong with the table itself, verify says.
 
+    ``edges``: the stage graph that its messages are to fit. None: a chain; but a file whose messages are not a
+    chain's is of another graph, and their order is not checked.
+
     ScheduleError, with line, cell (both count from 1) and its text, where something is no cell, is of a stage or
-    micro-batch that does not exist, or is a message on another rank's line; and where the file holds no action,
-    leaves a stage number out, or is not UTF-8. OSError where it cannot be read.
+    micro-batch that does not exist, or is a message on another rank's line, on the wrong side of its action, without
+    its other end, or out of turn; and where the file holds no action, leaves a stage number out, or is not UTF-8.
+    OSError where it cannot be read.
     """
     name = os.fspath(path)
-    cells = [[_parsed(name, *cell) for cell in line] for line in _lines(name, Path(path).read_bytes())]
+    cells = [[_parsed(Cell(name, *cell)) for cell in line] for line in _lines(name, Path(path).read_bytes())]
     rows = tuple(tuple(action for cell in line for action in cell.actions) for line in cells)
     if not any(rows):
         raise ScheduleError(f"{name} holds no action; write a line per rank, as in 0F0,0F1,,0B0,,0B1")
-    _check_stages(name, cells)
+    _check_stages(cells)
     placement = _placement(rows)
     microbatches = 1 + max(action.microbatch for row in rows for action in row)
     for rank, line in enumerate(cells):
         for cell in line:
-            _check_message(name, cell, rank, placement, microbatches)
+            _check_message(cell, rank, placement, microbatches)
     split = {action.stage for row in rows for action in row if action.op is not Op.F}
-    return Table(rows, placement, tuple(stage in split for stage in range(len(placement))), microbatches)
+    backward = tuple(stage in split for stage in range(len(placement)))
+    given = None if edges is None else edges_or_chain(edges, len(placement))
+    table = Table(rows, edges_or_chain(given, len(placement)), placement, backward, microbatches)
+    _check_messages(cells, table, given)
+    return table
 
 
 def _lines(name: str, content: bytes) -> Iterator[list[tuple[int, int, str]]]:
@@ -116,24 +102,26 @@ def _lines(name: str, content: bytes) -> Iterator[list[tuple[int, int, str]]]:
         raise ScheduleError(f"{name}, line {reader.line_num}: {error}; {_FORMS}") from None
 
 
-def _parsed(name: str, line: int, column: int, text: str) -> _Cell:
-    overlap = _OVERLAP.fullmatch(text)
-    parts = [_part(part.strip(), overlap is not None) for part in (overlap[1].split(";") if overlap else [text])]
-    found = tuple(part for part in parts if part is not None)
-    if len(found) != len(parts):
-        raise ScheduleError(f"{_where(name, line, column, text)} is no cell; {_remedy(text)}")
-    return _Cell(line, column, text, found)
+def _parsed(cell: Cell) -> Cell:
+    """The cell with its parts."""
+    overlap = _OVERLAP.fullmatch(cell.text)
+    parts = overlap[1].split(";") if overlap else [cell.text]
+    found = [_part(part.strip(), overlap is not None) for part in parts]
+    known = tuple(part for part in found if part is not None)
+    if len(known) != len(found):
+        raise ScheduleError(f"{cell} is no cell; {_remedy(cell.text)}")
+    return cell._replace(parts=known)
 
 
-def _part(text: str, overlapped: bool = False) -> _Part | None:
+def _part(text: str, overlapped: bool = False) -> Part | None:
     match = _CELL.fullmatch(text)
     if match is None:
         return None
     stage, op, microbatch = match.groups()
     if microbatch is None:
-        return _Part(int(stage), op, None) if op in _PARAMETERS and not overlapped else None
-    known = _COMPUTE if overlapped else _COMPUTE | _MESSAGES
-    return _Part(int(stage), op, int(microbatch)) if op in known else None
+        return Part(int(stage), op, None) if op in _PARAMETERS and not overlapped else None
+    known = COMPUTE if overlapped else COMPUTE | MESSAGES
+    return Part(int(stage), op, int(microbatch)) if op in known else None
 
 
 def _remedy(text: str) -> str:
@@ -148,18 +136,17 @@ def _remedy(text: str) -> str:
     return _FORMS
 
 
-def _check_stages(name: str, cells: Sequence[Sequence[_Cell]]) -> None:
+def _check_stages(cells: Sequence[Sequence[Cell]]) -> None:
     """Stages count from 0, without a gap."""
-    first: dict[int, _Cell] = {}
+    first: dict[int, Cell] = {}
     for cell in itertools.chain.from_iterable(cells):
         for action in cell.actions:
             first.setdefault(action.stage, cell)
     missing = next(stage for stage in itertools.count() if stage not in first)
     if missing < len(first):
-        line, column, text, _ = first[min(stage for stage in first if stage > missing)]
+        cell = first[min(stage for stage in first if stage > missing)]
         raise ScheduleError(
-            f"{_where(name, line, column, text)}, but there is no action of stage {missing} in the file; stages "
-            "count from 0, without a gap"
+            f"{cell}, but there is no action of stage {missing} in the file; stages count from 0, without a gap"
         )
 
 
@@ -172,27 +159,36 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(counts[stage].most_common(1)[0][0] for stage in range(len(counts)))
 
 
-def _check_message(name: str, cell: _Cell, rank: int, placement: Sequence[int], microbatches: int) -> None:
+def _check_message(cell: Cell, rank: int, placement: Sequence[int], microbatches: int) -> None:
     """A send, a receive or what is done to parameters is of a stage of this rank, and of a micro-batch that exists."""
     for stage, op, microbatch in cell.parts:
-        if op in _COMPUTE:
+        if op in COMPUTE:
             continue
-        where = _where(name, cell.line, cell.column, cell.text)
         if stage >= len(placement):
-            raise ScheduleError(f"{where} is of stage {stage}, but the last with an action is {len(placement) - 1}")
+            raise ScheduleError(f"{cell} is of stage {stage}, but the last with an action is {len(placement) - 1}")
         if microbatch is not None and microbatch >= microbatches:
             raise ScheduleError(
-                f"{where} is of micro-batch {microbatch}, but the last with an action is {microbatches - 1}"
+                f"{cell} is of micro-batch {microbatch}, but the last with an action is {microbatches - 1}"
             )
         if placement[stage] != rank:
             raise ScheduleError(
-                f"{where} stands on rank {rank}, but stage {stage} is on rank {placement[stage]}; a send names the "
+                f"{cell} stands on rank {rank}, but stage {stage} is on rank {placement[stage]}; a send names the "
                 "stage that sends, a receive the one that receives"
             )
 
 
-def _where(name: str, line: int, column: int, text: str) -> str:
-    return f"{name}, line {line}, cell {column}: {text!r}"
+def _check_messages(cells: Sequence[Sequence[Cell]], table: Table, given: Sequence[tuple[int, int]] | None) -> None:
+    """The sends and receives of a file that has some fit its actions, its stage graph and each other."""
+    if not any(cell.message for line in cells for cell in line):
+        return
+    fault = misplaced(cells)
+    if fault:
+        raise ScheduleError(fault)
+    if not all(0 <= stage < len(table.placement) for edge in table.edges for stage in edge):
+        return  # Schedule says so
+    fault = mismatched(cells, table.rows, given, table.placement, table.backward)
+    if fault:
+        raise ScheduleError(fault)
 
 
 # --- writing ---
@@ -225,22 +221,11 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
         elif isinstance(step, Send | Receive):
             message = step.message
             if isinstance(step, Send):
-                rows[rank].append(_cell(schedule, message, "SEND"))
+                rows[rank].append(str(part_of(message, schedule.links[message.edge], "SEND")))
             if message in begun:
-                rows[message.receiver].append(_cell(schedule, message, "RECV"))
+                rows[message.receiver].append(str(part_of(message, schedule.links[message.edge], "RECV")))
             begun.add(message)
     return rows
-
-
-def _cell(schedule: Schedule, message: Message, what: str) -> str:
-    """Along edge 0-1: ``0SEND_F3``, ``1RECV_F3`` of the value, ``1SEND_B3``, ``0RECV_B3`` of its gradient.
-
-    Each names the stage at its own end.
-    """
-    edge = schedule.links[message.edge]
-    down = message.op is Op.F
-    stage = edge.source if down == (what == "SEND") else edge.target
-    return f"{stage}{what}_{message.op.value}{message.microbatch}"
 
 
 def edges_or_chain(edges: Iterable[tuple[int, int]] | None, stages: int) -> tuple[tuple[int, int], ...]:

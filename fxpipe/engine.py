@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 from fxpipe.agreement import Agreed, Agreement, Call, Options, plan_together
 from fxpipe.batch import join
 from fxpipe.checkpoint import full_state_dict, load_into
+from fxpipe.costs import Cost
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.ir import StageGraph
 from fxpipe.lower import Reduce, is_forward
-from fxpipe.measure import Recording, clock_offset, mean_costs, timeline_of
+from fxpipe.measure import Recording, clock_offset, has_run, mean_costs, timeline_of
 from fxpipe.outcome import Outcome, conclude
 from fxpipe.ownership import Ownership, RankModule
 from fxpipe.plan import Plan, Planner
@@ -181,7 +182,7 @@ class ForwardBackward:
             if known is None:
                 self._learn_bytes(executors)
             if self._records:
-                self._recording = Recording(agreed.plan.schedule, [e.stopwatch for e in executors])
+                self._recording = Recording(self._step, agreed.plan.schedule, [e.stopwatch for e in executors])
             self._step += 1
             self.metrics = dict(outcome.metrics)
             return outcome.loss
@@ -218,8 +219,7 @@ class ForwardBackward:
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
-        if self._failure is not None:
-            raise RunError(f"an earlier step failed ({self._failure}); compile again")
+        self._check_open()
         offer, given = self._agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing_together(*([FxpipeError] if self._transport.data_size == 1 else [])):
@@ -246,42 +246,61 @@ class ForwardBackward:
         with self._failing_together(FxpipeError):
             recording = self._last_recording("pipe")
             mine = recording.laps(clock_offset(self._transport))
-            return timeline_of(recording.schedule, itertools.chain(*self._transport.gather("pipe", mine)))
+            laps = itertools.chain(*self._transport.gather("pipe", mine))
+            return timeline_of(recording.schedule, laps, in_turns=self._transport.pipe_rank is None)
 
     def reschedule(
         self,
         schedule: str | Family = "greedy",
         in_flight: int | Sequence[int] | None = None,
         memory: float | Sequence[float] | None = None,
+        activation_bytes: Cost | None = None,
     ) -> Schedule:
         """Rebuilds the table from the costs measured in the last recorded step, for the steps that follow.
 
-        A collective call of all ranks, between two steps. The costs are each stage's medians and the latency of a hop,
-        over replicas their mean. ``in_flight`` and ``memory`` are limits as in ``fxpipe.schedules.build``; without any
-        the present table stays where the new one would be no faster. RunError where no step was recorded, ScheduleError
-        where there is no such table; then nothing has changed.
+        A collective call of all ranks, with the same arguments, between two steps. The costs are each stage's medians
+        and the latency of a hop, over replicas their mean. ``in_flight``, ``memory`` and ``activation_bytes``, which is
+        not measured, are as in ``fxpipe.schedules.build``. The present table stays where it keeps within the limits
+        and the new one would not be 1 % faster. RunError where no step was recorded, ScheduleError where there is no
+        such table, on all ranks alike; then nothing has changed.
         """
         with self._failing_together(FxpipeError):
             self._last_recording("pipe", "data")
-            costs = mean_costs(self._transport.gather("data", self.timeline().costs))
-            limited = in_flight is not None or memory is not None
-            before, planned = self._planner.schedule, self.schedule.simulate(costs).makespan
-            self._planner.reschedule(with_costs(schedule, costs, in_flight, memory))
-            if not limited and planned <= self._planner.first.schedule.simulate(costs).makespan:
-                self._planner.reschedule(before)
-            plan = plan_together(self._transport, ("pipe", "data"), lambda: self._planner.first)
+            timeline = self.timeline()
+            everyone = self._transport.gather("data", timeline.costs if has_run(timeline) else None)
+            measured = [costs for costs in everyone if costs is not None]
+            if not measured:
+                raise RunError(
+                    "no micro-batch of the recorded step had weight, so no backward ran; record another step"
+                )
+            planners: list[Planner] = []
+
+            def make() -> Plan:
+                costs = mean_costs(measured, activation_bytes)
+                planners.append(self._planner.rescheduled(with_costs(schedule, costs, in_flight, memory)))
+                return planners[0].first
+
+            plan = plan_together(self._transport, ("pipe", "data"), make)
+        (self._planner,) = planners
         self._plan = dataclasses.replace(plan, graph=self.stages)
-        self._agreement.replan()
+        self._agreement.replan(self._planner)
         return self.schedule
 
     def _last_recording(self, *scopes: str) -> Recording:
-        """What was recorded, or an error on all ranks of these groups alike."""
-        missing = self._recording is None
+        """What was recorded last, or an error on all ranks of these groups alike."""
+        self._check_open()
+        steps = {self._recording.step if self._recording is not None else -1}
         for scope in scopes:
-            missing = any(self._transport.gather(scope, missing))
-        if missing or self._recording is None:
+            steps = set().union(*self._transport.gather(scope, steps))
+        if self._recording is None or -1 in steps:
             raise RunError("no step was recorded; call record_timeline() before the step, on every rank")
+        if len(steps) > 1:
+            raise RunError(f"the ranks last recorded different steps, {sorted(steps)}; call record_timeline() on all")
         return self._recording
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise RunError(f"an earlier step failed ({self._failure}); compile again")
 
     # gradients
 

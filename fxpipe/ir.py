@@ -216,12 +216,11 @@ class StageGraph:
 
     @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of stages that train the same parameter, each group once, sorted."""
+        """Groups of stages that use the same parameter, each group once, sorted."""
         users: dict[int, dict[int, None]] = {}
         for stage in self.stages:
             for parameter in stage.parameters.values():
-                if parameter.requires_grad:
-                    users.setdefault(id(parameter), {})[stage.index] = None
+                users.setdefault(id(parameter), {})[stage.index] = None
         return tuple(sorted({tuple(stages) for stages in users.values() if len(stages) > 1}))
 
     @property

@@ -83,9 +83,8 @@ def lower(
     """Each rank's instructions.
 
     ``placement``: the rank of each stage. ``backward``: whether each stage has one. ``tied``: groups of stages that
-    share a parameter. A receive is posted one action
-    ahead of the action that needs it, or earlier: never later than a receive behind it in the sender's order, since
-    messages between two ranks arrive in that order.
+    share a parameter. A receive is posted one action ahead of the action that needs it, or earlier: never later than
+    a receive behind it in the sender's order, since messages between two ranks arrive in that order.
     """
     sent = _sends(rows, edges, placement, backward)
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
@@ -114,7 +113,7 @@ def lower(
 
 def _sends(
     rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool]
-) -> list[list[list[Message]]]:
+) -> list[list[Sequence[Message]]]:
     """Rank and place → the messages that the action there makes, in order."""
     makes: dict[tuple[int, Op], list[tuple[int, Op, int, int]]] = {}  # (stage, op) → its messages, less micro-batch
     for index, edge in enumerate(edges):
@@ -125,16 +124,11 @@ def _sends(
         if backward[edge.source]:
             for op in (Op.B, Op.I):
                 makes.setdefault((edge.target, op), []).append((index, Op.B, there, here))
-    return [
-        [
-            [
-                Message(index, op, action.microbatch, sender, receiver)
-                for index, op, sender, receiver in makes.get((action.stage, action.op), ())
-            ]
-            for action in row
-        ]
-        for row in rows
-    ]
+    return [[_made(makes.get((action.stage, action.op), ()), action.microbatch) for action in row] for row in rows]
+
+
+def _made(messages: Sequence[tuple[int, Op, int, int]], microbatch: int) -> Sequence[Message]:
+    return [Message(index, op, microbatch, *ends) for index, op, *ends in messages] if messages else ()
 
 
 def user_of(message: Message, edges: Sequence[EdgeLike]) -> tuple[int, int, bool]:

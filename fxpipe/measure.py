@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from fxpipe.action import Action, Op
-from fxpipe.costs import Costs
+from fxpipe.costs import Cost, Costs
 from fxpipe.schedule import Schedule
 from fxpipe.stopwatch import Lap, Stopwatch
 from fxpipe.timeline import Span, Timeline
@@ -27,8 +27,9 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a process recorded of a step: a stopwatch for each rank that it played."""
+    """What a process recorded of a step, by its number: a stopwatch for each rank that it played."""
 
+    step: int
     schedule: Schedule
     stopwatches: Sequence[Stopwatch]
 
@@ -37,20 +38,28 @@ class Recording:
         return [lap for stopwatch in self.stopwatches for lap in stopwatch.laps(ahead)]
 
 
-def timeline_of(schedule: Schedule, laps: Iterable[Lap]) -> Timeline:
+def timeline_of(schedule: Schedule, laps: Iterable[Lap], in_turns: bool = False) -> Timeline:
     """The measured timeline of a step, in seconds from its first start.
 
     ``laps``: all ranks', on one clock. The costs are the medians over micro-batches, ``comm`` the median latency of a
-    hop; a stage whose backward never ran costs nothing there.
+    hop, which there is none of where one process plays all ranks ``in_turns``. A stage whose backward never ran costs
+    nothing there.
     """
     every = {lap.action: lap for lap in laps}
     first = min((lap.start for lap in every.values()), default=0.0)
     spans = {action: Span(lap.start - first, lap.end - first) for action, lap in every.items()}
-    since = {action: lap.since - first for action, lap in every.items()}
-    return Timeline(schedule, spans, since, _costs(schedule, spans, since), measured=True)
+    since = {action: max(lap.since - first, 0.0) for action, lap in every.items()}
+    hop = 0.0 if in_turns else _hop(schedule, spans, since)
+    return Timeline(schedule, spans, since, _costs(schedule, spans, hop), measured=True)
 
 
-def _costs(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action, float]) -> Costs:
+def has_run(timeline: Timeline) -> bool:
+    """Whether every stage that has a backward in the table ran one; without weight for any micro-batch none runs."""
+    ran = {action.stage for action in timeline.spans if action.op is not Op.F}
+    return all(stage in ran for stage, has_backward in enumerate(timeline.schedule.backward) if has_backward)
+
+
+def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Costs:
     durations: dict[tuple[int, Op], list[float]] = {}
     for action, span in spans.items():
         durations.setdefault((action.stage, action.op), []).append(span.duration)
@@ -60,7 +69,7 @@ def _costs(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Acti
     halves = [of[Op.I][stage] + of[Op.W][stage] for stage in stages]
     backward = [whole or both for whole, both in zip(of[Op.B], halves, strict=True)]
     weight = [half or whole / 2 for half, whole in zip(of[Op.W], of[Op.B], strict=True)]
-    return Costs.of(len(stages), of[Op.F], backward, weight, _hop(schedule, spans, since))
+    return Costs.of(len(stages), of[Op.F], backward, weight, hop)
 
 
 def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action, float]) -> float:
@@ -76,8 +85,8 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
     return median(waited) if waited else min(others, default=0.0)
 
 
-def mean_costs(costs: Sequence[Costs]) -> Costs:
-    """The mean of what several replicas measured."""
+def mean_costs(costs: Sequence[Costs], activation_bytes: Cost | None = None) -> Costs:
+    """The mean of what several replicas measured, with what a step does not measure."""
 
     def mean(of: Callable[[Costs], Sequence[float]]) -> list[float]:
         return [fmean(values) for values in zip(*map(of, costs), strict=True)]
@@ -88,6 +97,7 @@ def mean_costs(costs: Sequence[Costs]) -> Costs:
         mean(lambda one: one.backward),
         mean(lambda one: one.weight),
         fmean(one.comm for one in costs),
+        activation_bytes,
     )
 
 

@@ -20,9 +20,12 @@ from fxpipe.lower import Instruction, lower, pairs
 from fxpipe.pipeline import Pass, chain
 from fxpipe.placement import place
 from fxpipe.schedule import Schedule
-from fxpipe.schedules import Family, build
+from fxpipe.schedules import Family, Limited, build
 from fxpipe.trace import Request, capture
 from fxpipe.verify import Step, execution_order
+
+WORTH_IT = 0.01
+"""The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
 
 
 @dataclass(frozen=True)
@@ -111,19 +114,25 @@ class Planner:
     def _make(self, pattern: Pattern) -> Plan:
         graph, text = self._stage_graph(pattern)
         graph = dataclasses.replace(graph, placement=place(graph, self.ranks, self._wanted(graph)))
-        return _scheduled(graph, self._schedule(graph, pattern), f"{text}\n{self.notes}")
+        return self._scheduled(graph, pattern, f"{text}\n{self.notes}")
 
-    def reschedule(self, schedule: str | Family | Schedule) -> None:
-        """Gives every plan another table. ScheduleError where one has none; then all keep theirs."""
-        before, self.schedule = self.schedule, schedule
-        try:
-            self._plans = {
-                pattern: _scheduled(plan.graph, self._schedule(plan.graph, pattern), plan.program)
-                for pattern, plan in self._plans.items()
-            }
-        except ScheduleError:
-            self.schedule = before
-            raise
+    def rescheduled(self, family: Limited) -> Planner:
+        """A planner with this family's tables for training; this very one where its table may stay.
+
+        It may where it keeps within the family's limits, and the new one is not faster by ``WORTH_IT`` at its costs.
+        Limits of the family in force go on, unless the new one has others. ScheduleError where there is no such table.
+        """
+        if isinstance(self.schedule, Limited):
+            family = family.or_else(self.schedule)
+        planner = dataclasses.replace(self, schedule=family)
+        planner._plans = dict(self._plans)
+        for pattern, plan in self._plans.items():
+            if pattern.training:
+                planner._plans[pattern] = planner._scheduled(plan.graph, pattern, plan.program)
+        present, new = self.first.schedule, planner.first.schedule
+        before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
+        stays = family.excess(present) is None and after > before * (1 - WORTH_IT)
+        return self if stays else planner
 
     def _stage_graph(self, pattern: Pattern) -> tuple[StageGraph, str]:
         if isinstance(self.model, StageGraph):
@@ -145,16 +154,32 @@ class Planner:
             self._plans[pattern] = dataclasses.replace(plan, graph=plan.graph.with_tensors_of_module())
 
     def _wanted(self, graph: StageGraph) -> Mapping[str, int] | None:
-        if not isinstance(self.schedule, Schedule):
+        """The rank of each stage: as in the first plan, or as the user's table or ``placement`` says."""
+        ranks: Sequence[int] = self.schedule.placement if isinstance(self.schedule, Schedule) else ()
+        if self._plans and graph.names == self.first.graph.names:
+            ranks = self.first.graph.placement
+        if not ranks:
             return self.placement
-        if len(self.schedule.placement) != len(graph):
+        if len(ranks) != len(graph):
+            raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
+        return dict(zip(graph.names, ranks, strict=True))
+
+    def _scheduled(self, graph: StageGraph, pattern: Pattern, program: str) -> Plan:
+        """The plan that runs the table of this graph."""
+        schedule = self._schedule(graph, pattern)
+        cell = next((action for row in schedule.rows for action in row if action.op in (Op.I, Op.W)), None)
+        if cell is not None:
             raise ScheduleError(
-                f"the schedule is for {len(self.schedule.placement)} stages, the model has {len(graph)}"
+                f"{schedule.name} has backwards in two halves ({cell}); such tables can be planned, simulated and "
+                'drawn, but not run yet. Write schedule="1f1b", or B in place of I and W'
             )
-        return dict(zip(graph.names, self.schedule.placement, strict=True))
+        instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
+        order = execution_order(instructions, graph.edges, schedule.backward)
+        return Plan(graph, schedule, instructions, tuple(order), program)
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
+        tied = self.first.graph.tied if self._plans else graph.tied  # who holds a copy must hear of its gradient
         if not isinstance(self.schedule, Schedule) or not pattern.training:
             return build(
                 "1f1b" if isinstance(self.schedule, Schedule) else self.schedule,
@@ -163,7 +188,7 @@ class Planner:
                 graph.placement,
                 backward=backward,
                 names=graph.names,
-                tied=graph.tied,
+                tied=tied,
             )
         if self.schedule.microbatches != microbatches:
             raise ScheduleError(
@@ -171,7 +196,7 @@ class Planner:
                 f"pass microbatches={self.schedule.microbatches}"
             )
         schedule = dataclasses.replace(
-            self.schedule, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=graph.tied
+            self.schedule, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied
         )
         schedule.verify()
         return schedule
@@ -198,19 +223,6 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
-
-
-def _scheduled(graph: StageGraph, schedule: Schedule, program: str) -> Plan:
-    """The plan that runs this table."""
-    cell = next((action for row in schedule.rows for action in row if action.op in (Op.I, Op.W)), None)
-    if cell is not None:
-        raise ScheduleError(
-            f"{schedule.name} has backwards in two halves ({cell}); such tables can be planned, simulated and drawn, "
-            'but not run yet. Write schedule="1f1b", or B in place of I and W'
-        )
-    instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
-    order = execution_order(instructions, graph.edges, schedule.backward)
-    return Plan(graph, schedule, instructions, tuple(order), program)
 
 
 def _fingerprint(tensor: Tensor) -> str:

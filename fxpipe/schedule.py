@@ -52,6 +52,12 @@ class Schedule:
     costs: Costs | None = None
 
     def __post_init__(self) -> None:
+        for name in ("rows", "edges", "tied"):
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+        for name in ("placement", "backward", "stage_names"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.microbatches < 1:
+            raise ScheduleError(f"{self.microbatches} micro-batches; at least 1 is needed")
         stages = len(self.placement)
         for name, given in (("backward", self.backward), ("stage_names", self.stage_names or self.placement)):
             if len(given) != stages:
@@ -79,13 +85,16 @@ class Schedule:
         too: such a cell is checked and then dropped, for fxpipe lowers anew, so that messages and reductions follow
         from the rows. An OVERLAP_F_B is read as its actions in order.
 
-        ScheduleError, with line, cell (both count from 1) and its text, where the file is malformed; what is wrong
-        with its table is for ``verify`` to say. OSError where it cannot be read.
+        Give ``edges`` to have the messages checked: each send behind its action, each receive in front of its own,
+        one for the other, in one order at both ends. Without them, those that are no chain's are of another graph,
+        which the file does not tell: then only their places by their actions and their number are checked.
+
+        ScheduleError, with line, cell (both count from 1) and its text, where the file is malformed or its messages
+        do not fit; what is wrong with its table is for ``verify`` to say. OSError where it cannot be read.
         """
-        table = csv_file.read(path)
-        links = csv_file.edges_or_chain(edges, len(table.placement))
+        table = csv_file.read(path, edges)
         name = Path(path).stem
-        return Schedule(table.rows, links, table.placement, table.backward, table.microbatches, name)
+        return Schedule(table.rows, table.edges, table.placement, table.backward, table.microbatches, name)
 
     def to_csv(self, path: csv_file.StrPath, communication: bool = False) -> None:
         """Writes the table for ``from_csv``, or for torch.distributed.pipelining: a line per rank.
@@ -148,16 +157,20 @@ class Schedule:
         return simulate(self, forward)
 
     def to_svg(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
-        """Writes the picture of the plan; see ``Timeline.to_svg``."""
-        self.simulate(costs or 1).to_svg(path)
+        """Writes the picture of the plan, at these costs or those that it was built for; see ``Timeline.to_svg``."""
+        self._planned(costs).to_svg(path)
 
     def to_html(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
-        """Writes the plan as a page; see ``Timeline.to_html``."""
-        self.simulate(costs or 1).to_html(path)
+        """The same as a page; see ``Timeline.to_html``."""
+        self._planned(costs).to_html(path)
 
     def to_trace(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
-        """Writes the plan as a trace; see ``Timeline.to_trace``."""
-        self.simulate(costs or 1).to_trace(path)
+        """The same as a trace; see ``Timeline.to_trace``."""
+        self._planned(costs).to_trace(path)
+
+    def _planned(self, costs: Costs | None = None) -> Timeline:
+        """At these costs, or those that it was built for, or F = 1 and B = 2."""
+        return self.simulate(costs or self.costs or 1)
 
     def __str__(self) -> str:
         return table(self)

@@ -27,6 +27,7 @@ Column = list[str]
 """A column as text: its header, then a cell for each rank."""
 
 LEFT_OUT = "⋯"
+_MOST_PLACES = 16  # steps with marked cells that an error shows
 
 
 class Air(NamedTuple):
@@ -161,7 +162,7 @@ def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
 
 def _neighbourhood(schedule: Schedule, steps: Sequence[Step], marked: Collection[Action]) -> list[str]:
     """As many steps around the marked cells as fit, all if possible; of many ranks, those around them."""
-    places = [place for place, step in enumerate(steps) if any(action in marked for action in step)]
+    places = [place for place, step in enumerate(steps) if any(action in marked for action in step)][:_MOST_PLACES]
     ranks = [rank for rank in range(len(schedule.rows)) if any(step[rank] in marked for step in steps)]
     tall = len(schedule.rows) > _terminal().lines
     rows = _near(ranks, len(schedule.rows), reach=2) if tall else range(len(schedule.rows))

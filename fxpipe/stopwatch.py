@@ -43,10 +43,11 @@ class CudaClock:
         return event
 
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        torch.cuda.synchronize(self._device)
         now = self.mark()
         now.synchronize()
-        host = time.perf_counter()
-        return [host - mark.elapsed_time(now) / 1e3 for mark in marks]
+        first = time.perf_counter() - marks[0].elapsed_time(now) / 1e3 if marks else 0.0
+        return [first + marks[0].elapsed_time(mark) / 1e3 for mark in marks]  # in single precision: so from near by
 
 
 class Lap(NamedTuple):

@@ -10,10 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe.action import Action, Op
+from fxpipe.action import Action
 from fxpipe.bound import lower_bound
 from fxpipe.chrome_trace import chrome_trace
 from fxpipe.costs import Costs
+from fxpipe.held import peak_bytes, peak_in_flight
 from fxpipe.picture import html, svg
 from fxpipe.show import table
 
@@ -80,33 +81,17 @@ class Timeline:
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per stage, the most micro-batches whose forward has run and whose backward has not ended."""
-        in_flight = [0] * len(self.schedule.placement)
-        peaks = list(in_flight)
-        for row in self.schedule.rows:
-            for action in row:
-                in_flight[action.stage] += self.held(action)
-                if in_flight[action.stage] > peaks[action.stage]:
-                    peaks[action.stage] = in_flight[action.stage]
-        return tuple(peaks)
+        return peak_in_flight(self.schedule)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
         """Per rank, the most bytes that its micro-batches in flight hold; None where the costs do not tell them."""
         sizes = self.costs.activation_bytes
-        if sizes is None:
-            return None
-        peaks = []
-        for row in self.schedule.rows:
-            held = peak = 0.0
-            for action in row:
-                held += self.held(action) * sizes[action.stage]
-                peak = max(peak, held)
-            peaks.append(peak)
-        return tuple(peaks)
+        return None if sizes is None else peak_bytes(self.schedule, sizes)
 
     @cached_property
     def lower_bound(self) -> float:
-        """What no table of this stage graph could undercut at these costs; see ``fxpipe.bound``."""
+        """What no table that splits the same backwards in halves could undercut at these costs; see ``bound.py``."""
         return lower_bound(self.schedule, self.costs)
 
     def cause(self, action: Action) -> Cause | None:
@@ -160,9 +145,3 @@ class Timeline:
 
     def __str__(self) -> str:
         return table(self)
-
-    def held(self, action: Action) -> int:
-        """+1 where a stage begins to hold a micro-batch with this action, −1 where it lets go of it, else 0."""
-        if action.op is Op.F:
-            return int(self.schedule.backward[action.stage])
-        return 0 if action.op is Op.I else -1

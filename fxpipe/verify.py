@@ -8,6 +8,7 @@ its ranks have come to it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
@@ -25,12 +26,16 @@ if TYPE_CHECKING:
 Step = tuple[int, Instruction]
 """(rank, what it does)."""
 
+Event = Action | Message | Reduce
+"""What a rank may wait for: that an action has run, a message has arrived, or all have come to a reduction."""
+
 
 @paused()
 def verify(schedule: Schedule) -> None:
     """ScheduleError, with the table and the failing cells marked, unless every rank gets to the end of its row."""
     _check_cells(schedule)
     _check_complete(schedule)
+    _check_gradients(schedule)
     machine = Machine(schedule.instructions, schedule.links, schedule.backward)
     for _ in machine.run():
         pass
@@ -91,6 +96,16 @@ def _check_complete(schedule: Schedule) -> None:
             _check_microbatch(schedule, stage, microbatch, ops)
 
 
+def _check_gradients(schedule: Schedule) -> None:
+    """Where a stage has a backward and feeds others, one of them at least sends it a gradient."""
+    for stage, has_backward in enumerate(schedule.backward):
+        targets = sorted({target for source, target in schedule.edges if source == stage})
+        if has_backward and targets and not any(schedule.backward[target] for target in targets):
+            marked = [schedule.dependencies.gradient(stage, 0)]
+            fed = ", ".join(map(str, targets))
+            _fail(schedule, marked, f"{marked[0]} gets no gradient: stage {stage} feeds {fed}, which has no backward")
+
+
 def _check_microbatch(schedule: Schedule, stage: int, microbatch: int, ops: Sequence[Op]) -> None:
     """``ops``: what the table has of a stage and a micro-batch."""
     forward, full, *halves = (Action(stage, op, microbatch) for op in (Op.F, Op.B, Op.I, Op.W))
@@ -138,14 +153,14 @@ class _Queue:
     posted: list[Message] = field(default_factory=list)
     met: int = 0
 
-    def meet(self, arrived: set[Message]) -> None:
-        """Adds the messages whose turn has come: both ends have got to them, and agree on all before."""
+    def meet(self) -> list[Message]:
+        """The messages whose turn has come: both ends have got to them, and agree on all before."""
+        before = self.met
         while self.met < len(self.sent) and self.met < len(self.posted):
-            message = self.sent[self.met]
-            if message != self.posted[self.met]:
+            if self.sent[self.met] != self.posted[self.met]:
                 break
-            arrived.add(message)
             self.met += 1
+        return self.sent[before : self.met]
 
 
 @dataclass
@@ -171,37 +186,57 @@ class Machine:
                     self._awaited.setdefault(user_of(step.message, self.edges), []).append(step.message)
 
     def run(self) -> Iterator[Step]:
-        """Lets each rank run until it must wait, in turns, until none can go on; tells what has run."""
-        progress = True
-        while progress:
-            progress = False
-            for rank, row in enumerate(self.instructions):
-                while self._next[rank] < len(row) and self._can_run(rank, row[self._next[rank]]):
-                    step = row[self._next[rank]]
-                    self._execute(step)
-                    self._next[rank] += 1
-                    progress = True
-                    yield rank, step
+        """Lets each rank run until it must wait, and goes on with those that what it did lets go on; tells what ran."""
+        able = deque(range(len(self.instructions)))
+        waiting: dict[Event, list[int]] = {}
+        while able:
+            rank = able.popleft()
+            row = self.instructions[rank]
+            while self._next[rank] < len(row):
+                step = row[self._next[rank]]
+                if isinstance(step, Reduce):
+                    self._come.setdefault(step, set()).add(rank)
+                missing = self._missing(step)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append(rank)
+                    break
+                self._next[rank] += 1
+                for event in self._execute(step):
+                    able.extend(waiting.pop(event, ()))
+                yield rank, step
 
-    def _can_run(self, rank: int, step: Instruction) -> bool:
+    def _missing(self, step: Instruction) -> Event | None:
+        """The first thing that a step still waits for."""
         if isinstance(step, Compute):
-            return all(map(self._done.__contains__, self._dependencies.before(step.action))) and all(
-                map(self._arrived.__contains__, self._messages_for(step.action))
-            )
-        if isinstance(step, Reduce):
-            self._come.setdefault(step, set()).add(rank)
-        return not self._lacks(step)
+            for action in self._dependencies.before(step.action):
+                if action not in self._done:
+                    return action
+            for message in self._messages_for(step.action):
+                if message not in self._arrived:
+                    return message
+        elif isinstance(step, Release):
+            return None if step.message in self._arrived else step.message
+        elif isinstance(step, Reduce):
+            return None if len(self._come[step]) == len(step.ranks) else step
+        return None
 
-    def _execute(self, step: Instruction) -> None:
+    def _execute(self, step: Instruction) -> Sequence[Event]:
+        """What has come about with this step."""
         if isinstance(step, Compute):
             self._done.add(step.action)
-        elif isinstance(step, Send | Receive):
-            message = step.message
-            queue = self._queues.get((message.sender, message.receiver))
-            if queue is None:
-                queue = self._queues[message.sender, message.receiver] = _Queue()
-            (queue.sent if isinstance(step, Send) else queue.posted).append(message)
-            queue.meet(self._arrived)
+            return (step.action,)
+        if isinstance(step, Reduce):
+            return (step,)
+        if isinstance(step, Release):
+            return ()
+        message = step.message
+        queue = self._queues.get((message.sender, message.receiver))
+        if queue is None:
+            queue = self._queues[message.sender, message.receiver] = _Queue()
+        (queue.sent if isinstance(step, Send) else queue.posted).append(message)
+        met = queue.meet()
+        self._arrived.update(met)
+        return met
 
     def _messages_for(self, action: Action) -> Sequence[Message]:
         if action.op is Op.W:

@@ -13,6 +13,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, Problem, build
 from fxpipe.schedules.in_flight import round_trip_caps
+from fxpipe.schedules.interleaved import in_laps
 from tests.graphs import WORKED, Bare, Pairs, bare, branches, chain, random_bare
 
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
@@ -152,7 +153,7 @@ def test_more_memory_never_makes_a_longer_table_where_a_latency_is_to_hide() -> 
         ({"memory": 100}, "memory= needs the costs' activation_bytes: what a stage holds of a micro-batch"),
         (
             {"memory": 24, "costs": Costs.of(3, activation_bytes=[10, 5, 15])},
-            r"rank 1 may hold 24 bytes, but one micro-batch at each of its stages \[0, 2\] takes 25; use more",
+            r"rank 1 may hold 24 bytes, but one micro-batch at each of its stages \[0, 2\] takes 25; use smaller",
         ),
         (
             {"memory": [50, 0], "costs": Costs.of(3, activation_bytes=1)},
@@ -226,6 +227,8 @@ def test_round_trip_caps_are_depths_where_costs_are_equal_and_nothing_is_late() 
         (chain(2), (0, 1), Costs.of(2, [2, 1], [4, 2]), (2, 1)),
         # 3 each, a hop there and one back of 1: round trips 8, 3
         (chain(2), (0, 1), Costs.of(2, comm=1), (3, 1)),
+        # a hop of 2 there and one back: round trips 10, 3; with one hop it would be 8, and three in flight
+        (chain(2), (0, 1), Costs.of(2, comm=2), (4, 1)),
         # the same on one rank, which does 6 per micro-batch and needs no hop: round trips 6, 3
         (chain(2), (0, 0), Costs.of(2, comm=1), (1, 1)),
         # period 6 on both ranks: round trips 12, 9, 6, 3, and 2 for the hop that the first two have in front of them
@@ -235,7 +238,16 @@ def test_round_trip_caps_are_depths_where_costs_are_equal_and_nothing_is_late() 
         # nothing takes any time: depths
         (WORKED, (0, 1, 2, 3, 4), Costs.of(5, 0, 0), (3, 2, 3, 2, 1)),
     ],
-    ids=["bottleneck", "two uneven", "latency", "one rank", "two ranks", "uneven branches", "no time at all"],
+    ids=[
+        "bottleneck",
+        "two uneven",
+        "latency",
+        "both ways",
+        "one rank",
+        "two ranks",
+        "uneven branches",
+        "no time at all",
+    ],
 )
 def test_round_trip_caps_by_hand(edges: Pairs, placement: tuple[int, ...], costs: Costs, caps: tuple[int, ...]) -> None:
     assert round_trip_caps(problem_of(bare(edges, len(placement), placement), costs)) == caps
@@ -245,3 +257,84 @@ def test_a_frozen_stage_counts_its_forward_alone_in_a_round_trip() -> None:
     """Own costs 9, 3, 3, so that the period is 9 and round trips are 15, 6, 3."""
     graph = bare(chain(3), 3, frozen=frozenset([0]))
     assert round_trip_caps(problem_of(graph, Costs.of(3, [9, 1, 1], [18, 2, 2]))) == (2, 1, 1)
+
+
+def test_no_more_are_in_flight_than_there_are_micro_batches_however_far_a_hop() -> None:
+    far = Costs.of(2, comm=1e9, activation_bytes=1)
+    assert round_trip_caps(problem_of(bare(chain(2), 2), far, m=5)) == (5, 1)
+    assert build("greedy", chain(2), 5, costs=far, memory=3).simulate().peak_in_flight == (3, 1)
+    assert build("greedy", chain(2), 5, costs=Costs.of(2, 1e-320, 0, comm=1)).simulate().peak_in_flight[0] <= 5
+
+
+def test_a_limit_that_is_an_exact_sum_is_kept() -> None:
+    """0.1 + 0.3 + 0.7 is 1.1 in decimals, and not in binary: room for one or two micro-batches a stage will do."""
+    for seed in range(500):
+        draw = random.Random(seed)
+        graph = random_bare(seed)
+        sizes = [draw.choice([0.1, 0.3, 0.7, 1.1]) for _ in range(graph.stages)]
+        costs = Costs.of(graph.stages, activation_bytes=sizes)
+        rooms = [0.0] * graph.ranks
+        for stage, rank in enumerate(graph.placement):
+            rooms[rank] = round(rooms[rank] + draw.choice([1, 2]) * sizes[stage], 6)
+        held = build_with("greedy", graph, 6, costs, memory=rooms).simulate(costs).peak_bytes
+        assert held is not None
+        assert all(peak <= room + 1e-6 for peak, room in zip(held, rooms, strict=True))
+
+
+# --- families with several stages a rank ---
+
+
+def test_interleaved_is_never_slower_than_1f1b() -> None:
+    """At F = 1 and B = 2, on whatever graph and placement."""
+    faster = 0
+    for seed in range(400):
+        graph = random_bare(seed, frozen=seed % 4 == 0)
+        m = [1, 2, 4, 8, 16][seed % 5]
+        interleaved, usual = (graph.build(name, m).simulate().makespan for name in ("interleaved_1f1b", "1f1b"))
+        assert interleaved <= usual
+        faster += interleaved < usual
+    assert faster > 20
+
+
+@pytest.mark.parametrize(
+    ("graph", "makespan"),
+    [
+        # contiguous blocks, as compile places stages: a chain of 4 ranks with stages twice as long, (8 + 3) · 6
+        (bare(chain(8), 8, (0, 0, 1, 1, 2, 2, 3, 3)), 66),
+        # a join beside the first of two branches' stages: its rank is never idle, 8 · 2 · 3
+        (bare(branches(2, 2), 5, (0, 1, 2, 3, 0)), 48),
+        # round four ranks, twice: idle (p − 1)(F + B)
+        (bare(chain(8), 8, (0, 1, 2, 3, 0, 1, 2, 3)), 8 * 2 * 3 + 3 * 3),
+    ],
+    ids=["blocks", "join beside a branch", "round"],
+)
+def test_interleaved_is_good_on_placements_of_all_kinds(graph: Bare, makespan: int) -> None:
+    assert graph.build("interleaved_1f1b", 8).simulate().makespan <= makespan
+
+
+def test_laps_are_as_deep_as_the_graph_and_not_as_many_as_its_ranks() -> None:
+    """Two branches of four, each round its own two ranks, and a join: a lap is ⌈5 / 2⌉ deep, and five ranks there are.
+
+    So stages 0 and 2 of rank 0 take turns by groups of three micro-batches.
+    """
+    graph = bare(branches(2, 4), 9, (0, 1, 0, 1, 2, 3, 2, 3, 4))
+    problem = problem_of(graph, Costs.of(9), m=6)
+    forwards = [action for action in in_laps(problem)[0] if action.op is Op.F]
+    assert [str(action) for action in forwards[:6]] == ["0F0", "0F1", "0F2", "2F0", "2F1", "2F2"]
+    # rank 0's last stage is d = 3 deep: 2 · 2 forwards behind it, and a lap of 3 for its other stage
+    first = next(place for place, action in enumerate(in_laps(problem)[0]) if action.op is Op.B)
+    assert first == 2 * (3 - 1) + 3 + 1
+
+
+def test_zb_h1_holds_no_more_than_the_depth_of_what_is_trained_however_many_stages_a_rank_has() -> None:
+    for seed in range(300):
+        graph, m = random_bare(seed, frozen=seed % 2 == 0), 1 + seed % 9
+        deepest = max((graph.depth(s) for s in range(graph.stages) if graph.backward[s]), default=0)
+        for peak in graph.build("zb_h1", m).simulate().peak_in_flight:
+            assert peak <= min(m, deepest)
+
+
+def test_zb_h1_holds_nothing_for_a_frozen_encoder() -> None:
+    """Six frozen stages in front of two that are trained: D is 2."""
+    encoder = bare(chain(8), 8, frozen=frozenset(range(6)))
+    assert encoder.build("zb_h1", 16).simulate(1, 2, 1).peak_in_flight == (0,) * 6 + (2, 2)

@@ -271,3 +271,45 @@ def by_hand(name: str = "a") -> fxpipe.StageGraph:
     return fxpipe.StageGraph.from_callables(
         {name: nn.Linear(4, 4), "b": lambda y: y.mean()}, [(name, "b")], {name: ["x"]}
     )
+
+
+class SometimesTied(nn.Module):
+    """One scale that three stages use, or fewer, as the inputs are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> Tensor:
+        h = fxpipe.stage_boundary(self.a(x) * self.scale)
+        h = self.b(h)
+        if second is not None:
+            h = h * self.scale * second
+        h = self.c(fxpipe.stage_boundary(h))
+        return (h if third is None else h * self.scale * third).square().mean()
+
+
+@pytest.mark.parametrize("later", [(False, False), (False, True), (True, False)])
+def test_owners_of_a_parameter_that_a_batch_does_not_use_hear_of_its_gradient(later: tuple[bool, bool]) -> None:
+    """All three hold a copy, and step it: each must have the gradient that plain PyTorch has."""
+    one, x = torch.ones(4), torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+    def train(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        for second, third in ((True, True), later):
+            optimizer.zero_grad()
+            step(x, one if second else None, one if third else None)
+            optimizer.step()
+        return next(p for name, p in model.named_parameters() if name == "scale").detach().clone()
+
+    def body(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        topology = fxpipe.Topology([("pipe", 3)])
+        compiled = fxpipe.compile(SometimesTied(), topology, microbatches=1, example_args=(x, one, one))
+        return train(compiled, compiled.module, compiled.optimizer(torch.optim.SGD, lr=0.1))
+
+    torch.manual_seed(0)
+    model = SometimesTied()
+    wanted = train(lambda *inputs: model(*inputs).backward(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for scale in run_strict(body, 3):
+        torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=1e-7)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import fxpipe
-from fxpipe import Action, Schedule, ScheduleError, Timeline
+from fxpipe import Action, Op, Schedule, ScheduleError, Timeline
 from fxpipe.comparison import Comparison, Part, Share, Wait
 from fxpipe.measure import timeline_of
 from fxpipe.schedules import SCHEDULES, Costs, build
@@ -54,11 +54,11 @@ def test_the_critical_path_tells_where_the_time_went() -> None:
     assert comparison.slack == 0
 
 
-def test_each_ranks_time_is_computing_waiting_and_the_rest() -> None:
-    """Rank 0 waits 6.25–12 for 0B0, rank 1 from 0 to 2 for 1F0 and is then idle 0.25 and, at the end, 2.75."""
+def test_each_ranks_time_is_computing_waiting_the_end_and_what_is_between() -> None:
+    """Rank 0 waits 1.25–7 for 0B0; rank 1 from 0 to 2 for 1F0, then loses .25; done at 6.25 of 9, not 4.5 of 7."""
     assert by_hand().shares == (
-        Share(0, planned_compute=3.0, compute=3.25, planned_waiting=4.0, waiting=5.75, between=0.0),
-        Share(1, planned_compute=3.0, compute=4.0, planned_waiting=1.5, waiting=2.0, between=3.0),
+        Share(0, 3.0, 3.25, planned_waiting=4.0, waiting=5.75, planned_rest=0.0, rest=0.0, between=0.0),
+        Share(1, 3.0, 4.0, planned_waiting=1.5, waiting=2.0, planned_rest=2.5, rest=2.75, between=0.25),
     )
 
 
@@ -78,7 +78,7 @@ def test_it_prints_both_makespans_and_bubbles_and_three_tables() -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "B of stage 1: last 1 2000.00 3000.00 +1000.00" in lines
     assert "0B0 1B0 from rank 1 4000.00 5750.00" in lines
-    assert "1 3000.00 4000.00 1500.00 2000.00 3000.00" in lines
+    assert "1 3000.00 4000.00 1500.00 2000.00 2500.00 2750.00 250.00" in lines
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -94,7 +94,7 @@ def test_parts_and_shares_sum_to_the_makespans(name: str) -> None:
         assert sum(part.planned for part in comparison.path) + comparison.slack == pytest.approx(planned.makespan)
         assert comparison.slack >= -1e-9
         for share in comparison.shares:
-            assert share.compute + share.waiting + share.between == pytest.approx(real.makespan)
+            assert share.compute + share.waiting + share.rest + share.between == pytest.approx(real.makespan)
             assert share.between >= -1e-9
         assert str(comparison)
 
@@ -130,3 +130,20 @@ def test_timelines_of_different_tables_are_refused() -> None:
     one, other = (build(name, [(0, 1)], 4).simulate() for name in ("1f1b", "gpipe"))
     with pytest.raises(ScheduleError, match="different tables"):
         fxpipe.compare(one, other)
+
+
+def test_a_plan_in_forwards_beside_a_step_in_seconds_is_refused_with_what_to_write() -> None:
+    real = by_hand().real
+    with pytest.raises(ScheduleError, match=r"real\.schedule\.simulate\(real\.costs\)"):
+        fxpipe.compare(real.schedule.simulate(), real)
+    fxpipe.compare(real.schedule.simulate(real.costs), real)
+
+
+def test_what_ran_in_one_of_two_steps_alone_counts_as_longer() -> None:
+    """A micro-batch without weight has no backward."""
+    real = by_hand().real
+    forwards = [Lap(action, start, start, end) for action, (start, end) in real.spans.items() if action.op is Op.F]
+    shorter = timeline_of(real.schedule, forwards)
+    parts = {part.what: part for part in fxpipe.compare(shorter, real).path}
+    assert parts["B of stage 1: last"] == Part("B of stage 1: last", 1, 0.0, 3.0)
+    assert str(fxpipe.compare(real, shorter))

@@ -22,6 +22,8 @@ GRAPHS: dict[str, Bare] = {
     "3 branches of 2": bare(branches(3, 2), 7),
     "skip over two stages": bare((*chain(4), (0, 3)), 4),
     "an edge given twice": bare(((0, 1), (0, 1)), 2),
+    "two stages on the rank that one feeds": bare(((0, 1), (0, 2), (0, 1)), 3, (0, 1, 1)),
+    "two ranks feed two stages on one": bare(((0, 3), (1, 3), (1, 2), (0, 2), (0, 3)), 4, (0, 1, 2, 2)),
     "stages that nothing connects": bare((), 3),
     "all on one rank": bare(WORKED, 5, (0, 0, 0, 0, 0)),
     "6 stages on 3 ranks in turns": bare(chain(6), 6, (0, 1, 2, 0, 1, 2)),
@@ -136,6 +138,21 @@ def test_what_was_written_is_read_back(name: str, graph: Bare, communication: bo
         assert again.microbatches == m
         again.verify()
         assert written(again, tmp_path, communication) == text
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_of_random_graphs_are_read_back(name: str, tmp_path: Path) -> None:
+    for seed in range(60):
+        graph = random_bare(100 + seed, frozen=seed % 2 == 1)
+        schedule = graph.build(name, 3)
+        assert read(written(schedule, tmp_path, communication=True), tmp_path, graph.edges).rows == schedule.rows
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_are_read_without_the_edges_too(name: str, tmp_path: Path) -> None:
+    for graph in (graph for title, graph in GRAPHS.items() if "random" not in title):
+        schedule = graph.build(name, 3)
+        assert read(written(schedule, tmp_path, communication=True), tmp_path).rows == schedule.rows
 
 
 @pytest.mark.parametrize("communication", [False, True])

@@ -24,7 +24,8 @@ ROWS = """
     errors marker wire seeds collector
     topology action callables
     ir costs dependency lower
-    schedule verify simulate timeline comparison bound show picture chrome_trace csv_file schedules trace pipeline
+    schedule verify simulate timeline held comparison bound show picture chrome_trace csv_file csv_messages
+    schedules trace pipeline
     passes
     placement loss batch ownership world
     transport strict connect reduce exchange outcome stopwatch

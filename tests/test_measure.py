@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,10 @@ from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
 from fxpipe.action import Op
 from fxpipe.measure import Round, mean_costs, offset_between, timeline_of
 from fxpipe.run import Executor
-from fxpipe.schedules import Costs, build
+from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.stopwatch import Lap, Stopwatch
-from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, trained
+from fxpipe.strict import run_strict
+from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
 from tests.pool import Pool
 
@@ -363,9 +365,96 @@ def test_a_limit_is_kept_by_the_new_table_even_if_it_is_slower(many_ranks: Engin
         assert result["equal"]
 
 
-def test_replicas_agree_on_one_table(pool: Pool) -> None:
-    results = pool.run(rescheduled, [0, 0, 1, 1], {"in_flight": 3}, 2, ranks=4)
-    assert all(result["after"] == results[0]["after"] for result in results)
+def rescheduled_at(forwards: dict[str, float], comm: float, limits: dict[str, Any], data: int = 1) -> dict[str, Any]:
+    """What reschedule makes of these costs, the replicas' each other ones, in place of measured ones."""
+    topology = Topology([("pipe", 4), ("data", data)])
+    forward_backward = sleepers([0, 1, 2, 3], topology=topology)
+    before, names = forward_backward.schedule, forward_backward.stages.names
+    forward_backward.record_timeline()
+    forward_backward(batch())
+    weight = 1 + (replica_of(topology) if data > 1 else 0)  # replicas measure once and twice as much: 1.5 on average
+    forward = [weight * forwards[name] for name in names]
+    measured = dataclasses.replace(
+        forward_backward.timeline(), costs=Costs.of(4, forward, [2 * f for f in forward], comm=weight * comm)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_backward, "timeline", lambda: measured)
+        after = forward_backward.reschedule(**limits)
+    forward_backward(batch())
+    mean = [(1.5 if data > 1 else 1) * forwards[name] for name in names]
+    costs = Costs.of(4, mean, [2 * f for f in mean], comm=(1.5 if data > 1 else 1) * comm)
+    return {"before": before, "after": after, "costs": costs, "stages": forward_backward.stages}
+
+
+FAR = {"a": 1.0, "b": 1.0, "c": 1.0, "join": 1.0}
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_far_ranks_get_more_micro_batches_in_flight(data: int, pool: Pool) -> None:
+    """A hop of a whole forward: 1F1B idles, and the table for the mean of the measured costs does so less."""
+    if data == 1:
+        results = run_strict(lambda rank: rescheduled_at(FAR, 1.0, {}), 4, 0)
+    else:
+        results = run_strict(lambda rank: rescheduled_at(FAR, 1.0, {}, 2), 8, 0)
+    for result in results:
+        before, after, costs = result["before"], result["after"], result["costs"]
+        assert after.rows != before.rows
+        assert after.simulate(costs).makespan < 0.95 * before.simulate(costs).makespan
+        assert max(after.simulate().peak_in_flight) > max(before.simulate().peak_in_flight)
+        stages = result["stages"]
+        assert after.rows == build("greedy", stages.stage_edges, 6, stages.placement, costs=costs).rows
+        assert after.costs == costs
+
+
+def test_a_table_that_would_be_faster_by_less_than_a_percent_is_not_taken() -> None:
+    (result,) = [rescheduled_at(FAR, 0.0, {})]
+    assert result["after"] == result["before"]
+    barely = {"a": 1.0, "b": 1.002, "c": 1.001, "join": 1.0}
+    (result,) = [rescheduled_at(barely, 0.005, {})]
+    assert result["after"] == result["before"]
+
+
+def test_memory_limits_what_is_held_at_bytes_that_the_user_tells() -> None:
+    (result,) = [rescheduled_at(FAR, 1.0, {"memory": 25, "activation_bytes": 10})]
+    assert result["after"].simulate(activation_bytes=10).peak_bytes == (20, 20, 20, 10)
+
+
+def limits_go_on() -> tuple[tuple[int, ...], ...]:
+    """Peaks of a table with a limit from compile, then after rescheduling without one, then with a wider one."""
+    forward_backward = sleepers([0, 1, 2, 3], schedule=with_costs("greedy", in_flight=1))
+    forward_backward.record_timeline()
+    forward_backward(batch())
+    tables = [
+        forward_backward.schedule,
+        forward_backward.reschedule(),
+        forward_backward.reschedule("gpipe", in_flight=6),
+    ]
+    return tuple(table.simulate().peak_in_flight for table in tables)
+
+
+def test_a_limit_that_compile_was_given_goes_on_until_another_one_is(many_ranks: Engine) -> None:
+    for first, second, third in many_ranks(4, limits_go_on):
+        assert first == second == (1, 1, 1, 1)
+        assert third == (6, 6, 6, 6)  # GPipe's, which is faster than a micro-batch at a time
+
+
+def own_table_then_reschedule() -> bool:
+    """A user's own table puts the stages on ranks; a new table, and what is captured later, leaves them there."""
+    table = sleepers([1, 0, 1, 0]).schedule
+    names = list(SECONDS)
+    placement = dict(zip(sleepers([0, 0, 0, 0]).stages.names, table.placement, strict=True))
+    forward_backward = sleepers([placement[name] for name in names], schedule=table)
+    forward_backward.record_timeline()
+    forward_backward(batch())
+    before = forward_backward.stages.placement
+    forward_backward.reschedule(in_flight=1)
+    forward_backward.evaluate(batch())
+    forward_backward.step_microbatches([((batch()[:3],), {}), ((batch()[3:],), {})])
+    return forward_backward.stages.placement == before == table.placement
+
+
+def test_a_users_table_can_be_rescheduled_and_new_kinds_of_batch_still_come() -> None:
+    assert own_table_then_reschedule()
 
 
 def refused(limits: dict[str, Any]) -> str:
@@ -381,16 +470,22 @@ def refused(limits: dict[str, Any]) -> str:
     return str(error.value)
 
 
+def bad_family(problem: Problem) -> list[list[Action]]:
+    raise KeyError("oops")
+
+
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
         ({"schedule": "zb_h1"}, "backwards in two halves"),
         ({"schedule": "1f1"}, "unknown schedule '1f1'"),
+        ({"schedule": build("1f1b", [(0, 1)], 2)}, "a Schedule is no family"),
+        ({"schedule": bad_family}, "the family bad_family failed: KeyError: 'oops'"),
         ({"in_flight": 0}, "at least 1 micro-batch must be in flight"),
         ({"in_flight": [1, 2]}, "has 2 entries for 4 stages"),
         ({"memory": 100}, "needs the costs' activation_bytes"),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_table_that_cannot_be_made_is_refused_and_the_present_one_stays(
     limits: dict[str, Any], told: str, many_ranks: Engine
@@ -398,6 +493,59 @@ def test_a_table_that_cannot_be_made_is_refused_and_the_present_one_stays(
     messages = many_ranks(2, refused, limits)
     assert len(set(messages)) == 1
     assert told in messages[0]
+
+
+def different_arguments(limits: list[dict[str, Any]]) -> str:
+    """Each rank asks for something else; then training goes on."""
+    forward_backward = sleepers([0, 1, 0, 1])
+    before = forward_backward.schedule
+    forward_backward.record_timeline()
+    forward_backward(batch())
+    rank = forward_backward._transport.pipe_rank
+    with pytest.raises(fxpipe.FxpipeError) as error:
+        forward_backward.reschedule(**limits[rank or 0])
+    forward_backward(batch())
+    forward_backward(batch()[:7])
+    assert forward_backward.schedule == before
+    return str(error.value)
+
+
+def test_ranks_that_ask_for_different_tables_all_fail_and_go_on(many_ranks: Engine) -> None:
+    for limits in ([{"in_flight": 1}, {"in_flight": 2}], [{"in_flight": 0}, {}], [{}, {"schedule": "zb_h1"}]):
+        told = many_ranks(2, different_arguments, limits)
+        assert all("ask for the same schedule" in text or "0 of stage" in text or "halves" in text for text in told)
+
+
+def different_steps() -> str:
+    """One rank records the first step, the other one the second."""
+    forward_backward = sleepers([0, 1, 0, 1])
+    for step in (0, 1):
+        forward_backward.record_timeline(forward_backward._transport.pipe_rank == step)
+        forward_backward(batch())
+    with pytest.raises(RunError) as error:
+        forward_backward.timeline()
+    forward_backward(batch())
+    return str(error.value)
+
+
+def test_steps_that_are_not_the_same_make_no_timeline(many_ranks: Engine) -> None:
+    for told in many_ranks(2, different_steps):
+        assert told == "the ranks last recorded different steps, [0, 1]; call record_timeline() on all"
+
+
+def no_weight() -> str:
+    forward_backward = sleepers([0, 1, 0, 1], loss_weight=lambda x: 0.0)
+    forward_backward.record_timeline()
+    forward_backward(batch())
+    assert all(action.op is Op.F for action in forward_backward.timeline().spans)
+    with pytest.raises(RunError) as error:
+        forward_backward.reschedule()
+    return str(error.value)
+
+
+def test_a_step_without_backward_says_nothing_about_costs(engine: Engine) -> None:
+    for told in engine(2, no_weight):
+        assert "no micro-batch of the recorded step had weight" in told
 
 
 def other_kinds_of_batch() -> list[Tensor]:

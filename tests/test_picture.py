@@ -157,7 +157,7 @@ def test_all_stages_of_a_rank_are_named_within_its_row(stages: int) -> None:
 def test_a_table_without_length_or_actions_can_be_drawn() -> None:
     nothing = build("1f1b", chain(2), 2).simulate(forward=0, backward=0)
     assert {cell.width for cell in read(svg(nothing)).cells.values()} == {0}
-    empty = Timeline(Schedule(((), ()), (), (0, 1), (True, True), 0), {}, {}, Costs.of(2))
+    empty = Timeline(Schedule(((), ()), (), (0, 1), (True, True), 1), {}, {}, Costs.of(2))
     assert len(read(svg(empty)).rows) == 2
     assert actions_of(html(empty)) == {}
     alone = Schedule(((Action(0, Op.F, 0),), ()), (), (0, 1), (False, False), 1)
@@ -450,3 +450,12 @@ def test_a_timeline_and_a_schedule_write_their_pictures(tmp_path: Path) -> None:
     schedule.to_html(tmp_path / "b.html", costs)
     assert (tmp_path / "b.svg").read_bytes() == (tmp_path / "default" / "a.svg").read_bytes()
     assert (tmp_path / "b.html").read_bytes() == (tmp_path / "given" / "a.html").read_bytes()
+
+
+def test_outlines_of_cells_that_are_too_narrow_for_one_each_become_one() -> None:
+    """One stage on one rank is busy from start to end, and all of it critical."""
+    drawn = read(svg(build("1f1b", [], 1200).simulate()))
+    (path,) = (path for path in drawn.root.iter(f"{SVG}path") if path.get("class") == "critical")
+    assert path.get("d", "").count("M") == 1
+    (row,) = drawn.rows
+    assert float(path.get("d", "").split("h")[1].split("v")[0]) == pytest.approx(row.width, abs=2)

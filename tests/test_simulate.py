@@ -297,7 +297,7 @@ def test_each_rank_has_a_bubble_of_its_own_and_their_mean_is_the_bubble() -> Non
 def test_a_rank_without_actions_idles_all_the_time_and_an_empty_table_takes_none() -> None:
     half_used = Schedule(((Action(0, Op.F, 0),), ()), (), (0, 1), (False, False), 1).simulate()
     assert (half_used.bubbles, half_used.bubble) == ((0, 1), 0.5)
-    empty = Schedule(((), ()), (), (0, 1), (False, False), 0).simulate()
+    empty = Schedule(((), ()), (), (0, 1), (False, False), 1).simulate()
     assert (empty.makespan, empty.bubble, empty.critical_path) == (0, 0, ())
 
 

@@ -21,6 +21,8 @@ DARK = """@media (prefers-color-scheme: dark) {
 .fxpipe .track { fill: #2c3037 } .fxpipe .grid { stroke: #444a53 }
 .fxpipe .cells { stroke: #15171b } .fxpipe .critical { stroke: #fff } }"""
 
+NARROW = 6  # pixels: below, an outline would fill its cell
+
 
 def svg(timeline: Timeline) -> str:
     """The picture: a row for each rank, to scale; colours are stages, tones are ops, outlined is the critical path."""
@@ -188,10 +190,20 @@ def _extent(layout: Layout, action: Action) -> tuple[float, float]:
 
 
 def _outlines(layout: Layout) -> Iterator[str]:
-    """An outline within each cell of the critical path."""
+    """An outline within each cell of the critical path; where some are too narrow for one, around runs of cells."""
+    cells = [
+        (float(layout.y(layout.timeline.schedule.placement[action.stage])), *_extent(layout, action))
+        for action in layout.timeline.critical_path
+    ]
+    joined = min((width for _, _, width in cells), default=0) < NARROW
+    runs: list[tuple[float, float, float]] = []  # (top, left, right)
+    for y, x, width in cells:
+        top, left, right = runs[-1] if runs else (-1.0, 0.0, 0.0)
+        if joined and y == top and x - right < 1:
+            runs[-1] = (y, left, x + width)
+        else:
+            runs.append((y, x, x + width))
     inset = 0.75
-    for action in layout.timeline.critical_path:
-        x, width = _extent(layout, action)
-        y = layout.y(layout.timeline.schedule.placement[action.stage])
-        across, down = max(width - 2 * inset, 0), layout.height - 2 * inset
-        yield f"M{x + inset:.2f} {y + inset:g}h{across:.2f}v{down:g}h-{across:.2f}z"
+    for y, left, right in runs:
+        across, down = max(right - left - 2 * inset, 0), layout.height - 2 * inset
+        yield f"M{left + inset:.2f} {y + inset:g}h{across:.2f}v{down:g}h-{across:.2f}z"

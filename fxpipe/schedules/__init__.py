@@ -5,13 +5,13 @@ To add one: write ``family(problem) -> rows`` in a file of its own, and give it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fxpipe.collector import paused
 from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError, nearest
-from fxpipe.schedule import Schedule
+from fxpipe.schedule import Row, Schedule
 from fxpipe.schedules.gpipe import gpipe
 from fxpipe.schedules.greedy import greedy
 from fxpipe.schedules.interleaved import interleaved_1f1b
@@ -19,7 +19,6 @@ from fxpipe.schedules.limited import Family, Limited
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.schedules.problem import Problem
 from fxpipe.schedules.zb_h1 import zb_h1
-from fxpipe.timeline import Timeline
 
 SCHEDULES: Mapping[str, Family] = MappingProxyType(
     {
@@ -35,7 +34,7 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
 @paused()
 def build(
     family: str | Family,
-    edges: Sequence[tuple[int, int]],
+    edges: Iterable[tuple[int, int]],
     microbatches: int,
     placement: Sequence[int] | None = None,
     stages: int | None = None,
@@ -55,21 +54,19 @@ def build(
     most micro-batches per stage; ``memory``: the most bytes per rank. ScheduleError where they do not fit each other.
     """
     limited = with_costs(family, costs, in_flight, memory)
+    edges = tuple((int(source), int(target)) for source, target in edges)
     count = _count(edges, placement, stages)
     given = Problem(
-        edges=tuple((int(source), int(target)) for source, target in edges),
+        edges=edges,
         microbatches=microbatches,
-        placement=tuple(range(count)) if placement is None else tuple(placement),
+        placement=tuple(range(count)) if placement is None else tuple(map(int, placement)),
         backward=(True,) * count if backward is None else tuple(backward),
         costs=Costs.of(count),
     )
     given.check()
     problem = limited.within(given)
-    rows = tuple(map(tuple, limited.family(problem)))
-    if len(rows) != problem.ranks:
-        raise ScheduleError(f"{limited.name} gives {len(rows)} rows for {problem.ranks} ranks; a row for each")
     schedule = Schedule(
-        rows=rows,
+        rows=_rows(limited, problem),
         edges=problem.edges,
         placement=problem.placement,
         backward=problem.backward,
@@ -80,22 +77,23 @@ def build(
         costs=limited.costs,
     )
     schedule.verify()
-    _check_limits(schedule, problem)
+    excess = limited.excess(schedule)
+    if excess is not None:
+        raise ScheduleError(f'{schedule.name} {excess}; "greedy" keeps within limits')
     return schedule
 
 
-def _check_limits(schedule: Schedule, problem: Problem) -> None:
-    """A limit that a family does not look at must not be broken in silence."""
-    held = Timeline(schedule, {}, {}, problem.costs)
-    remedy = '"greedy" keeps within limits'
-    for stage, (peak, cap) in enumerate(zip(held.peak_in_flight, problem.in_flight or (), strict=False)):
-        if peak > cap:
-            raise ScheduleError(
-                f"{schedule.name} holds {peak} micro-batches at stage {stage}, in_flight={cap}; {remedy}"
-            )
-    for rank, (most, room) in enumerate(zip(held.peak_bytes or (), problem.memory or (), strict=False)):
-        if most > room:
-            raise ScheduleError(f"{schedule.name} holds {most:g} bytes on rank {rank}, memory={room:g}; {remedy}")
+def _rows(limited: Limited, problem: Problem) -> tuple[Row, ...]:
+    """A row for each rank, or a ScheduleError: a family may be the user's own."""
+    try:
+        rows = tuple(map(tuple, limited.family(problem)))
+    except ScheduleError:
+        raise
+    except Exception as error:
+        raise ScheduleError(f"the family {limited.name} failed: {type(error).__name__}: {error}") from error
+    if len(rows) != problem.ranks:
+        raise ScheduleError(f"{limited.name} gives {len(rows)} rows for {problem.ranks} ranks; a row for each")
+    return rows
 
 
 def with_costs(
@@ -121,6 +119,8 @@ def with_costs(
             family.in_flight if in_flight is None else in_flight,
             family.memory if memory is None else memory,
         )
+    if not callable(family):
+        raise ScheduleError(f"a {type(family).__name__} is no family; write a name out of SCHEDULES, or a function")
     return Limited(family, getattr(family, "__name__", "custom"), costs, in_flight, memory)
 
 
@@ -136,4 +136,4 @@ def _count(edges: Sequence[tuple[int, int]], placement: Sequence[int] | None, st
     return count
 
 
-__all__ = ["SCHEDULES", "Costs", "Family", "Problem", "build", "with_costs"]
+__all__ = ["SCHEDULES", "Costs", "Family", "Limited", "Problem", "build", "with_costs"]

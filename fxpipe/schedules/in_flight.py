@@ -20,6 +20,7 @@ def caps(problem: Problem) -> Caps:
     wanted = list(map(max, problem.depth, round_trip_caps(problem)))
     if problem.in_flight is not None:
         wanted = list(problem.in_flight)
+    wanted = [min(cap, problem.microbatches) for cap in wanted]
     if problem.memory is not None:
         _fit(wanted, problem)
     for stage in problem.order:
@@ -34,7 +35,7 @@ def round_trip_caps(problem: Problem) -> Caps:
 
     The round trip leads from the start of a stage's forward to the end of its backward, over the longest path to a
     sink and back, with a hop's latency both ways; the period is what the busiest rank does for a micro-batch. With
-    equal costs and no latency this is d(s), the cap of 1F1B.
+    equal costs and no latency this is d(s), the cap of 1F1B. Never more than all micro-batches.
     """
     costs, backward = problem.costs, problem.backward
     own = [costs.per_microbatch(stage, backward[stage]) for stage in range(len(problem.placement))]
@@ -46,7 +47,8 @@ def round_trip_caps(problem: Problem) -> Caps:
     period = max(sum(own[stage] for stage in stages) for stages in problem.stages_of)
     if not period:
         return problem.depth
-    return tuple(max(1, math.ceil(trip / period - 1e-9)) for trip in round_trip)  # 3.0000000001 is 3
+    most = problem.microbatches
+    return tuple(max(1, math.ceil(min(trip / period, most) - 1e-9)) for trip in round_trip)  # 3.0000000001 is 3
 
 
 def _fit(wanted: list[int], problem: Problem) -> None:
@@ -56,12 +58,17 @@ def _fit(wanted: list[int], problem: Problem) -> None:
     assert memory is not None
     for rank, stages in enumerate(problem.stages_of):
         mine = [stage for stage in stages if problem.backward[stage]]
-        while sum(wanted[stage] * sizes[stage] for stage in mine) > memory[rank]:
+        while exceeds(sum(wanted[stage] * sizes[stage] for stage in mine), memory[rank]):
             highest = max(mine, key=lambda stage: (wanted[stage], sizes[stage]))
             if wanted[highest] == 1:
                 least = sum(sizes[stage] for stage in mine)
                 raise ScheduleError(
                     f"rank {rank} may hold {memory[rank]:g} bytes, but one micro-batch at each of its stages {mine} "
-                    f"takes {least:g}; use more micro-batches, or move a stage"
+                    f"takes {least:g}; use smaller micro-batches, or move a stage"
                 )
             wanted[highest] -= 1
+
+
+def exceeds(held: float, room: float) -> bool:
+    """Whether it is more than fits, and not for rounding alone."""
+    return held > room * (1 + 1e-9)

@@ -14,21 +14,31 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fxpipe.action import Action, Op
+from fxpipe.costs import Costs
 from fxpipe.schedule import Row
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.schedules.problem import Problem
+from fxpipe.schedules.shortest import shortest
 
 
 def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
     """Megatron's order on a chain whose p·v stages go round p ranks, for m a multiple of p: idle (p − 1)(F + B) a rank.
 
-    A lap is ⌈D / v⌉ deep, p on such a chain: so many micro-batches make a group. A rank warms up with two forwards
-    for each stage behind its last one, and a group for each of its other stages; then one forward, one backward. Where
-    that would halt, on other graphs and placements, the ranks that halt run further forwards. With a stage a rank this
-    is 1F1B.
+    On other graphs and placements, where stages do not go round their ranks, that order can be far from good: there
+    the shorter of it and 1F1B at F = 1 and B = 2. With a stage a rank this is 1F1B.
     """
     if problem.one_stage_a_rank:
         return one_f_one_b(problem)
+    return shortest(problem, [in_laps, one_f_one_b], Costs.of(len(problem.placement))).rows
+
+
+def in_laps(problem: Problem) -> tuple[Row, ...]:
+    """Megatron's order, on any graph and placement.
+
+    A lap is ⌈D / v⌉ deep, p on Megatron's chain: so many micro-batches make a group. A rank warms up with two forwards
+    for each stage behind its last one, and a group for each of its other stages; then one forward, one backward. Where
+    that would halt, the ranks that halt run further forwards.
+    """
     most = max(len(stages) for stages in problem.stages_of)
     lap = math.ceil(max(problem.depth) / most)
     rows = [_Rank.of(problem, stages, lap) for stages in problem.stages_of]

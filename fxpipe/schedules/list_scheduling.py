@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from fxpipe.action import Action, Op
@@ -25,12 +25,8 @@ def backward_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
 
 def longest_way_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
     """A backward first; among backwards and among forwards, the one with the longest way still to go."""
-    depth, height = problem.depth, _height(problem)
-    return lambda action: (
-        (1, -depth[action.stage], action.microbatch)
-        if action.op is Op.F
-        else (0, -height[action.stage], action.microbatch)
-    )
+    way = _way_to_go(problem)
+    return lambda action: (action.op is Op.F, -way[action.op is Op.F][action.stage], action.microbatch)
 
 
 def oldest_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
@@ -40,13 +36,9 @@ def oldest_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
 
 
 def forward_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
-    """A forward first, as far as the cap allows: of the stage with the longest way to go."""
-    depth, height = problem.depth, _height(problem)
-    return lambda action: (
-        (0, -depth[action.stage], action.microbatch)
-        if action.op is Op.F
-        else (1, -height[action.stage], action.microbatch)
-    )
+    """A forward first, as far as the cap allows; otherwise as ``longest_way_first``."""
+    way = _way_to_go(problem)
+    return lambda action: (action.op is not Op.F, -way[action.op is Op.F][action.stage], action.microbatch)
 
 
 PRIORITIES: Mapping[str, Priority] = MappingProxyType(
@@ -59,13 +51,13 @@ PRIORITIES: Mapping[str, Priority] = MappingProxyType(
 )
 
 
-def _height(problem: Problem) -> list[int]:
-    """The number of stages on the longest path from a source to a stage, itself included: a backward's way to go."""
+def _way_to_go(problem: Problem) -> Mapping[bool, Sequence[int]]:
+    """How many stages a micro-batch still has in front of it, per stage: True in forward, False in backward."""
     height = [1] * len(problem.placement)
     for stage in problem.order:
         for target in problem.targets[stage]:
             height[target] = max(height[target], 1 + height[stage])
-    return height
+    return {True: problem.depth, False: height}
 
 
 def list_schedule(
@@ -94,9 +86,9 @@ class _Listing:
     ) -> None:
         self.problem, self.costs, self.caps, self.key, self.held = problem, costs, caps, key, held
         self.gradient = Op.B if held is None else Op.I
-        splits = [range(problem.microbatches) if held is not None else ()] * len(problem.placement)
-        halves = [[Action(s, Op.I, j) for j in every] for s, every in enumerate(splits)]
-        self.dependencies = Dependencies.of(problem.links, problem.backward, halves)
+        every = ((stage, j) for stage in range(len(problem.placement)) for j in range(problem.microbatches))
+        halves = [Action(stage, Op.I, j) for stage, j in every] if held is not None else []
+        self.dependencies = Dependencies.of(problem.links, problem.backward, [halves])
         waiting = ((Op.F, problem.targets), (self.gradient, _sources(problem)))
         self.users = {  # (stage, op) → the other ranks that wait for it
             (stage, op): {problem.placement[other] for other in others} - {problem.placement[stage]}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
+from numbers import Integral
 
 from fxpipe.costs import Costs
 from fxpipe.dependency import Dependencies
@@ -45,10 +46,15 @@ class Problem:
         if self.in_flight is not None:
             _check_length("in_flight", self.in_flight, count, "stages")
             for stage, cap in enumerate(self.in_flight):
-                if cap < 1:
-                    raise ScheduleError(f"in_flight={cap} of stage {stage}; at least 1 micro-batch must be in flight")
+                if not (isinstance(cap, Integral) and cap >= 1):
+                    raise ScheduleError(
+                        f"in_flight={cap} of stage {stage}; at least 1 micro-batch must be in flight, in whole numbers"
+                    )
         if self.memory is not None:
             _check_length("memory", self.memory, self.ranks, "ranks")
+            for rank, room in enumerate(self.memory):
+                if not room >= 0:
+                    raise ScheduleError(f"memory={room} of rank {rank}; write a number of bytes, 0 or more")
             if self.costs.activation_bytes is None:
                 raise ScheduleError("memory= needs the costs' activation_bytes: what a stage holds of a micro-batch")
         try:

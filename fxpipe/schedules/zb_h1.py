@@ -2,7 +2,7 @@
 
 A backward is split: I makes the gradients that the stages before wait for, W those of the weights, which nobody waits
 for, so that it fills what would be a bubble. Stages near the sink put W off, until as many micro-batches are held
-there as at the first stage, D in all; a stage of depth d is D − d weight gradients behind.
+there as at the deepest stage that is trained, D in all; a stage of depth d is D − d weight gradients behind.
 
     d=3   F0 F1 F2       I0 W0 F3 I1 W1 ...
     d=2      F0 F1    I0 F2 I1 W0 F3 I2 W1 ...
@@ -24,7 +24,8 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
     On a balanced chain of p stages with W ≤ min(F, I) the makespan is m(F + I + W) + (p − 1)(F + I − W). Where a rank
     has several stages, list scheduling with the same limits, for F = I = W = 1.
     """
-    deepest = max(problem.depth)
+    trained = [depth for depth, has_backward in zip(problem.depth, problem.backward, strict=True) if has_backward]
+    deepest = max(trained, default=1)
     if problem.one_stage_a_rank:
         return tuple(_row(problem, stage, deepest) for (stage,) in problem.stages_of)
     stages = len(problem.placement)
@@ -33,9 +34,9 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
 
 def _row(problem: Problem, stage: int, deepest: int) -> Row:
     m, depth = problem.microbatches, problem.depth[stage]
-    row = [Action(stage, Op.F, j) for j in range(min(depth, m))]
     if not problem.backward[stage]:
         return tuple(Action(stage, Op.F, j) for j in range(m))
+    row = [Action(stage, Op.F, j) for j in range(min(depth, m))]
     behind = deepest - depth
     for j in range(m):
         row.append(Action(stage, Op.I, j))
