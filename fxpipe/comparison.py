@@ -185,4 +185,4 @@ def _rest(timeline: Timeline, rank: int) -> float:
 
 
 def _milliseconds(seconds: float, sign: str = "") -> str:
-    return f"{seconds * 1e3:{sign}.2f}"
+    return f"{round(seconds * 1e3, 2) + 0.0:{sign}.2f}"  # and not -0.00
