@@ -154,3 +154,10 @@ def test_limits_given_twice_the_later_ones_hold() -> None:
     family = with_costs(with_costs("greedy", Costs.of(2, [1, 2]), in_flight=1), in_flight=2)
     assert family.costs == Costs.of(2, [1, 2])
     assert build(family, [(0, 1)], 4).simulate().peak_in_flight == (2, 1)
+
+
+def test_costs_without_activation_bytes_leave_those_that_were_known() -> None:
+    family = with_costs("greedy", Costs.of(2, activation_bytes=[3, 4]), memory=8)
+    again = with_costs(family, Costs.of(2, [1, 2]))
+    assert again.costs == Costs.of(2, [1, 2], activation_bytes=[3, 4])
+    assert build(again, [(0, 1)], 4).simulate(again.costs or 1).peak_bytes == (6, 4)

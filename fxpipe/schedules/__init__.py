@@ -112,13 +112,7 @@ def with_costs(
             raise ScheduleError(f"unknown schedule {family!r}{nearest(family, SCHEDULES)}")
         return Limited(SCHEDULES[family], family, costs, in_flight, memory)
     if isinstance(family, Limited):
-        return Limited(
-            family.family,
-            family.name,
-            family.costs if costs is None else costs,
-            family.in_flight if in_flight is None else in_flight,
-            family.memory if memory is None else memory,
-        )
+        return Limited(family.family, family.name, costs, in_flight, memory).or_else(family)
     if not callable(family):
         raise ScheduleError(f"a {type(family).__name__} is no family; write a name out of SCHEDULES, or a function")
     return Limited(family, getattr(family, "__name__", "custom"), costs, in_flight, memory)
