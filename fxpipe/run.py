@@ -76,14 +76,14 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = self.graph[action.stage], action.microbatch
-        self.stopwatch.mark(action)
+        self.stopwatch.mark()
         inputs = [
             self.step.batches[microbatch][entry]
             if isinstance(entry, str)
             else self._take(entry, Op.F, microbatch, self.graph.placement[entry.source])
             for entry in stage.inputs
         ]
-        self.stopwatch.mark(action)
+        self.stopwatch.mark()
         random = (
             seeded(self.step.seed(stage.index, microbatch), self.device)
             if stage.draws_random
@@ -93,7 +93,7 @@ class Executor:
             outputs, saved = stage.forward(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
-        self.stopwatch.mark(action)
+        self.stopwatch.end(action)
         if self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
             self._saved[stage.index, microbatch] = saved
         for edge, value in zip(stage.outputs, outputs, strict=False):  # the result is no edge's
@@ -112,13 +112,13 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.graph[action.stage], action.microbatch
-        self.stopwatch.mark(action)
+        self.stopwatch.mark()
         gradients = [
             self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs
         ] + [True] * stage.returns_result
-        self.stopwatch.mark(action)
+        self.stopwatch.mark()
         returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
-        self.stopwatch.mark(action)
+        self.stopwatch.end(action)
         for entry, gradient in zip(stage.inputs, returned, strict=True):
             if isinstance(entry, Edge) and self.graph[entry.source].has_backward:
                 self._values[self._index[entry], Op.B, microbatch] = gradient

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -59,24 +58,30 @@ class Lap(NamedTuple):
     end: float
 
 
-@dataclass
 class Stopwatch:
-    """Three marks per action: before it waits for its inputs, before it computes, and behind. Without a clock, none."""
+    """Three marks per action: before it waits for its inputs, before it computes, and its end; without a clock none."""
 
-    clock: Clock | None = None
-    _marks: list[tuple[Action, Any]] = field(default_factory=list)
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock
+        self._now = clock.mark if clock is not None else None
+        self._moments: list[Any] = []
+        self._actions: list[Action] = []
 
-    def mark(self, action: Action) -> None:
-        if self.clock is not None:
-            self._marks.append((action, self.clock.mark()))
+    def mark(self) -> None:
+        if self._now is not None:
+            self._moments.append(self._now())
+
+    def end(self, action: Action) -> None:
+        if self._now is not None:
+            self._moments.append(self._now())
+            self._actions.append(action)
 
     def laps(self, ahead: float = 0.0) -> list[Lap]:
         """The laps in order. ``ahead``: by how much this clock is ahead of the one that they are to be told on."""
-        if self.clock is None:
+        if self._clock is None:
             return []
-        moments = [moment - ahead for moment in self.clock.seconds([moment for _, moment in self._marks])]
-        actions = [action for action, _ in self._marks[::3]]
-        return [Lap(*lap) for lap in zip(actions, moments[::3], moments[1::3], moments[2::3], strict=True)]
+        moments = [moment - ahead for moment in self._clock.seconds(self._moments)]
+        return [Lap(*lap) for lap in zip(self._actions, moments[::3], moments[1::3], moments[2::3], strict=True)]
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -58,15 +58,18 @@ class Ticks:
 def test_three_marks_make_a_lap_on_the_clock_that_it_is_told_on() -> None:
     stopwatch = Stopwatch(Ticks())
     first, second = Action(0, Op.F, 0), Action(0, Op.B, 0)
-    for action in (first, first, first, second, second, second):
-        stopwatch.mark(action)
+    for action in (first, second):
+        stopwatch.mark()
+        stopwatch.mark()
+        stopwatch.end(action)
     assert stopwatch.laps() == [Lap(first, 0.1, 0.2, 0.3), Lap(second, 0.4, 0.5, 0.6)]
     assert stopwatch.laps(ahead=0.1)[0][1:] == pytest.approx((0.0, 0.1, 0.2), abs=1e-12)
 
 
 def test_a_stopwatch_without_a_clock_keeps_nothing() -> None:
     stopwatch = Stopwatch()
-    stopwatch.mark(Action(0, Op.F, 0))
+    stopwatch.mark()
+    stopwatch.end(Action(0, Op.F, 0))
     assert stopwatch.laps() == []
 
 
@@ -237,7 +240,7 @@ def test_without_recording_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     forward_backward.record_timeline(False)
     forward_backward(**CASES[NAME].batch())
     assert len(made) == 8
-    assert all(not executor.stopwatch._marks for executor in made)
+    assert all(not executor.stopwatch._moments for executor in made)
 
 
 def test_recording_costs_less_than_two_percent_of_a_step_of_tiny_stages() -> None:
@@ -260,8 +263,10 @@ def test_recording_costs_less_than_two_percent_of_a_step_of_tiny_stages() -> Non
 
     def marks() -> None:
         stopwatch = Stopwatch(clock)
-        for _ in range(3 * actions):
-            stopwatch.mark(Action(0, Op.F, 0))
+        for _ in range(actions):
+            stopwatch.mark()
+            stopwatch.mark()
+            stopwatch.end(Action(0, Op.F, 0))
 
     assert quickest(marks, 60) < 0.02 * step
 
