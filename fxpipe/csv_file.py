@@ -79,9 +79,8 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Table
             _check_message(cell, rank, placement, microbatches)
     split = {action.stage for row in rows for action in row if action.op is not Op.F}
     backward = tuple(stage in split for stage in range(len(placement)))
-    given = None if edges is None else edges_or_chain(edges, len(placement))
-    table = Table(rows, edges_or_chain(given, len(placement)), placement, backward, microbatches)
-    _check_messages(cells, table, given)
+    table = Table(rows, edges_or_chain(edges, len(placement)), placement, backward, microbatches)
+    _check_messages(cells, table, assumed=edges is None)
     return table
 
 
@@ -177,7 +176,7 @@ def _check_message(cell: Cell, rank: int, placement: Sequence[int], microbatches
             )
 
 
-def _check_messages(cells: Sequence[Sequence[Cell]], table: Table, given: Sequence[tuple[int, int]] | None) -> None:
+def _check_messages(cells: Sequence[Sequence[Cell]], table: Table, assumed: bool) -> None:
     """The sends and receives of a file that has some fit its actions, its stage graph and each other."""
     if not any(cell.message for line in cells for cell in line):
         return
@@ -186,7 +185,7 @@ def _check_messages(cells: Sequence[Sequence[Cell]], table: Table, given: Sequen
         raise ScheduleError(fault)
     if not all(0 <= stage < len(table.placement) for edge in table.edges for stage in edge):
         return  # Schedule says so
-    fault = mismatched(cells, table.rows, given, table.placement, table.backward)
+    fault = mismatched(cells, table.rows, table.edges, table.placement, table.backward, assumed)
     if fault:
         raise ScheduleError(fault)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fxpipe.action import Action, Op
-from fxpipe.dependency import EdgeLike
+from fxpipe.dependency import EdgeLike, Link
 from fxpipe.lower import Message, Send, lower
 
 End = Literal["SEND", "RECV"]
@@ -60,14 +60,6 @@ class Cell(NamedTuple):
 
 
 Lines = Sequence[Sequence[Cell]]
-
-
-class _Edge(NamedTuple):
-    source: int
-    target: int
-
-    def __str__(self) -> str:
-        return f"{self.source}-{self.target}"
 
 
 def part_of(message: Message, edge: EdgeLike, end: End) -> Part:
@@ -164,27 +156,27 @@ class _Side:
 def mismatched(
     lines: Lines,
     rows: Sequence[Sequence[Action]],
-    edges: Sequence[tuple[int, int]] | None,
+    edges: Sequence[tuple[int, int]],
     placement: Sequence[int],
     backward: Sequence[bool],
+    assumed: bool,
 ) -> str | None:
     """What is wrong with the sends and receives of a file along the edges of a stage graph.
 
-    ``edges``: None: along a chain, if they fit one. A file of another graph, whose edges are not told, has but to
-    have as many receives as sends.
+    ``assumed``: nobody has told the edges, and they are a chain's. A file that does not fit it is of another graph,
+    and has but to have as many receives as sends.
     """
-    pairs = edges if edges is not None else [(stage, stage + 1) for stage in range(len(placement) - 1)]
-    graph = [_Edge(*pair) for pair in pairs]
+    graph = [Link(*pair) for pair in edges]
     lowered = lower(rows, graph, placement, backward)
     messages = dict.fromkeys(step.message for row in lowered for step in row if isinstance(step, Send))
     sends, receives = (_Side.of(end, lines, messages, graph) for end in ("SEND", "RECV"))
-    if edges is None and not (sends.fits and receives.fits):
+    if assumed and not (sends.fits and receives.fits):
         if sends.counts == receives.counts:
             return None
         if not (sends.fits or receives.fits):
             return _unbalanced(sends, receives)
     fault = _unpartnered(lines, sends, receives, graph) or _crossed(lines, sends, graph)
-    return f"{fault}; no edges are given, so the stages are taken for a chain" if fault and edges is None else fault
+    return f"{fault}; no edges are given, so the stages are taken for a chain" if fault and assumed else fault
 
 
 def _unbalanced(sends: _Side, receives: _Side) -> str | None:
@@ -201,7 +193,7 @@ def _unbalanced(sends: _Side, receives: _Side) -> str | None:
     return None
 
 
-def _unpartnered(lines: Lines, sends: _Side, receives: _Side, edges: Sequence[_Edge]) -> str | None:
+def _unpartnered(lines: Lines, sends: _Side, receives: _Side, edges: Sequence[Link]) -> str | None:
     """The first send that nobody receives, or receive that nobody sends."""
     odd = [(cell, side.wanted.get(part, ())) for side in (sends, receives) for part, cell in side.surplus()]
     if odd:

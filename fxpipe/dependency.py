@@ -23,6 +23,16 @@ Half = tuple[int, int]
 """(stage, micro-batch) whose backward is split into I and W."""
 
 
+class Link(NamedTuple):
+    """An edge of a bare stage graph."""
+
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.target}"
+
+
 @dataclass(frozen=True)
 class Dependencies:
     """``sources``: the stages whose forward a stage's forward needs. ``targets``: the same for backward.

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from fxpipe import csv_file
 from fxpipe.action import Action
 from fxpipe.costs import Cost, Costs
-from fxpipe.dependency import Dependencies
+from fxpipe.dependency import Dependencies, Link
 from fxpipe.errors import ScheduleError
 from fxpipe.lower import Instruction, lower
 from fxpipe.show import table
@@ -21,13 +20,6 @@ from fxpipe.timeline import Timeline
 from fxpipe.verify import verify
 
 Row = tuple[Action, ...]
-
-
-class Link(NamedTuple):
-    """An edge of a bare stage graph."""
-
-    source: int
-    target: int
 
 
 @dataclass(frozen=True)
@@ -156,21 +148,21 @@ class Schedule:
             forward = Costs.of(len(self.placement), forward, backward, weight, comm, activation_bytes)
         return simulate(self, forward)
 
+    def planned(self, costs: Costs | None = None) -> Timeline:
+        """Simulated at these costs, or those that it was built for, or F = 1 and B = 2."""
+        return self.simulate(costs or self.costs or 1)
+
     def to_svg(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
         """Writes the picture of the plan, at these costs or those that it was built for; see ``Timeline.to_svg``."""
-        self._planned(costs).to_svg(path)
+        self.planned(costs).to_svg(path)
 
     def to_html(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
         """The same as a page; see ``Timeline.to_html``."""
-        self._planned(costs).to_html(path)
+        self.planned(costs).to_html(path)
 
     def to_trace(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
         """The same as a trace; see ``Timeline.to_trace``."""
-        self._planned(costs).to_trace(path)
-
-    def _planned(self, costs: Costs | None = None) -> Timeline:
-        """At these costs, or those that it was built for, or F = 1 and B = 2."""
-        return self.simulate(costs or self.costs or 1)
+        self.planned(costs).to_trace(path)
 
     def __str__(self) -> str:
         return table(self)

@@ -259,7 +259,7 @@ def _heads(schedule: Schedule, most: int | None = None) -> list[Column]:
 
 def _figures(what: Schedule | Timeline) -> list[str]:
     try:
-        timeline = what.simulate(what.costs or 1) if _is_schedule(what) else what
+        timeline = what.planned() if _is_schedule(what) else what
     except ScheduleError as error:
         return [str(error)]
     schedule = timeline.schedule

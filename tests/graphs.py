@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
+from fxpipe.action import Action, Op
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import build
 
@@ -88,3 +90,15 @@ def random_bare(seed: int, *, one_each: bool = False, frozen: bool = False, most
             before = [source for source, target in pairs if target == stage]
             backward[stage] = any(backward[source] for source in before) or draw.random() < 0.5
     return Bare(tuple(pairs), tuple(placement), tuple(backward))
+
+
+def before(graph: Bare, action: Action, halved: Collection[tuple[int, int]]) -> list[Action]:
+    """What an action waits for, from the edges; ``halved``: the (stage, micro-batch) whose backward is I and W."""
+    stage, op, j = action
+    if op is Op.F:
+        return [Action(source, Op.F, j) for source in graph.sources(stage)]
+    if op is Op.W:
+        return [Action(stage, Op.I, j)]
+    later = [target for target in graph.targets(stage) if graph.backward[target]]
+    gradients = [Action(target, Op.I if (target, j) in halved else Op.B, j) for target in later]
+    return [Action(stage, Op.F, j), *gradients]

@@ -18,7 +18,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, Problem, build
 from fxpipe.show import grid
-from tests.graphs import WORKED, Bare, bare, branches, chain, random_bare
+from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
 
 GRAPHS: dict[str, Bare] = {
     "one stage": bare((), 1),
@@ -53,17 +53,6 @@ def backward_ops(name: str) -> tuple[Op, ...]:
     return (Op.I, Op.W) if name == "zb_h1" else (Op.B,)
 
 
-def before(graph: Bare, action: Action, gradient: Op) -> list[Action]:
-    """What must have run before an action, straight from the edges; ``gradient``: what the family makes them with."""
-    stage, op, j = action
-    if op is Op.F:
-        return [Action(source, Op.F, j) for source in graph.sources(stage)]
-    if op is Op.W:
-        return [Action(stage, Op.I, j)]
-    later = [target for target in graph.targets(stage) if graph.backward[target]]
-    return [Action(stage, Op.F, j), *(Action(target, gradient, j) for target in later)]
-
-
 # --- every schedule, every graph ---
 
 
@@ -90,10 +79,12 @@ def test_dependencies_hold_in_simulated_time(name: str, graph: Bare, m: int) -> 
     forward = [1 + stage % 3 for stage in range(graph.stages)]
     spans = schedule.simulate(forward, backward=2.5, weight=0.75, comm=0.25).spans
     cost = {Op.B: 2.5, Op.I: 1.75, Op.W: 0.75}
+    split = Op.I in backward_ops(name)
+    halved = [(stage, j) for stage in range(graph.stages) for j in range(m)] if split else []
     for rank, row in enumerate(schedule.rows):
         for action in row:
             assert spans[action].duration == cost.get(action.op, forward[action.stage])
-            for other in before(graph, action, backward_ops(name)[0]):
+            for other in before(graph, action, halved):
                 hop = 0.25 if graph.placement[other.stage] != rank else 0
                 assert spans[other].end + hop <= spans[action].start
         for first, second in pairwise(row):

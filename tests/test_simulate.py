@@ -18,7 +18,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.timeline import Cause, Timeline
-from tests.graphs import WORKED, Bare, bare, branches, chain, random_bare
+from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
 
 
 def times(result: Timeline) -> dict[str, tuple[float, float]]:
@@ -123,18 +123,6 @@ def test_every_action_starts_when_its_rank_is_free_and_its_inputs_are_here(name:
                 assert start == max([free, *arrivals])
                 assert end == start + cost[action.op][action.stage]
                 free = end
-
-
-def before(graph: Bare, action: Action, halved: Collection[tuple[int, int]]) -> list[Action]:
-    """What an action waits for, from the edges; ``halved``: the (stage, micro-batch) whose backward is I and W."""
-    stage, op, j = action
-    if op is Op.F:
-        return [Action(source, Op.F, j) for source in graph.sources(stage)]
-    if op is Op.W:
-        return [Action(stage, Op.I, j)]
-    later = [target for target in graph.targets(stage) if graph.backward[target]]
-    gradients = [Action(target, Op.I if (target, j) in halved else Op.B, j) for target in later]
-    return [Action(stage, Op.F, j), *gradients]
 
 
 # --- the lower bound ---

@@ -86,10 +86,12 @@ class _Listing:
     ) -> None:
         self.problem, self.costs, self.caps, self.key, self.held = problem, costs, caps, key, held
         self.gradient = Op.B if held is None else Op.I
-        every = ((stage, j) for stage in range(len(problem.placement)) for j in range(problem.microbatches))
+        stages = range(len(problem.placement))
+        every = ((stage, j) for stage in stages for j in range(problem.microbatches))
         halves = [Action(stage, Op.I, j) for stage, j in every] if held is not None else []
         self.dependencies = Dependencies.of(problem.links, problem.backward, [halves])
-        waiting = ((Op.F, problem.targets), (self.gradient, _sources(problem)))
+        sources = [self.dependencies.sources.get(stage, ()) for stage in stages]
+        waiting = ((Op.F, problem.targets), (self.gradient, sources))
         self.users = {  # (stage, op) → the other ranks that wait for it
             (stage, op): {problem.placement[other] for other in others} - {problem.placement[stage]}
             for op, users in waiting
@@ -144,12 +146,3 @@ class _Listing:
             if end is None or (end if placement[other.stage] == rank else end + self.costs.comm) > now:
                 return False
         return True
-
-
-def _sources(problem: Problem) -> list[list[int]]:
-    """The stages that feed each stage."""
-    sources: list[list[int]] = [[] for _ in problem.placement]
-    for source, targets in enumerate(problem.targets):
-        for target in targets:
-            sources[target].append(source)
-    return sources

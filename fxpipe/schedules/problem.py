@@ -9,9 +9,8 @@ from graphlib import CycleError, TopologicalSorter
 from numbers import Integral
 
 from fxpipe.costs import Costs
-from fxpipe.dependency import Dependencies
+from fxpipe.dependency import Dependencies, Link
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Link
 
 
 @dataclass(frozen=True)
