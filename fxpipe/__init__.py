@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from fxpipe.engine import ForwardBackward
     from fxpipe.ir import StageGraph
     from fxpipe.loss import Sum
+    from fxpipe.precision import Precision
     from fxpipe.trace import TRACERS
+    from fxpipe.traffic import Traffic
     from fxpipe.world import init, launch
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "FxpipeError",
     "Op",
     "PartitionError",
+    "Precision",
     "RunError",
     "Schedule",
     "ScheduleError",
@@ -54,6 +57,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "TraceError",
+    "Traffic",
     "compare",
     "compile",
     "init",
@@ -67,8 +71,10 @@ __all__ = [
 _LATER = {
     "TRACERS": "trace",
     "ForwardBackward": "engine",
+    "Precision": "precision",
     "StageGraph": "ir",
     "Sum": "loss",
+    "Traffic": "traffic",
     "compile": "compiler",
     "init": "world",
     "launch": "world",

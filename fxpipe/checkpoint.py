@@ -1,4 +1,4 @@
-"""Checkpoints: state dicts in the plain model's own names."""
+"""Checkpoints: state dicts in the plain model's own names. With zero=3 a rank holds shards, as DTensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fxpipe.collective import Collective
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.ownership import Ownership
+from fxpipe.ownership import Ownership, local
 from fxpipe.reduce import broadcast
 from fxpipe.transport import Transport
 
@@ -18,7 +19,8 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """The whole model's state dict, on every rank: each tensor comes from the first rank that holds it.
 
-    A collective call of a pipe group. On ranks that do not hold a tensor it is on ``device``.
+    A collective call of a pipe group, and with shards of all ranks. On ranks that do not hold a tensor it is on
+    ``device``.
     """
     held = mine.state_dict()
     state: dict[str, Tensor] = {}
@@ -26,12 +28,43 @@ def full_state_dict(
         if not isinstance(like, Tensor):
             raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
         owner = owners.first_owner(name)
-        tensor = held[name] if name in held else torch.empty_like(like, device=device)
+        tensor = held.get(name, like)
         if transport.pipe_rank is not None:
-            tensor = tensor.to(device) if transport.pipe_rank == owner else torch.empty_like(like, device=device)
+            if transport.pipe_rank == owner:
+                tensor = _whole(tensor, transport).to(device)
+            else:
+                tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
             broadcast([tensor], transport, "pipe", owner)
         state[name] = tensor
     return state
+
+
+def _whole(tensor: Tensor, transport: Transport) -> Tensor:
+    """A shard's whole tensor: a collective call of the ranks that hold the shards.
+
+    ``full_tensor`` would do, but over groups that nobody closes where a rank fails, and by a mesh that torch caches
+    beyond the end of a world of processes.
+    """
+    own = local(tensor)
+    if own is tensor:
+        return tensor
+    ranks = len(transport.ranks("gather"))
+    part = own.new_zeros((-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
+    part[: len(own)] = own
+    whole = part.new_empty((ranks * len(part), *tensor.shape[1:]))
+    transport.start([Collective("all_gather", "gather", whole, part)], "a parameter for the state dict").wait()
+    return whole[: tensor.shape[0]].clone()
+
+
+def _own_part(held: Tensor, given: Tensor) -> Tensor:
+    """The part of ``given``, a shard or whole, that goes where ``held``'s memory is."""
+    own = local(held)
+    if own is held or local(given) is not given:
+        return local(given)
+    mesh = getattr(held, "device_mesh")  # noqa: B009  (of a DTensor, whose module is not imported here)
+    chunk = -(-held.shape[0] // mesh.size())
+    (place,) = mesh.get_coordinate()
+    return given[place * chunk : place * chunk + len(own)]
 
 
 def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -53,4 +86,4 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
             )
     with torch.no_grad():
         for name, tensor in held.items():
-            tensor.copy_(state[name])
+            local(tensor).copy_(_own_part(tensor, state[name]))

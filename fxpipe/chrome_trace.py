@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.action import Action
 from fxpipe.held import held
+from fxpipe.picture.layout import lanes
 from fxpipe.picture.words import IN_WORDS, headline, unit_of, waited
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ FIRST_THREAD = 1
 def chrome_trace(timeline: Timeline) -> str:
     """Trace Event JSON: a thread for each rank, arrows where a result changes ranks, counters of what is in flight.
 
-    The format counts in microseconds. Measured times, which are seconds, are turned into them; of a plan, one unit of
-    the costs is shown as 1 ms.
+    Reductions have threads of their own. The format counts in microseconds. Measured times, which are seconds, are
+    turned into them; of a plan, one unit of the costs is shown as 1 ms.
     """
     nanoseconds = 1e9 if timeline.measured else 1e6
     ranks = enumerate(timeline.schedule.rows)
@@ -33,6 +34,7 @@ def chrome_trace(timeline: Timeline) -> str:
     events = [
         *_metadata(timeline),
         *(event for rank, row in ran for event in _slices(timeline, rank, row, nanoseconds)),
+        *_reductions(timeline, nanoseconds),
         *_arrows(timeline, nanoseconds),
         *(event for rank, row in ran for event in _counters(timeline, rank, row, nanoseconds)),
     ]
@@ -73,6 +75,22 @@ def _slices(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float
                 "waited_us": round(timeline.waited(action) * nanoseconds) / 1000,
             },
         }
+
+
+def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
+    """Threads behind those of the ranks, as many for a rank as it has reductions under way at once: slices of one
+    thread may not overlap."""
+    number = len(timeline.schedule.rows)
+    for rank in range(len(timeline.schedule.rows)):
+        for lane in lanes(timeline, rank):
+            thread = {"pid": PROCESS, "tid": FIRST_THREAD + number}
+            yield {"ph": "M", **thread, "name": "thread_name", "args": {"name": f"rank {rank}: reductions"}}
+            yield {"ph": "M", **thread, "name": "thread_sort_index", "args": {"sort_index": number}}
+            number += 1
+            for _, what, *span in lane:
+                start, end = (round(time * nanoseconds) for time in span)
+                times = {"ts": start / 1000, "dur": (end - start) / 1000}
+                yield {"ph": "X", "name": what, "cat": "reduction", **thread, **times, "args": {"rank": rank}}
 
 
 def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.agreement import Options, call_signature, modes_of, pattern_of, plan_together
 from fxpipe.batch import BatchDim, describe, required_names
@@ -16,20 +16,26 @@ from fxpipe.batch import bind as bind_call
 from fxpipe.connect import connect
 from fxpipe.engine import ForwardBackward
 from fxpipe.errors import RunError, nearest
+from fxpipe.flat import Way
 from fxpipe.ir import StageGraph, all_tensors
 from fxpipe.lower import pairs
+from fxpipe.metered import Metered
 from fxpipe.ownership import Ownership, RankModule, ownership, release
 from fxpipe.pipeline import Pass
 from fxpipe.plan import Pattern, Plan, Planner
-from fxpipe.reduce import broadcast
+from fxpipe.precision import Precision, cast_parameters
+from fxpipe.reduce import Reducer, broadcast, data_groups, reducer_for
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family
+from fxpipe.stopwatch import clock_of
 from fxpipe.topology import Topology
 from fxpipe.trace import Request
 from fxpipe.transport import Transport, failing_together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from fxpipe.fully_sharded import FullyShardedGradients
 
 
 def compile(
@@ -44,6 +50,10 @@ def compile(
     tracer: str = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    zero: int = 0,
+    zero_scope: str = "node",
+    bucket_cap_mb: float = 25.0,
+    precision: Precision | None = None,
     loss_weight: Callable[..., Any] | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> ForwardBackward:
@@ -63,6 +73,11 @@ def compile(
         tracer: a name out of ``fxpipe.TRACERS``.
         example_args, example_kwargs: one batch as it will be passed in calls. Without it the capture takes the
             required inputs for tensors and the optional ones for absent; a call that differs is captured anew.
+        zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as
+            well. With 1 and 2 use ``forward_backward.optimizer``.
+        zero_scope: "node": sharded inside the node, replicated across nodes; "data": over the whole data axis.
+        bucket_cap_mb: gradients are summed in buckets of this size, in MiB; the first is smaller.
+        precision: the types of parameters, reductions and masters; None: as the model is.
         loss_weight: micro-batch → its weight, a function of the inputs in call order; None: its rows.
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
 
@@ -76,8 +91,13 @@ def compile(
     if count < 1:
         raise RunError(f"microbatches={count}; at least 1 is needed")
     _check_options(model, loss_fn, batch_dim)
-    transport = connect(topology)
-    notes = f"batch_dim={batch_dim}, loss_weight {'given' if loss_weight else 'not given'}"
+    _check_zero(zero, zero_scope, bucket_cap_mb)
+    connected = connect(topology)
+    transport = Metered(connected, topology, clock_of(connected.device))
+    notes = (
+        f"batch_dim={batch_dim}, loss_weight {'given' if loss_weight else 'not given'}, zero={zero}, "
+        f"zero_scope={zero_scope}, bucket_cap_mb={bucket_cap_mb}, {precision}"
+    )
     planner = Planner(model, ranks, schedule, placement, tracer, loss_fn, passes, notes)
     options = Options(count, batch_dim, loss_weight, loss_fn)
     with failing_together(transport, transport.abort):
@@ -85,11 +105,40 @@ def compile(
         plan = plan_together(transport, ("pipe", "data"), lambda: planner.plan(example()))
         owners = ownership(plan.graph)
         if transport.pipe_rank is not None:
-            transport.open(pairs(plan.instructions), list(owners.tied))
+            groups = data_groups(topology, zero, zero_scope)
+            transport.open(pairs(plan.instructions), list(owners.tied), groups)
         device = _device(plan, owners, transport)
         module = _take_part(planner, plan, owners, transport)
+        originals: Mapping[str, Tensor] = {}
+        reducer: Reducer | FullyShardedGradients
+        if zero == 3 and transport.data_size > 1:
+            from fxpipe.fully_sharded import fully_sharded  # it imports FSDP2, which takes its time
+
+            graph, mesh = planner.first.graph, topology.data_mesh(zero_scope)
+            reducer = fully_sharded(planner.module, graph, mesh, transport, owners, precision)
+            planner.let_go()
+            module = RankModule(planner.module, owners.names[transport.pipe_rank or 0])
+        else:
+            if precision is not None:
+                originals = cast_parameters(module, precision)
+            row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
+            way = _way(zero, transport, precision)
+            reducer = reducer_for(planner.first.graph, row, module, owners, transport, way, int(bucket_cap_mb * 2**20))
         base_seed = _base_seed(transport)
-    return ForwardBackward(planner, planner.first, topology, transport, module, owners, options, base_seed, device)
+    return ForwardBackward(
+        planner,
+        planner.first,
+        topology,
+        transport,
+        module,
+        owners,
+        reducer,
+        precision,
+        originals,
+        options,
+        base_seed,
+        device,
+    )
 
 
 def _check_options(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | None, batch_dim: BatchDim) -> None:
@@ -108,6 +157,24 @@ def _check_options(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | 
     for name in batch_dim if isinstance(batch_dim, Mapping) else ():
         if name not in names:
             raise RunError(f"batch_dim names {name!r}, which is no input{nearest(name, names)}")
+
+
+def _check_zero(zero: int, zero_scope: str, bucket_cap_mb: float) -> None:
+    if zero not in (0, 1, 2, 3):
+        raise RunError(f"zero={zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
+    if zero_scope not in ("node", "data"):
+        raise RunError(f'zero_scope={zero_scope!r}; write "node" or "data"')
+    if not bucket_cap_mb > 0:
+        raise RunError(f"bucket_cap_mb={bucket_cap_mb}; write a size above 0, in MiB")
+
+
+def _way(zero: int, transport: Transport, precision: Precision | None) -> Way:
+    """How this rank's gradients are summed."""
+    wire = precision.reduce if precision is not None else None
+    if transport.data_size == 1:
+        return Way(0, 1, 0, 1, wire)
+    shard = transport.ranks("shard")
+    return Way(zero, len(shard), shard.index(transport.rank), len(transport.ranks("replica")), wire)
 
 
 def _first_pattern(

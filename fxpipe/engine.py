@@ -5,26 +5,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.action import Action
 from fxpipe.agreement import Agreed, Agreement, Call, Options, plan_together
 from fxpipe.batch import join
 from fxpipe.checkpoint import full_state_dict, load_into
+from fxpipe.clip import clip_grad_norm_
 from fxpipe.costs import Cost
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.exchange import Exchange, Mailbox, WireExchange
+from fxpipe.groups import resolve_groups
 from fxpipe.ir import StageGraph
-from fxpipe.lower import Reduce, is_forward
+from fxpipe.lower import is_forward
 from fxpipe.measure import Recording, clock_offset, has_run, mean_costs, timeline_of
+from fxpipe.metered import Metered
 from fxpipe.outcome import Outcome, conclude
 from fxpipe.ownership import Ownership, RankModule
 from fxpipe.plan import Plan, Planner
-from fxpipe.reduce import sum_gradients
+from fxpipe.precision import Precision, cast_batch
+from fxpipe.reduce import Reducer
 from fxpipe.run import Executor, Step
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family, with_costs
@@ -32,7 +40,12 @@ from fxpipe.seeds import seed_of
 from fxpipe.stopwatch import Stopwatch, clock_of
 from fxpipe.timeline import Timeline
 from fxpipe.topology import Topology
-from fxpipe.transport import Transport, failing_together
+from fxpipe.traffic import Traffic
+from fxpipe.transport import failing_together
+from fxpipe.zero import DistributedOptimizer
+
+if TYPE_CHECKING:
+    from fxpipe.fully_sharded import FullyShardedGradients
 
 
 class ForwardBackward:
@@ -48,20 +61,27 @@ class ForwardBackward:
         planner: Planner,
         plan: Plan,
         topology: Topology,
-        transport: Transport,
+        transport: Metered,
         module: RankModule,
         owners: Ownership,
+        reducer: Reducer | FullyShardedGradients,
+        precision: Precision | None,
+        originals: Mapping[str, Tensor],
         options: Options,
         base_seed: int,
         device: torch.device,
     ) -> None:
-        self.topology, self.module = topology, module
+        self.topology = topology
         self.metrics: dict[str, Tensor] = {}
         """The other scalars of a loss that came in a dict, averaged as the loss was, after each step."""
         self._planner, self._plan, self._transport = planner, plan, transport
-        self._owners, self._options, self._base_seed = owners, options, base_seed
+        self._module, self._owners, self._reducer = module, owners, reducer
+        self._precision, self._originals = precision, originals
+        self._optimizers: WeakSet[DistributedOptimizer] = WeakSet()
+        self._options, self._base_seed = options, base_seed
         self._agreement = Agreement(planner, transport, options)
         self._step = 0
+        self._sync = True
         self._outcomes: dict[int, Outcome] = {}
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
         self._failure: str | None = None
@@ -87,6 +107,12 @@ class ForwardBackward:
         """The inputs that this rank's stages use; for the others it may be given None."""
         return self._agreement.required(self._plan, self._transport.pipe_rank)
 
+    @property
+    def module(self) -> RankModule:
+        """This rank's parameters and buffers under the model's own names, as the last optimizer step has left them."""
+        self._reducer.settle()
+        return self._module
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""
         return self.module.parameters()
@@ -97,15 +123,63 @@ class ForwardBackward:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
-        self.module.zero_grad(set_to_none)
+        if set_to_none or self._reducer.way.sharded:
+            self._reducer.clear()
+        else:
+            self.module.zero_grad(set_to_none=False)
 
-    def optimizer(self, cls: Callable[..., torch.optim.Optimizer], params: Any = None, **kw: Any) -> Any:
-        """``cls(params, **kw)``, on every rank, one that owns no parameter included.
+    def optimizer(
+        self,
+        cls: Callable[..., torch.optim.Optimizer],
+        params: Any = None,
+        *,
+        offload: bool = False,
+        elementwise: bool | None = None,
+        **kw: Any,
+    ) -> torch.optim.Optimizer:
+        """``cls(params, **kw)`` of which each rank steps its part. A collective call of all ranks.
 
-        ``params``: parameters or parameter groups out of ``named_parameters()``; None: all of this rank's.
+        ``params``: parameters or groups of them; a group may name its parameters, by name, by a pattern ("*.bias") or
+        by a predicate ``(name, parameter) -> bool``. None: all. ``offload``: state and step are on the CPU.
+        ``elementwise``: whether ``cls`` steps each element by itself, so that a parameter can be cut; None: only those
+        of torch.optim that are known to. All others get whole tensors, balanced over the ranks by their size. Several
+        optimizers may each have some of the parameters.
+
+        With ``zero=0``, and neither ``precision`` nor ``offload``, this is ``cls`` itself. Otherwise its parameters
+        are gathered beside the next forward: read them through ``forward_backward``, which waits for them.
         """
-        groups = list(self.parameters()) if params is None else list(params)
-        return cls(groups or [{"params": []}], **kw)
+        held = dict(self.module.named_parameters(remove_duplicate=False))
+        whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
+        if not (self._reducer.way.sharded or self._precision or offload):
+            return cls(resolve_groups(params, held, whole), **kw)
+        optimizer = DistributedOptimizer(
+            cls,
+            params,
+            kw,
+            self._reducer,
+            self._transport,
+            held=held,
+            whole=whole,
+            precision=self._precision,
+            offload=offload,
+            device=self._device,
+            originals=self._originals,
+            elementwise=elementwise,
+        )
+        self._optimizers.add(optimizer)
+        return optimizer
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales the gradients so that the norm of the whole model's is at most ``max_norm``; returns that norm.
+
+        As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. A collective call
+        of all ranks.
+        """
+        with self._failing_together(FxpipeError):
+            self._check_open()
+            return clip_grad_norm_(
+                self._reducer.pieces(), self._transport, self._reducer.shards, max_norm, norm_type, error_if_nonfinite
+            )
 
     def seed(self, stage: int | str, microbatch: int, step: int, replica: int = 0) -> int:
         """The seed under which a stage's forward of a micro-batch draws, in the step with that number from 0."""
@@ -133,8 +207,9 @@ class ForwardBackward:
         with self._evaluating():
             agreed, batches = self._agree([(args, kwargs)], split_evenly=True, training=False)
             with self._failing_together():
-                shares = self._shares(self._agreement.weights(agreed, batches))
-                executors = self._run(agreed, batches, shares, training=False)
+                shares = _normalised(self._agreement.weights(agreed, batches))
+                with self._reducer.evaluating(agreed.plan.graph, self._actions(agreed.plan)):
+                    executors = self._run(agreed, batches, shares, training=False)
                 return self._collect(agreed, executors, shares, everywhere=outputs == "all")
 
     @contextlib.contextmanager
@@ -163,22 +238,16 @@ class ForwardBackward:
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         agreed, batches = self._agree(calls, split_evenly, training=True)
         with self._failing_together():
-            weights = self._agreement.weights(agreed, batches)
+            shares = self._shares(agreed, self._agreement.weights(agreed, batches))
             known = self._outcomes.get(agreed.kind)
-            scaled = self._is_sum is not False or self._transport.data_size > 1
-            with self._set_aside(scaled or bool(self._owners.tied)):
-                executors = self._run(agreed, batches, self._shares(weights), training=True)
-                at_output = next((e for e in executors if e.rank == agreed.plan.output_rank), None)
-                outcome = conclude(
-                    self._transport,
-                    at_output.loss if at_output else None,
-                    agreed.plan.output_rank,
-                    sum(weights),
-                    self._device,
-                    known,
-                )
-                self._outcomes[agreed.kind], self._is_sum = outcome, outcome.is_sum
-                self._reduce(agreed.plan, outcome.factor)
+            scales = self._is_sum is not False
+            self._reducer.begin(agreed.plan.graph, self._actions(agreed.plan), self._sync, scales)
+            executors = self._run(agreed, batches, shares, training=True)
+            self._reducer.flush()
+            at_output = next((e.loss for e in executors if e.rank == agreed.plan.output_rank), None)
+            outcome = conclude(self._transport, at_output, agreed.plan.output_rank, self._device, known)
+            self._outcomes[agreed.kind], self._is_sum = outcome, outcome.is_sum
+            self._reducer.end(outcome.factor)
             if known is None:
                 self._learn_bytes(executors)
             if self._records:
@@ -199,6 +268,8 @@ class ForwardBackward:
             training,
         )
         plan, rank = agreed.plan, self._transport.pipe_rank
+        if self._precision is not None:
+            step = dataclasses.replace(step, batches=cast_batch(step.batches, self._precision.compute))
         self._exchange.begin(agreed.kind)
         if rank is None:
             executors = [self._executor(plan, r, step) for r in range(len(plan.instructions))]
@@ -214,22 +285,36 @@ class ForwardBackward:
         return executors
 
     def _executor(self, plan: Plan, rank: int, step: Step) -> Executor:
-        clock = clock_of(self._device) if self._records else None
-        return Executor(plan.graph, rank, self._exchange, self._device, step, Stopwatch(clock))
+        stopwatch = Stopwatch(clock_of(self._device) if self._records else None)
+        if step.training:
+            self._reducer.watch(stopwatch)
+        return Executor(plan.graph, rank, self._exchange, self._device, step, self._reducer, stopwatch)
+
+    def _actions(self, plan: Plan) -> Sequence[Action]:
+        """What this process runs of the table."""
+        rank = self._transport.pipe_rank
+        rows = plan.schedule.rows
+        return rows[rank] if rank is not None else tuple(itertools.chain(*rows))
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
         self._check_open()
+        self._transport.begin_step()
         offer, given = self._agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing_together(*([FxpipeError] if self._transport.data_size == 1 else [])):
             agreed = self._agreement.settle(offer)
         return agreed, self._agreement.batches(agreed, offer, given)
 
-    @staticmethod
-    def _shares(weights: Sequence[float]) -> tuple[float, ...]:
-        total = sum(weights)
-        return tuple(weight / total if total else 0.0 for weight in weights)
+    def _shares(self, agreed: Agreed, weights: Sequence[float]) -> tuple[float, ...]:
+        """Each micro-batch's part of the weight of the step, over all replicas where the loss is made.
+
+        Elsewhere it only matters which of them are 0.
+        """
+        if self._transport.data_size == 1 or self._transport.pipe_rank != agreed.plan.output_rank:
+            return _normalised(weights)
+        bits = struct.unpack("<q", struct.pack("<d", sum(weights)))[0]
+        return _normalised(weights, _sum_of_bits(self._transport.gather_int("data", bits)))
 
     # what ran
 
@@ -245,9 +330,18 @@ class ForwardBackward:
         """
         with self._failing_together(FxpipeError):
             recording = self._last_recording("pipe")
-            mine = recording.laps(clock_offset(self._transport))
-            laps = itertools.chain(*self._transport.gather("pipe", mine))
-            return timeline_of(recording.schedule, laps, in_turns=self._transport.pipe_rank is None)
+            ahead = clock_offset(self._transport)
+            parts = self._transport.gather("pipe", (recording.laps(ahead), recording.reductions(ahead)))
+            laps, reductions = (itertools.chain(*part) for part in zip(*parts, strict=True))
+            return timeline_of(recording.schedule, laps, self._transport.pipe_rank is None, reductions)
+
+    def traffic(self) -> Traffic:
+        """What this rank moved in the last call and since then: print it. Only of this rank, so no collective call.
+
+        The time for which a call waits for the parameters that an optimizer's step before it has sent counts with that
+        call. What FSDP2 moves (zero=3) is not in it.
+        """
+        return self._transport.traffic()
 
     def reschedule(
         self,
@@ -304,35 +398,12 @@ class ForwardBackward:
 
     # gradients
 
-    @contextlib.contextmanager
-    def _set_aside(self, needed: bool) -> Iterator[None]:
-        """Keeps the gradients of earlier calls out of what is scaled and reduced now; adds them again at the end."""
-        earlier = [(p, p.grad) for p in self.parameters() if p.grad is not None] if needed else []
-        for parameter, _ in earlier:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in earlier:
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+    def set_requires_gradient_sync(self, on: bool) -> None:
+        """Whether the calls from now on sum gradients over replicas; the same on every rank.
 
-    def _reduce(self, plan: Plan, factor: Tensor | None) -> None:
-        """Scales this step's gradients and sums them over the data axis, and over the owners of tied parameters."""
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if factor is not None:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        if self._transport.data_size > 1:
-            sum_gradients(parameters, self._transport, "data")
-        rank = self._transport.pipe_rank
-        if rank is not None:
-            by_name = dict(self.module.named_parameters(remove_duplicate=False))
-            for step in plan.instructions[rank]:
-                if isinstance(step, Reduce):
-                    names = self._owners.tied[step.ranks]
-                    tied = [by_name[name] for name in names if name in by_name and by_name[name].requires_grad]
-                    sum_gradients(tied, self._transport, step.ranks)
+        Without it gradients are only accumulated, until a call that sums them all.
+        """
+        self._sync = on
 
     def _learn_bytes(self, executors: list[Executor]) -> None:
         """After the first step with a kind of batch: what each edge carries, from all ranks."""
@@ -353,10 +424,15 @@ class ForwardBackward:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""
         load_into(self._planner.module, self.module, state)
+        self._originals = {name: tensor for name, tensor in state.items() if name in self._originals}
+        for optimizer in self._optimizers:
+            optimizer.reload(state)
 
     def close(self) -> None:
         """Gives back the process groups. For programs that compile many times; the last ones end with the process."""
         self._exchange.drop()
+        self._reducer.settle()
+        self._reducer.close()
         self._transport.close()
         self._failure = self._failure or "it was closed"
 
@@ -370,3 +446,13 @@ class ForwardBackward:
         if self._transport.pipe_rank is not None:
             self._failure = reason.splitlines()[0] if reason else "unknown"
         self._transport.abort(reason)
+
+
+def _normalised(weights: Sequence[float], total: float | None = None) -> tuple[float, ...]:
+    total = sum(weights) if total is None else total
+    return tuple(weight / total if total else 0.0 for weight in weights)
+
+
+def _sum_of_bits(numbers: Sequence[int]) -> float:
+    """The sum of floating-point numbers given by their bits."""
+    return math.fsum(struct.unpack("<d", struct.pack("<q", number))[0] for number in numbers)

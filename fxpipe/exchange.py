@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fxpipe.collective import Work
 from fxpipe.errors import RunError
 from fxpipe.lower import Message
-from fxpipe.transport import Transport, Work
+from fxpipe.transport import Transport
 from fxpipe.wire import Meta, TensorMeta, allocate, pack, unpack
 
 

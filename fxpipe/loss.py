@@ -91,7 +91,8 @@ def _describe(value: Any) -> str:
 class StepLoss:
     """Accumulates the micro-batch losses of one step, on their device and without waiting for it.
 
-    A mean is weighted: Σ loss_i · (w_i / Σw), added up in micro-batch order. A ``Sum`` is Σ total and Σ count.
+    A mean is weighted: Σ loss_i · (w_i / Σw), added up in micro-batch order, Σw being over all replicas. A ``Sum`` is
+    Σ total and Σ count.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ class StepLoss:
         return self._value is None
 
     def add(self, part: MicrobatchLoss, share: float) -> Tensor:
-        """Adds a micro-batch whose share of the local weight is ``share``; returns what to call backward on.
+        """Adds a micro-batch whose share of the step's weight is ``share``; returns what to call backward on.
 
         One without weight, whose numbers may be NaN, adds nothing; what kind of loss it is counts even so.
         """
@@ -126,22 +127,17 @@ class StepLoss:
         return root
 
     def value(self) -> Tensor:
-        """The replica's loss, a mean."""
+        """The replica's part of the loss, a mean."""
         assert self._value is not None
         return self._value
 
     def metrics(self) -> dict[str, Tensor]:
         return dict(self._metrics)
 
-    def numbers(self, weight: float, metrics: tuple[str, ...], device: torch.device) -> Tensor:
-        """[numerator, denominator, weight, weighted metrics ...] of a replica of that weight, float64."""
+    def numbers(self, metrics: tuple[str, ...], device: torch.device) -> Tensor:
+        """The replica's part of [loss, or total of a ``Sum``; its count, or 0; metrics ...], float64."""
         if self._value is None:
-            return torch.zeros(3 + len(metrics), dtype=torch.float64, device=device)
+            return torch.zeros(2 + len(metrics), dtype=torch.float64, device=device)
         value = self._value.double()
-        whole = torch.full_like(value, weight)
-        if self.is_sum:
-            assert self._count is not None
-            parts = [value, self._count, whole]
-        else:
-            parts = [value * weight, whole, whole]
-        return torch.stack([*parts, *(self._metrics[name].double() * weight for name in metrics)])
+        count = self._count if self._count is not None else torch.zeros_like(value)
+        return torch.stack([value, count, *(self._metrics[name].double() for name in metrics)])

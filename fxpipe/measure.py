@@ -11,8 +11,8 @@ from typing import NamedTuple
 from fxpipe.action import Action, Op
 from fxpipe.costs import Cost, Costs
 from fxpipe.schedule import Schedule
-from fxpipe.stopwatch import Lap, Stopwatch
-from fxpipe.timeline import Span, Timeline
+from fxpipe.stopwatch import Lap, Reduced, Stopwatch
+from fxpipe.timeline import Reduction, Span, Timeline
 from fxpipe.transport import Transport
 
 _ROUNDS = 16
@@ -37,20 +37,31 @@ class Recording:
         """``ahead``: by how much this process's clock is ahead of the one that they are told on, in seconds."""
         return [lap for stopwatch in self.stopwatches for lap in stopwatch.laps(ahead)]
 
+    def reductions(self, ahead: float) -> list[list[Reduced]]:
+        """The same of what ran beside the actions: a list for each rank that this process played, in their order."""
+        return [stopwatch.reductions(ahead) for stopwatch in self.stopwatches]
 
-def timeline_of(schedule: Schedule, laps: Iterable[Lap], in_turns: bool = False) -> Timeline:
+
+def timeline_of(
+    schedule: Schedule, laps: Iterable[Lap], in_turns: bool = False, reductions: Iterable[Iterable[Reduced]] = ()
+) -> Timeline:
     """The measured timeline of a step, in seconds from its first start.
 
     ``laps``: all ranks', on one clock. The costs are the medians over micro-batches, ``comm`` the median latency of a
     hop, which there is none of where one process plays all ranks ``in_turns``. A stage whose backward never ran costs
-    nothing there.
+    nothing there. ``reductions``: a list for each pipe rank, in their order.
     """
     every = {lap.action: lap for lap in laps}
     first = min((lap.start for lap in every.values()), default=0.0)
     spans = {action: Span(lap.start - first, lap.end - first) for action, lap in every.items()}
     since = {action: max(lap.since - first, 0.0) for action, lap in every.items()}
     hop = 0.0 if in_turns else _hop(schedule, spans, since)
-    return Timeline(schedule, spans, since, _costs(schedule, spans, hop), measured=True)
+    beside = tuple(
+        Reduction(rank, one.what, max(one.start - first, 0.0), max(one.end - first, 0.0))
+        for rank, row in enumerate(reductions)
+        for one in row
+    )
+    return Timeline(schedule, spans, since, _costs(schedule, spans, hop), measured=True, reductions=beside)
 
 
 def has_run(timeline: Timeline) -> bool:

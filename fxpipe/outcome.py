@@ -15,7 +15,7 @@ from fxpipe.transport import Transport
 
 @dataclass(frozen=True)
 class Outcome:
-    """``factor``: what this step's gradients are multiplied by before they are summed; None for 1."""
+    """``factor``: what this step's gradients are multiplied by, before or after they are summed; None for 1."""
 
     loss: Tensor
     factor: Tensor | None
@@ -28,15 +28,14 @@ def conclude(
     transport: Transport,
     step: StepLoss | None,
     output_rank: int,
-    weight: float,
     device: torch.device,
     known: Outcome | None,
 ) -> Outcome:
     """Combines the replicas' losses and tells every rank.
 
-    ``step``: the losses, on the rank that has them. A mean is Σ W_r L_r / Σ W_r over replicas r of weight W_r, so a
-    replica's gradients count W_r / Σ W. A ``Sum`` is Σ total / Σ count, and so are its gradients. ``known``: an
-    outcome of the same kind of batch; with it nothing but numbers travels.
+    ``step``: the losses, on the rank that has them. The parts of a mean have been weighted by their share of the whole
+    step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are its gradients. ``known``: an outcome of
+    the same kind of batch; with it nothing but numbers travels.
     """
     if known is None:
         facts = (step.is_sum, step.dtype, step.metric_names) if step is not None else None
@@ -46,24 +45,19 @@ def conclude(
         is_sum, dtype, names = known.is_sum, known.dtype, tuple(known.metrics)
     if step is not None and step.is_sum != is_sum:
         raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
-    alone = transport.data_size == 1
-    if alone:
-        weight = 1.0  # a mean over one replica, and nothing is rounded
-    if transport.pipe_rank is None and step is not None and alone and not is_sum and not step.is_empty:
+    if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
         return Outcome(step.value(), None, step.metrics(), is_sum, dtype)
 
-    # [numerator, denominator, weight, weighted metrics ...], then [loss, factor, metrics ...]; float64, as a number of
-    # items may be too large for less
+    # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
+    # large for less
     if step is not None:
-        numbers = step.numbers(weight, names, device)
+        numbers = step.numbers(names, device)
         transport.all_reduce("data", numbers)
         total = torch.where(numbers[1] == 0, 1.0, numbers[1])
-        share = 1 / total if is_sum else weight / total
-        weights = torch.where(numbers[2] == 0, 1.0, numbers[2])
-        message = torch.cat([(numbers[0] / total).view(1), share.view(1), numbers[3:] / weights])
+        message = torch.cat([(numbers[0] / total).view(1), (1 / total).view(1), numbers[2:]])
     else:
         message = torch.empty(2 + len(names), dtype=torch.float64, device=device)
     transport.broadcast("pipe", message, output_rank)
     loss, factor = message[0].to(dtype), message[1]
     metrics = {name: message[2 + place].to(metric_dtype(dtype)) for place, name in enumerate(names)}
-    return Outcome(loss, None if alone and not is_sum else factor, metrics, is_sum, dtype)
+    return Outcome(loss, factor if is_sum else None, metrics, is_sum, dtype)

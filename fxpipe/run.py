@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -24,12 +24,25 @@ from fxpipe.stopwatch import Stopwatch
 @dataclass(frozen=True)
 class Step:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
-    micro-batch's part of the weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed."""
+    micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
     seed: Callable[[int, int], int]
     training: bool
+
+
+class Parameters(Protocol):
+    """What has to know when this rank uses its parameters."""
+
+    def settle(self, stage: int) -> None:
+        """A forward of this stage begins."""
+
+    def before(self, action: Action) -> None:
+        """A backward begins; of a micro-batch without weight, it is left out."""
+
+    def after(self, action: Action) -> None:
+        """It is over."""
 
 
 @dataclass
@@ -41,6 +54,7 @@ class Executor:
     exchange: Exchange
     device: torch.device
     step: Step
+    parameters: Parameters
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)
@@ -59,8 +73,14 @@ class Executor:
         match instruction:
             case Compute(action):
                 self._skipped = not self._runs(action.op, action.microbatch)
-                if not self._skipped:
-                    self._forward(action) if action.op is Op.F else self._backward(action)
+                if action.op is Op.F:
+                    self.parameters.settle(action.stage)
+                    self._forward(action)
+                else:
+                    self.parameters.before(action)
+                    if not self._skipped:
+                        self._backward(action)
+                    self.parameters.after(action)
             case Release(message):  # it stands behind the action whose message tells that this one was received
                 if not self._skipped:  # otherwise a later action's message may tell, or the step's end waits for it
                     self.exchange.release(message)

@@ -2,6 +2,8 @@
 
 - One first-in-first-out queue per directed pair of ranks. A send ends only when its receive has been posted, and not
   before those in front of it; its buffer is read at that moment.
+- One first-in-first-out queue of collectives per group, likewise: one ends when all members have come to it, and
+  their buffers are read and written at that moment.
 - One rank runs until it must wait; a seed draws who goes on. Random state is therefore safe, every interleaving can
   be tried, and a hang replays: it is found at once, and told as who waits for whom.
 """
@@ -19,9 +21,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fxpipe.collective import Collective, PeerLost, Scope, Work
 from fxpipe.errors import RunError
 from fxpipe.topology import Topology
-from fxpipe.transport import Pair, PeerLost, Work
+from fxpipe.transport import NO_GROUPS, Groups, Pair
 
 T = TypeVar("T")
 
@@ -161,6 +164,30 @@ class _Transfer:
 
 
 @dataclass
+class _Chain:
+    """Collectives of one rank that run one after another."""
+
+    seat: Seat
+    steps: Sequence[Collective]
+    what: str
+    ended: Callable[[], object] | None
+    done: int = 0
+
+    def go_on(self) -> None:
+        """A step is over."""
+        then = self.steps[self.done].then
+        if then is not None:
+            then()
+        self.done += 1
+        if self.done == len(self.steps) and self.ended is not None:
+            self.ended()
+
+    def wait(self) -> None:
+        if self.done < len(self.steps):
+            self.seat.world.wait(self.seat.rank, lambda: self.done == len(self.steps), self.what)
+
+
+@dataclass
 class _Meeting:
     """One collective call: what each member brought, and its result once all have come."""
 
@@ -175,21 +202,29 @@ class StrictTransport:
 
     def __init__(self, seat: Seat, topology: Topology) -> None:
         self._seat = seat
-        self._ranks: dict[str | tuple[int, ...], list[int]] = {
+        self.rank = seat.rank
+        self._ranks: dict[Scope, list[int]] = {
             scope: next(group for group in topology.groups(scope) if seat.rank in group) for scope in ("pipe", "data")
         }
         self.pipe_rank: int | None = self._ranks["pipe"].index(seat.rank)
         self.data_rank = self._ranks["data"].index(seat.rank)
         self.data_size = len(self._ranks["data"])
         self.device = torch.device("cpu")
-        self._calls: dict[tuple[int, ...], int] = {}
+        self._calls: dict[tuple[Any, ...], int] = {}
         seat.world.transports[seat.rank] += 1
         self._generation = seat.world.transports[seat.rank]
 
-    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
+        self._lanes: dict[Scope, deque[tuple[_Chain, int]]] = {}
+
+    def ranks(self, scope: Scope) -> tuple[int, ...]:
+        return tuple(self._ranks[scope])
+
+    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
         pipe = self._ranks["pipe"]
         self._pairs = {(sender, receiver): (pipe[sender], pipe[receiver]) for sender, receiver in pairs}
         self._ranks |= {owner: [pipe[rank] for rank in owner] for owner in owners if self.pipe_rank in owner}
+        for scope, ranks in groups.items():
+            self._ranks[scope] = list(next(group for group in ranks if self._seat.rank in group))
 
     def _queue(self, pair: Pair) -> _Queue:
         return self._seat.world.queues.setdefault((self._generation, *self._pairs[pair]), _Queue())
@@ -214,23 +249,55 @@ class StrictTransport:
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         return tuple(self._meet(scope, "gather_int", item))
 
-    def maximum(self, scope: str | tuple[int, ...], flags: Tensor) -> Tensor:
-        brought = self._meet(scope, "maximum", flags.clone())
-        for other in brought:
-            flags = flags.maximum(other)
-        return flags
-
-    def all_reduce(self, scope: str | tuple[int, ...], tensor: Tensor) -> None:
+    def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
         brought = self._meet(scope, "all_reduce", tensor.clone())
         total = brought[0].clone()
         for other in brought[1:]:
             total += other
         tensor.copy_(total)
 
-    def broadcast(self, scope: str | tuple[int, ...], tensor: Tensor, source: int) -> None:
+    def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._meet(scope, "broadcast", tensor.clone())[source])
 
-    def _meet(self, scope: str | tuple[int, ...], kind: str, item: Any) -> list[Any]:
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+        chain = _Chain(self._seat, steps, what, ended)
+        for place, step in enumerate(steps):
+            self._lanes.setdefault(step.scope, deque()).append((chain, place))
+        self._advance()
+        return chain
+
+    def _advance(self) -> None:
+        """Comes to every meeting that is next on its lane; one that is complete takes its members on."""
+        for scope, lane in self._lanes.items():
+            if not lane or lane[0][0].done != lane[0][1]:
+                continue
+            chain, place = lane[0]
+            members = tuple(self._ranks[scope])
+            number = self._calls.get((scope, *members), 0)
+            meeting = self._seat.world.meetings.setdefault(
+                (self._generation, scope, members, number), _Meeting(chain.steps[place].operation)
+            )
+            if self._seat.rank in meeting.brought:
+                continue
+            if meeting.kind != chain.steps[place].operation:
+                raise RunError(f"rank {self._seat.rank} comes to {chain.steps[place]} where others {meeting.kind}")
+            meeting.brought[self._seat.rank] = self, chain
+            if len(meeting.brought) == len(members):
+                del self._seat.world.meetings[self._generation, scope, members, number]
+                self._end(scope, [meeting.brought[rank] for rank in members])
+
+    @staticmethod
+    def _end(scope: Scope, members: Sequence[tuple[StrictTransport, _Chain]]) -> None:
+        perform([chain.steps[chain.done] for _, chain in members])
+        for transport, chain in members:
+            transport._lanes[scope].popleft()
+            key = (scope, *transport._ranks[scope])
+            transport._calls[key] = transport._calls.get(key, 0) + 1
+            chain.go_on()
+        for transport, _ in members:
+            transport._advance()
+
+    def _meet(self, scope: Scope, kind: str, item: Any) -> list[Any]:
         """What every member brought to its next collective call on this group, by rank."""
         members = tuple(self._ranks[scope])
         number = self._calls[members] = self._calls.get(members, 0) + 1
@@ -255,3 +322,30 @@ class StrictTransport:
 
     def explain(self, lost: PeerLost) -> str:
         return str(lost)
+
+
+def perform(steps: Sequence[Collective]) -> None:
+    """One collective, on the buffers of all members of its group in order."""
+    operation, root = steps[0].operation, steps[0].root
+    sizes = {(step.output.numel(), step.output.dtype, step.root) for step in steps}
+    if len(sizes) > 1:
+        raise RunError(f"{operation}: the members' buffers or roots differ, {sorted(map(str, sizes))}")
+    if operation == "all_gather":
+        result = torch.cat([_input(step) for step in steps])
+    elif operation == "broadcast":
+        result = steps[root].output.clone()
+    else:
+        given = [step.output if operation in ("all_reduce", "maximum", "reduce") else _input(step) for step in steps]
+        result = given[0].clone()
+        for other in given[1:]:
+            result = result.maximum(other) if operation == "maximum" else result + other
+    for place, step in enumerate(steps):
+        if operation == "reduce_scatter":
+            step.output.copy_(result.chunk(len(steps))[place])
+        elif operation != "reduce" or place == root:
+            step.output.copy_(result)
+
+
+def _input(step: Collective) -> Tensor:
+    assert step.input is not None
+    return step.input

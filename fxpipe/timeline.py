@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe.action import Action
+from fxpipe.action import Action, Op
 from fxpipe.bound import lower_bound
 from fxpipe.chrome_trace import chrome_trace
 from fxpipe.costs import Costs
@@ -40,6 +40,16 @@ class Cause(NamedTuple):
     crosses: bool
 
 
+class Reduction(NamedTuple):
+    """When gradients were reduced over the data axis beside the actions of a pipe rank: from the start of the first
+    collective, of which there may be several one after another, to the end of the last."""
+
+    rank: int
+    what: str
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The spans of a schedule's actions, and what follows from them.
@@ -55,6 +65,8 @@ class Timeline:
     costs: Costs
     """What the plan reckoned with; of a measured timeline, the medians measured."""
     measured: bool = False
+    reductions: tuple[Reduction, ...] = ()
+    """What ran beside the actions, where it was measured: a rank's in the order in which they were started."""
 
     @cached_property
     def makespan(self) -> float:
@@ -67,6 +79,15 @@ class Timeline:
         return tuple(
             sum(self.spans[action].duration for action in row if action in self.spans) for row in self.schedule.rows
         )
+
+    @cached_property
+    def overlapped(self) -> tuple[Reduction, ...]:
+        """The reductions that started before the last backward of their rank had ended."""
+        placement, last = self.schedule.placement, [0.0] * len(self.schedule.rows)
+        for action, span in self.spans.items():
+            if action.op is not Op.F:
+                last[placement[action.stage]] = max(last[placement[action.stage]], span.end)
+        return tuple(reduction for reduction in self.reductions if reduction.start < last[reduction.rank])
 
     @property
     def bubbles(self) -> tuple[float, ...]:
@@ -144,4 +165,8 @@ class Timeline:
         return {second: first for row in rows for first, second in pairwise(row)}
 
     def __str__(self) -> str:
-        return table(self)
+        told = table(self)
+        if self.reductions:
+            early, all_of_them = len(self.overlapped), len(self.reductions)
+            told += f"\nreductions: {early} of {all_of_them} started before the last backward of their rank had ended"
+        return told

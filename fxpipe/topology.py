@@ -1,7 +1,7 @@
 """``Topology``: which rank sits where in the grid of ranks, and which ranks form a group.
 
 Plain arithmetic: a topology of 16,384 ranks can be made, asked and printed on a laptop. Only ``.mesh``,
-``.group`` and ``from_mesh`` touch torch.distributed, and only they import it.
+``.group``, ``.data_mesh`` and ``from_mesh`` touch torch.distributed, and only they import it.
 """
 
 from __future__ import annotations
@@ -187,6 +187,32 @@ class Topology:
             )
         return live.groups[key]
 
+    def data_mesh(self, zero_scope: str = "node") -> DeviceMesh:
+        """This rank's data group as a 2-dimensional ``DeviceMesh``, (replica, shard).
+
+        ``zero_scope="node"``: a row for each node, with its ranks; ``"data"``: one row with the whole group. Made on
+        the first call, which every rank must make, in the same order where there are both. It covers this group
+        alone: no mesh over all ranks could hold the rest, since the next group may straddle two nodes.
+
+        Raises:
+            TopologyError: as for ``mesh``, or no such scope.
+        """
+        if zero_scope not in ("node", "data"):
+            raise TopologyError(f'zero_scope is {zero_scope!r}; it is "node" or "data"')
+        live = self._distributed()
+        if zero_scope not in live.data_meshes:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            shards, replicas = self.shard_groups(), self.replica_groups()
+            if zero_scope == "data":
+                shards, replicas = self.groups("data"), [[rank] for rank in range(self._world_size)]
+            groups = [_new_group(replicas), _new_group(shards)]
+            rows = self._by_node(self._mine("data")) if zero_scope == "node" else [self._mine("data")]
+            live.data_meshes[zero_scope] = DeviceMesh.from_group(
+                groups, served_device_type(), rows, mesh_dim_names=("replica", "shard")
+            )
+        return live.data_meshes[zero_scope]
+
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ranks_per_node: int | None = None) -> Topology:
         """The topology of a ``DeviceMesh`` over all processes; its ``.mesh`` is that very mesh.
@@ -280,6 +306,12 @@ class Topology:
         ]
         return "ranks_per_node=" + " or ".join(fitting)
 
+    def _mine(self, axis: str) -> list[int]:
+        """This process's group of ``axis``."""
+        import torch.distributed as dist
+
+        return next(group for group in self.groups(axis) if dist.get_rank() in group)
+
     def _distributed(self) -> _Live:
         """What this topology has made of the running torch.distributed, which must be of its size."""
         import torch.distributed as dist
@@ -308,6 +340,7 @@ class _Live:
     world: object
     mesh: DeviceMesh | None = None
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    data_meshes: dict[str, DeviceMesh] = field(default_factory=dict)
 
 
 def served_device_type() -> str:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.collective import Collective, PeerLost, Scope, Starter, Streams, Threads, Work
 from fxpipe.errors import RunError
 from fxpipe.topology import Topology, served_device_type
 
@@ -25,21 +27,17 @@ Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""
 
 
-class Work(Protocol):
-    """A send or receive under way."""
+Groups = Mapping[str, Sequence[Sequence[int]]]
+"""Scope → its groups of ranks, which cover all ranks."""
 
-    def wait(self) -> object:
-        """Returns once later work may use the buffer."""
-        ...
-
-
-class PeerLost(RunError):
-    """A wait ended because the rank at the other end is gone, or has closed its connections."""
+NO_GROUPS: Groups = MappingProxyType({})
 
 
 class Transport(Protocol):
-    """One rank's view. ``scope`` is "pipe" (this rank's pipe group), "data", or a tuple of pipe ranks."""
+    """One rank's view. A scope is "pipe" (its pipe group), "data", a tuple of pipe ranks, or one that was opened."""
 
+    rank: int
+    """Its number over the whole topology."""
     pipe_rank: int | None
     """This rank's place in its pipe group; None where one process plays them all."""
     data_rank: int
@@ -47,8 +45,11 @@ class Transport(Protocol):
     device: torch.device
     """Where buffers live, and what a rank without parameters works on."""
 
-    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
-        """Makes ready, on all ranks alike: a queue for each pair, a group for each set of owners."""
+    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
+        """Makes ready, on all ranks alike: a queue for each pair, a group for each set of owners and each scope."""
+
+    def ranks(self, scope: Scope) -> tuple[int, ...]:
+        """The ranks of this rank's group of a scope, counted over the whole topology."""
 
     def send(self, pair: Pair, buffer: Tensor) -> Work: ...
     def receive(self, pair: Pair, buffer: Tensor) -> Work: ...
@@ -59,14 +60,17 @@ class Transport(Protocol):
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         """The same for one 63-bit integer, faster."""
 
-    def maximum(self, scope: str | tuple[int, ...], flags: Tensor) -> Tensor:
-        """The elementwise maximum over the group of a uint8 vector on the host."""
-
-    def all_reduce(self, scope: str | tuple[int, ...], tensor: Tensor) -> None:
+    def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
         """Sums ``tensor`` over the group, in place; the same bits on every rank."""
 
-    def broadcast(self, scope: str | tuple[int, ...], tensor: Tensor, source: int) -> None:
+    def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` by that of the group's rank number ``source``."""
+
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+        """Starts collectives that run one after another, beside the caller; ``ended`` follows the last of them.
+
+        Each scope takes them in the order in which they were started, which must be the same on all ranks of a group.
+        """
 
     def abort(self, reason: str) -> None:
         """Makes every rank that waits for this one end with an error."""
@@ -104,13 +108,17 @@ def failing_together(
 class LocalTransport:
     """One process that plays every pipe rank of one replica: nobody to talk to."""
 
+    rank = 0
     pipe_rank: int | None = None
     data_rank = 0
     data_size = 1
     device = torch.device("cpu")
 
-    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
+    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
         pass
+
+    def ranks(self, scope: Scope) -> tuple[int, ...]:
+        return (0,)
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
         raise RunError(f"one process plays all pipe ranks, so nothing travels from rank {pair[0]} to {pair[1]}")
@@ -123,14 +131,20 @@ class LocalTransport:
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         return (item,)
 
-    def maximum(self, scope: str | tuple[int, ...], flags: Tensor) -> Tensor:
-        return flags
-
-    def all_reduce(self, scope: str | tuple[int, ...], tensor: Tensor) -> None:
+    def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
         pass
 
-    def broadcast(self, scope: str | tuple[int, ...], tensor: Tensor, source: int) -> None:
+    def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         pass
+
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+        for step in steps:
+            step.alone()
+            if step.then is not None:
+                step.then()
+        if ended is not None:
+            ended()
+        return _Done()
 
     def abort(self, reason: str) -> None:
         pass
@@ -142,18 +156,23 @@ class LocalTransport:
         return str(lost)
 
 
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
 class _Waiting:
     """A torch.distributed work whose failure is a PeerLost. It lets go of the work, which keeps a connection open."""
 
-    def __init__(self, work: dist.Work | None) -> None:
-        self._work = work
+    def __init__(self, work: dist.Work | None, call: Any, peer: int) -> None:
+        self._work, self._call, self._peer = work, call, peer
 
     def wait(self) -> None:
         if self._work is not None:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise PeerLost(str(error)) from None
+                raise PeerLost(f"{self._call.__name__} with rank {self._peer}: {error}") from None
             finally:
                 self._work = None
 
@@ -167,43 +186,55 @@ class DistributedTransport:
     """
 
     def __init__(self, topology: Topology, timeout: float = 1800.0) -> None:
-        self._rank = dist.get_rank()
+        self.rank = dist.get_rank()
         self._timeout = datetime.timedelta(seconds=timeout)
         self._pipes = topology.groups("pipe")
         coordinate = {"pipe": self._pipes, "data": topology.groups("data")}
-        self._ranks = {scope: next(g for g in groups if self._rank in g) for scope, groups in coordinate.items()}
-        self.pipe_rank: int | None = self._ranks["pipe"].index(self._rank)
-        self.data_rank = self._ranks["data"].index(self._rank)
+        self._ranks: dict[Scope, list[int]] = {
+            scope: next(group for group in groups if self.rank in group) for scope, groups in coordinate.items()
+        }
+        self.pipe_rank: int | None = self._ranks["pipe"].index(self.rank)
+        self.data_rank = self._ranks["data"].index(self.rank)
         self.data_size = len(self._ranks["data"])
         self._on_cuda = served_device_type() == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
         self._closed = ""  # why, once it is
         self._links: dict[Pair, dist.ProcessGroup] = {}
-        self._groups: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
-        self._hosts: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[Scope, dist.ProcessGroup] = {}
+        self._hosts: dict[Scope, dist.ProcessGroup] = {}
         for scope, groups in coordinate.items():
             self._new_scope(scope, groups)
+        self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._look_up)
         _open.add(self)
         self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{_next_number()}", _default_store())
 
-    def _new_scope(self, scope: str | tuple[int, ...], groups: Sequence[Sequence[int]]) -> None:
+    def _new_scope(self, scope: Scope, groups: Sequence[Sequence[int]]) -> None:
         """Makes a device group and a host group for each list of ranks; all ranks of the world, in one order."""
         for ranks in groups:
+            if len(ranks) == 1 and scope not in ("pipe", "data"):  # with whom nothing is shared
+                if self.rank in ranks:
+                    self._ranks[scope] = list(ranks)
+                continue
             group = dist.new_group(list(ranks), timeout=self._timeout)
             host = group
             if self._on_cuda:
                 host = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
-            if self._rank in ranks:
-                self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)  # type: ignore[index]
+            if self.rank in ranks:
+                self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)
 
-    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]]) -> None:
+    def ranks(self, scope: Scope) -> tuple[int, ...]:
+        return tuple(self._ranks[scope])
+
+    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
         for sender, receiver in pairs:
             for pipe in self._pipes:
                 group = dist.new_group([pipe[sender], pipe[receiver]], timeout=self._timeout)
-                if self._rank in (pipe[sender], pipe[receiver]):
+                if self.rank in (pipe[sender], pipe[receiver]):
                     self._links[sender, receiver] = group
         for owner in owners:
             self._new_scope(owner, [[pipe[rank] for rank in owner] for pipe in self._pipes])
+        for scope, ranks in groups.items():
+            self._new_scope(scope, ranks)
         self._connect()
 
     def _connect(self) -> None:
@@ -230,9 +261,9 @@ class DistributedTransport:
     @staticmethod
     def _start(call: Any, buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Work:
         try:
-            return _Waiting(call(buffer, peer, group=group))
+            return _Waiting(call(buffer, peer, group=group), call, peer)
         except RuntimeError as error:
-            raise PeerLost(str(error)) from None
+            raise PeerLost(f"{call.__name__} with rank {peer}: {error}") from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
         items: list[Any] = [None] * len(self._ranks[scope])
@@ -245,32 +276,63 @@ class DistributedTransport:
         _together(dist.all_gather_single, items, mine, group=self._member(self._hosts, scope))
         return tuple(items.tolist())
 
-    def _member(
-        self, groups: Mapping[str | tuple[int, ...], dist.ProcessGroup], scope: str | tuple[int, ...]
-    ) -> dist.ProcessGroup:
+    def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
         if scope not in groups:
-            raise RunError(self._closed or f"no group of pipe ranks {scope} is open")
+            raise RunError(self._closed or f"no group of ranks {scope} is open")
         return groups[scope]
 
-    def maximum(self, scope: str | tuple[int, ...], flags: Tensor) -> Tensor:
-        _together(dist.all_reduce, flags, dist.ReduceOp.MAX, group=self._member(self._hosts, scope))
-        return flags
-
-    def all_reduce(self, scope: str | tuple[int, ...], tensor: Tensor) -> None:
+    def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
         _together(dist.all_reduce, tensor, group=self._member(self._groups, scope))
 
-    def broadcast(self, scope: str | tuple[int, ...], tensor: Tensor, source: int) -> None:
-        group = self._member(self._groups, scope)
-        _together(dist.broadcast, tensor, self._ranks[scope][source], group=group)  # type: ignore[index]
+    def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
+        _together(dist.broadcast, tensor, self._ranks[scope][source], group=self._member(self._groups, scope))
+
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+        return self._beside.start(steps, what, ended)
+
+    def _perform(self, step: Collective) -> None:
+        """Runs a collective to its end, or puts it on the current stream."""
+        if len(self._ranks[step.scope]) == 1:
+            step.alone()
+            return
+        group, root = self._member(self._groups, step.scope), self._ranks[step.scope][step.root]
+        match step.operation:
+            case "all_reduce":
+                dist.all_reduce(step.output, group=group)
+            case "maximum":
+                dist.all_reduce(step.output, dist.ReduceOp.MAX, group=group)
+            case "reduce_scatter":
+                dist.reduce_scatter_single(step.output, step.input, group=group)
+            case "all_gather":
+                dist.all_gather_single(step.output, step.input, group=group)
+            case "reduce":
+                dist.reduce(step.output, root, group=group)
+            case "broadcast":
+                dist.broadcast(step.output, root, group=group)
+            case other:
+                raise ValueError(f"no collective is called {other!r}")
+
+    def _look_up(self) -> None:
+        """PeerLost where another rank has given up."""
+        reason = self._told()
+        if reason:
+            raise PeerLost(reason)
 
     def abort(self, reason: str) -> None:
         """Says why in the store, then closes this rank's connections: whoever waits on one gets an error at once."""
+        with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+            self._store.compare_set("failed", "", f"rank {self.rank}: {reason}")
+        self._give_up()
+
+    def _give_up(self) -> None:
         if not self._closed:
-            self._store.compare_set("failed", "", f"rank {self._rank}: {reason}")
-            self._destroy("an earlier step failed and closed the connections; compile again")
+            why = "an earlier step failed and closed the connections; compile again"
+            self._beside.fail(RunError(why))
+            self._destroy(why)
 
     def close(self) -> None:
         if not self._closed:
+            self._beside.close()
             self._destroy("the connections were closed by close(); compile again")
 
     def _destroy(self, why: str) -> None:
@@ -284,11 +346,38 @@ class DistributedTransport:
                 dist.destroy_process_group(groups.pop())
 
     def explain(self, lost: PeerLost) -> str:
+        reason = self._told()
+        if not reason:
+            self._give_up()  # first, so that all the others get to the roll call, too
+            gone = self._missing()
+            reason = (
+                f"rank {', '.join(map(str, gone))} is gone; rank {self.rank} was in " if gone else "a peer is gone: "
+            )
+            reason += str(lost)
+        return reason
+
+    def _told(self) -> str:
+        """What the first rank that failed has said; empty where none did."""
         try:
-            reason = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+            return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
         except RuntimeError:  # the process that holds the store is gone, too
-            reason = ""
-        return reason or f"a peer is gone ({lost})"
+            return ""
+
+    def _missing(self) -> list[int]:
+        """The ranks that do not answer within some seconds, once everybody's connections close."""
+        everyone = {rank: f"here {rank}" for rank in range(dist.get_world_size())}
+        try:
+            self._store.set(everyone[self.rank], "")
+            left = datetime.timedelta(seconds=_ANSWER_SECONDS)
+            with contextlib.suppress(dist.DistStoreError):
+                self._store.wait(list(everyone.values()), left)
+            return [rank for rank, key in everyone.items() if not self._store.check([key])]
+        except RuntimeError:
+            return []
+
+
+_ANSWER_SECONDS = 5.0
+"""How long a rank may take to notice that another is gone, before it counts as gone itself."""
 
 
 def _together(call: Any, *args: Any, **kwargs: Any) -> None:

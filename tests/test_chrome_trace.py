@@ -16,7 +16,7 @@ from fxpipe.action import Action, Op
 from fxpipe.chrome_trace import chrome_trace
 from fxpipe.costs import Costs
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.timeline import Span, Timeline
+from fxpipe.timeline import Reduction, Span, Timeline
 from tests.graphs import WORKED, chain, random_bare
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
@@ -241,3 +241,55 @@ def test_a_timeline_and_a_schedule_write_their_traces(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == chrome_trace(schedule.simulate())
     assert (tmp_path / "b.json").read_bytes() == (tmp_path / "a.json").read_bytes()
     assert (tmp_path / "c.json").read_text(encoding="utf-8") == chrome_trace(schedule.simulate(costs))
+
+
+# --- reductions ---
+
+
+def test_reductions_are_slices_of_threads_behind_those_of_the_ranks() -> None:
+    """Rank 0's first two are under way at once, so on two threads; its third one starts when the first has ended."""
+    reductions = (
+        Reduction(0, "bucket 0, 1.0 MB", 0.002, 0.005),
+        Reduction(0, "bucket 1, 25.0 MB", 0.003, 0.009),
+        Reduction(0, "bucket 2, 25.0 MB", 0.005, 0.0055),
+        Reduction(1, "bucket 0, 1.0 MB", 0.004, 0.006),
+    )
+    bare = replace(build("1f1b", chain(2), 2).simulate(forward=0.001, backward=0.002), measured=True)
+    timeline = replace(bare, reductions=reductions)
+    found = [event for event in events(timeline, "X") if event["cat"] == "reduction"]
+    assert [(e["tid"], e["name"], e["ts"], e["dur"], e["args"]["rank"]) for e in found] == [
+        (3, "bucket 0, 1.0 MB", 2000, 3000, 0),
+        (3, "bucket 2, 25.0 MB", 5000, 500, 0),
+        (4, "bucket 1, 25.0 MB", 3000, 6000, 0),
+        (5, "bucket 0, 1.0 MB", 4000, 2000, 1),
+    ]
+    names = {e["tid"]: e["args"]["name"] for e in events(timeline, "M") if e["name"] == "thread_name"}
+    assert names == {
+        1: "rank 0 (0)", 2: "rank 1 (1)", 3: "rank 0: reductions", 4: "rank 0: reductions", 5: "rank 1: reductions",
+    }  # fmt: skip
+    order = {e["tid"]: e["args"]["sort_index"] for e in events(timeline, "M") if e["name"] == "thread_sort_index"}
+    assert sorted(order, key=lambda tid: order[tid]) == [1, 2, 3, 4, 5]
+    others = [e for e in events(timeline) if e not in found and e.get("tid", 0) < 3]
+    assert others == events(bare)
+
+
+def test_slices_of_reductions_do_not_overlap_on_any_thread() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        starts = [(draw.randrange(2), draw.random(), draw.random() / 4) for _ in range(30)]
+        reductions = tuple(Reduction(rank, "it", start, start + takes) for rank, start, takes in starts)
+        timeline = replace(build("1f1b", chain(2), 2).simulate(), reductions=reductions, measured=True)
+        found = [event for event in events(timeline, "X") if event["cat"] == "reduction"]
+        assert len(found) == len(reductions)
+        threads = defaultdict(list)
+        for event in found:
+            threads[event["tid"]].append(event)
+        for thread in threads.values():
+            assert len({event["args"]["rank"] for event in thread}) == 1
+            for first, second in pairwise(thread):
+                assert first["ts"] + first["dur"] <= second["ts"] + 0.0005
+        # no more threads than are ever under way at once
+        for rank in (0, 1):
+            mine = [one for one in reductions if one.rank == rank]
+            most = max((sum(o.start <= one.start < o.end for o in mine) for one in mine), default=0)
+            assert len({event["tid"] for event in found if event["args"]["rank"] == rank}) == most

@@ -17,7 +17,8 @@ from fxpipe.exchange import Mailbox, WireExchange
 from fxpipe.lower import Message
 from fxpipe.strict import run_strict
 from fxpipe.topology import Topology
-from fxpipe.transport import Pair, Transport, Work
+from fxpipe.collective import Work
+from fxpipe.transport import Pair, Transport
 
 CPU = torch.device("cpu")
 every_seed = pytest.mark.parametrize("seed", range(8))

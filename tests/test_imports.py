@@ -27,8 +27,11 @@ ROWS = """
     schedule verify simulate timeline held comparison bound show picture chrome_trace csv_file csv_messages
     schedules trace pipeline
     passes
-    placement loss batch ownership world
-    transport strict connect reduce exchange outcome stopwatch
+    placement loss batch ownership world precision groups
+    collective bucket
+    stopwatch
+    traffic
+    transport strict connect metered flat reduce exchange outcome clip target zero fully_sharded
     checkpoint plan run measure
     agreement
     engine
@@ -39,7 +42,7 @@ ROW = {room: row for row, rooms in enumerate(ROWS.split("\n")) for room in rooms
 
 PASSES_MAY_IMPORT = {"errors", "ir", "pipeline", "callables", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
-MAY_NAME_DISTRIBUTED = {"topology", "transport", "connect", "world", "engine"}
+MAY_NAME_DISTRIBUTED = {"topology", "transport", "connect", "world", "engine", "fully_sharded"}
 
 
 def room_of(path: Path) -> str:

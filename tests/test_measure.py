@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +18,12 @@ import fxpipe.measure
 import fxpipe.stopwatch
 from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
 from fxpipe.action import Op
-from fxpipe.measure import Round, mean_costs, offset_between, timeline_of
+from fxpipe.measure import Recording, Round, mean_costs, offset_between, timeline_of
 from fxpipe.run import Executor
 from fxpipe.schedules import Costs, Problem, build, with_costs
-from fxpipe.stopwatch import Lap, Stopwatch
+from fxpipe.stopwatch import Lap, Reduced, Stopwatch
 from fxpipe.strict import run_strict
+from fxpipe.timeline import Reduction
 from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
 from tests.pool import Pool
@@ -73,6 +76,40 @@ def test_a_stopwatch_without_a_clock_keeps_nothing() -> None:
     assert stopwatch.laps() == []
 
 
+def test_what_is_started_ends_on_any_thread_and_in_any_order() -> None:
+    stopwatch = Stopwatch(Ticks())
+    ends = [stopwatch.started(f"bucket {number}") for number in range(3)]
+    for end in (ends[2], ends[0]):
+        assert end is not None
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+    assert stopwatch.reductions() == [Reduced("bucket 0", 0.1, 0.5), Reduced("bucket 2", 0.3, 0.4)]
+    assert stopwatch.reductions(ahead=0.1)[0][1:] == pytest.approx((0.0, 0.4), abs=1e-12)
+    assert stopwatch.laps() == []
+
+
+def test_many_threads_may_end_what_one_starts() -> None:
+    stopwatch = Stopwatch(fxpipe.stopwatch.HostClock())
+    threads = []
+    for number in range(200):
+        end = stopwatch.started(f"bucket {number}")
+        assert end is not None
+        threads.append(threading.Thread(target=end))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    told = stopwatch.reductions()
+    assert [one.what for one in told] == [f"bucket {number}" for number in range(200)]
+    assert all(one.start <= one.end for one in told)
+
+
+def test_without_a_clock_nothing_marks_an_end() -> None:
+    stopwatch = Stopwatch()
+    assert stopwatch.started("bucket 0") is None
+    assert stopwatch.reductions() == []
+
+
 def laps_by_hand() -> list[Lap]:
     """Two stages on two ranks and two micro-batches; rank 1 stands waiting for 0F0 from 10.5 on, rank 0 for 1B0."""
     parse = Action.parse
@@ -109,6 +146,43 @@ def test_what_never_ran_is_in_no_span_and_costs_nothing() -> None:
     assert set(timeline.spans) == {Action.parse(cell) for cell in ("0F0", "0F1", "1F0", "1F1")}
     assert timeline.costs.backward == (0.0, 0.0)
     assert timeline_of(schedule, []).makespan == 0
+
+
+def reductions_by_hand() -> list[list[Reduced]]:
+    """Of the laps by hand: rank 0's last backward ends at 26.25, rank 1's at 24."""
+    return [
+        [Reduced("bucket 0, 1.0 MB", 9.5, 20.0), Reduced("bucket 1, 25.0 MB", 26.5, 27.0)],
+        [Reduced("bucket 0, 1.0 MB", 18.0, 24.5), Reduced("bucket 1, 25.0 MB", 24.25, 25.0)],
+    ]
+
+
+def test_reductions_are_told_by_rank_on_the_clock_of_the_spans_and_change_no_figure() -> None:
+    schedule = build("1f1b", [(0, 1)], 2)
+    bare = timeline_of(schedule, laps_by_hand())
+    timeline = timeline_of(schedule, laps_by_hand(), reductions=reductions_by_hand())
+    assert timeline.reductions == (
+        Reduction(0, "bucket 0, 1.0 MB", 0.0, 10.0),  # nothing is before the first start, 10.0
+        Reduction(0, "bucket 1, 25.0 MB", 16.5, 17.0),
+        Reduction(1, "bucket 0, 1.0 MB", 8.0, 14.5),
+        Reduction(1, "bucket 1, 25.0 MB", 14.25, 15.0),
+    )
+    assert timeline.overlapped == (timeline.reductions[0], timeline.reductions[2])
+    assert dataclasses.replace(timeline, reductions=()) == bare
+    assert timeline.makespan == 16.25
+    told = "reductions: 2 of 4 started before the last backward of their rank had ended"
+    assert str(timeline) == f"{bare}\n{told}"
+    assert pickle.loads(pickle.dumps(timeline)).reductions == timeline.reductions
+    assert bare.reductions == bare.overlapped == ()
+
+
+def test_a_recording_tells_the_reductions_of_each_rank_that_it_played() -> None:
+    watches = [Stopwatch(Ticks()), Stopwatch(Ticks()), Stopwatch()]
+    for watch in watches:
+        end = watch.started("bucket 0")
+        if end is not None:
+            end()
+    recording = Recording(0, build("1f1b", [(0, 1), (1, 2)], 2), watches)
+    assert recording.reductions(0.0) == [[Reduced("bucket 0", 0.1, 0.2)]] * 2 + [[]]
 
 
 def test_the_mean_of_replicas_is_taken_stage_by_stage() -> None:

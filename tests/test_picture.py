@@ -20,7 +20,7 @@ from fxpipe.picture import colours, html, svg
 from fxpipe.picture.layout import text_width, ticks, truncated
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.timeline import Span, Timeline
+from fxpipe.timeline import Reduction, Span, Timeline
 from tests.graphs import WORKED, bare, chain, random_bare
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
@@ -459,3 +459,63 @@ def test_outlines_of_cells_that_are_too_narrow_for_one_each_become_one() -> None
     assert path.get("d", "").count("M") == 1
     (row,) = drawn.rows
     assert float(path.get("d", "").split("h")[1].split("v")[0]) == pytest.approx(row.width, abs=2)
+
+
+# --- reductions ---
+
+
+REDUCTIONS = (
+    Reduction(0, 'bucket 0 <&">, 1.0 MB', 3.0, 5.0),
+    Reduction(0, "bucket 1, 25.0 MB", 4.0, 11.0),
+    Reduction(1, "bucket 0, 1.0 MB", 2.0, 2.5),
+)
+
+
+def bars(picture: str) -> list[tuple[Box, str]]:
+    """What is drawn of reductions, beside the legend, and what it tells."""
+    root = ElementTree.fromstring(picture)
+    found = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "reduction"]
+    return [(Box.of(rect, rect.attrib["fill"]), rect[0].text or "") for rect in found if len(rect)]
+
+
+@pytest.mark.parametrize("ranks", [2, 20])
+def test_reductions_are_thin_bars_beneath_their_ranks_row_to_scale(ranks: int) -> None:
+    """The makespan is 9 for 2 ranks; what ends at 11 is drawn all the same, and the row ends at the makespan."""
+    timeline = build("1f1b", chain(ranks), 2, stages=ranks).simulate(forward=1, backward=2)
+    timeline = dataclasses.replace(timeline, reductions=REDUCTIONS)
+    picture = svg(timeline)
+    drawn, found = read(picture), bars(picture)
+    end = max(timeline.makespan, 11.0)
+    width = drawn.rows[0].width * end / timeline.makespan
+    assert [told for _, told in found] == [
+        'bucket 0 <&">, 1.0 MB, rank 0: 3 to 5 F, takes 2 F',
+        "bucket 1, 25.0 MB, rank 0: 4 to 11 F, takes 7 F",
+        "bucket 0, 1.0 MB, rank 1: 2 to 2.5 F, takes 0.5 F",
+    ]
+    for (bar, _), reduction in zip(found, REDUCTIONS, strict=True):
+        row, below = (
+            drawn.rows[reduction.rank : reduction.rank + 2] if ranks > 2 else (drawn.rows[reduction.rank], None)
+        )
+        assert bar.x == pytest.approx(row.x + reduction.start / end * width, abs=0.05)
+        assert bar.x + bar.width == pytest.approx(row.x + reduction.end / end * width, abs=0.05)
+        assert row.y + row.height < bar.y
+        assert below is None or bar.y + bar.height < below.y
+        assert bar.y + bar.height < float(drawn.root.attrib["height"])
+    (first, _), (second, _), _ = found
+    assert first.y + first.height < second.y  # under way at once
+    assert "reduction" in drawn.texts
+    for action, (start, stop) in timeline.spans.items():
+        cell = drawn.cells[action]
+        assert cell.x == pytest.approx(drawn.rows[0].x + start / end * width, abs=0.05)
+        assert cell.width == pytest.approx((stop - start) / end * width, abs=0.05)
+    assert "takes 7 F</title>" in html(timeline)
+
+
+def test_a_picture_without_reductions_shows_no_trace_of_them() -> None:
+    picture = svg(build("1f1b", WORKED, 3).simulate())
+    assert "reduction" not in picture
+
+
+def test_an_empty_timeline_with_a_reduction_can_be_drawn() -> None:
+    nothing = build("1f1b", chain(2), 2).simulate(forward=0, backward=0)
+    assert len(bars(svg(dataclasses.replace(nothing, spans={}, reductions=REDUCTIONS)))) == 3

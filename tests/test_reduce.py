@@ -1,148 +1,278 @@
-"""Reduce: sums of gradients and broadcasts of whatever a model holds, over groups of strict ranks."""
+"""Reduce: whatever the way, the gradients of all ranks are those of plain PyTorch on the whole batch."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.connect import connect
-from fxpipe.reduce import broadcast, sum_gradients
+from fxpipe.flat import Piece
+from fxpipe.reduce import broadcast
 from fxpipe.strict import run_strict
-from fxpipe.topology import Topology
 from fxpipe.transport import LocalTransport, Transport
 
 T = TypeVar("T")
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+ROWS = 24  # of a whole batch
+
+
+class Net(nn.Module):
+    """Two stages of parameters of many shapes. ``tied``: both share one. ``total``: the loss is a Sum."""
+
+    def __init__(self, tied: bool, total: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 40), nn.Linear(40, 8)
+        self.again = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.conv = nn.Parameter(torch.randn(8, 1, 5, 1).to(memory_format=torch.channels_last))
+        if tied:
+            self.again.weight = self.first.weight
+        self.total = total
+
+    def forward(self, x: Tensor) -> Any:
+        x = fxpipe.stage_boundary(self.first(x).tanh())
+        x = self.last(self.middle(x).relu() * self.conv.reshape(40)) * self.scale
+        x = self.again(x).square()
+        return fxpipe.Sum(x.sum(), x.shape[0] * 3) if self.total else x.mean()
+
+
+@dataclass(frozen=True)
+class Setup:
+    axes: tuple[tuple[str, int], ...]
+    ranks_per_node: int | None
+    zero: int
+    scope: str
+
+    @property
+    def topology(self) -> fxpipe.Topology:
+        return fxpipe.Topology(self.axes, self.ranks_per_node)
+
+
+SETUPS = [
+    Setup(axes, per_node, zero, scope)
+    for axes, nodes in (
+        ((("pipe", 2), ("data", 2)), (None, 1, 2)),
+        ((("data", 4), ("pipe", 2)), (None, 2, 4)),
+        ((("pipe", 1), ("data", 3)), (None, 1)),
+    )
+    for per_node in nodes
+    for zero in (0, 1, 2)
+    for scope in (("node", "data") if zero else ("node",))
+]
+
+Gradients = dict[str, list[tuple[int, int, Tensor | None]]]
+"""Name → (start, stop, what a rank has of the gradient)."""
+
+
+def part_of(batch: Tensor, setup: Setup, rank: int) -> Tensor:
+    return batch.chunk(setup.topology.size("data"))[setup.topology.coordinate(rank)["data"]]
+
+
+def had(pieces: list[Piece]) -> Gradients:
+    found: Gradients = {}
+    for piece in pieces:
+        gradient = piece.gradient()
+        if gradient is not None:
+            gradient = in_memory_order(gradient).clone()
+            assert gradient.shape == (piece.stop - piece.start,)
+        found.setdefault(piece.name, []).append((piece.start, piece.stop, gradient))
+    return found
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def assert_gradients(setup: Setup, ranks: list[Gradients], wanted: dict[str, Tensor | None], what: str) -> None:
+    """Every rank's pieces are the reference's; over each shard group they cover each parameter once."""
+    topology = setup.topology
+    shards = topology.shard_groups() if setup.scope == "node" else topology.groups("data")
+    for group in shards if setup.zero else [[rank] for rank in range(topology.world_size)]:
+        for name in {name for rank in group for name in ranks[rank]}:
+            pieces = sorted((piece for rank in group for piece in ranks[rank].get(name, [])), key=lambda one: one[:2])
+            reference = wanted[name]
+            ends = 0
+            for start, stop, gradient in pieces:
+                assert start == ends, f"{what}: {name} is covered {'twice' if start < ends else 'in part'}"
+                ends = stop
+                if reference is None or gradient is None:
+                    assert gradient is reference is None, f"{what}: {name} has {gradient}, wanted {reference}"
+                else:
+                    torch.testing.assert_close(
+                        gradient, in_memory_order(reference)[start:stop], rtol=1e-5, atol=1e-6, msg=f"{what}: {name}"
+                    )
+            sizes = {one: reference.numel() for one, reference in wanted.items() if reference is not None}
+            assert ends == sizes.get(name, ends)
+    replicas = topology.replica_groups() if setup.zero and setup.scope == "node" else []
+    for group in replicas if setup.zero else topology.groups("data"):
+        for rank in group[1:]:
+            assert_bits(ranks[group[0]], ranks[rank])
+
+
+def assert_bits(first: Gradients, second: Gradients) -> None:
+    assert first.keys() == second.keys()
+    for name, pieces in first.items():
+        for one, other in zip(pieces, second[name], strict=True):
+            assert one[:2] == other[:2]
+            assert (one[2] is None) == (other[2] is None)
+            assert one[2] is None or torch.equal(one[2], other[2]), name
+
+
+def names(setup: Setup) -> str:
+    axes = "×".join(f"{name}{size}" for name, size in setup.axes)
+    return f"{axes}, {setup.ranks_per_node or 'all'} to a node, zero={setup.zero} {setup.scope}"
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=names)
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("total", [False, True], ids=["mean", "sum"])
+def test_any_walk_of_calls_gives_the_gradients_of_the_whole_batch(setup: Setup, tied: bool, total: bool) -> None:
+    """Calls with and without synchronisation, gradients cleared in between or not: after each synchronised call they
+    are those that plain PyTorch accumulates."""
+    draw = random.Random(f"{setup} {tied} {total}")
+    walk = [draw.choice(["call", "call", "later", "clear", "clear to zero"]) for _ in range(10)] + ["later", "call"]
+    batches = [torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(place)) for place in range(len(walk))]
+
+    def body(rank: int) -> list[Gradients]:
+        step = fxpipe.compile(
+            Net(tied, total),
+            setup.topology,
+            microbatches=3,
+            zero=setup.zero,
+            zero_scope=setup.scope,
+            bucket_cap_mb=0.0008,
+        )
+        seen = []
+        for place, what in enumerate(walk):
+            if what.startswith("clear"):
+                step.zero_grad(set_to_none=what == "clear")
+                continue
+            step.set_requires_gradient_sync(what == "call")
+            step(part_of(batches[place], setup, rank))
+            if what == "call":
+                seen.append(had(step._reducer.pieces()))
+        return seen
+
+    every = run_strict(body, setup.topology.world_size, seed=draw.randrange(100))
+
+    model = Net(tied, total)
+    count = 0
+    for place, what in enumerate(walk):
+        if what.startswith("clear"):
+            model.zero_grad()
+            continue
+        loss = model(batches[place])
+        (loss.total / loss.count if total else loss).backward()
+        if what == "call":
+            wanted = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+            assert_gradients(setup, [seen[count] for seen in every], wanted, f"after {walk[: place + 1]}")
+            count += 1
+
+
+# --- what a parameter may be ---
+
+
+class Branching(nn.Module):
+    """A leaf of the capture that uses one of its parameters where the data says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Parameter(torch.ones(4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.always
+        return y * self.sometimes if bool((x > 0).any()) else y
+
+
+def compiled_alone(module: nn.Module, topology: fxpipe.Topology, **options: object) -> fxpipe.ForwardBackward:
+    """One stage of its own for a module, and a loss behind it."""
+    stages = {"module": module, "loss": lambda y: y.square().mean()}
+    graph = fxpipe.StageGraph.from_callables(stages, [("module", "loss")], {"module": ["x"]})
+    return fxpipe.compile(graph, topology, placement={"module": 0, "loss": 0}, **options)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("users", [(), (1,), (0, 1, 2)], ids=["nobody", "one", "all"])
+def test_a_parameter_that_no_replica_used_has_no_gradient_and_one_that_some_used_is_summed(
+    zero: int, users: tuple[int, ...]
+) -> None:
+    topology = fxpipe.Topology([("pipe", 1), ("data", 3)])
+    batches = [torch.full((2, 4), 1.0 if rank in users else -1.0) for rank in range(3)]
+
+    def body(rank: int) -> tuple[Gradients, list[Tensor | None]]:
+        step = compiled_alone(Branching(), topology, microbatches=2, zero=zero)
+        step(batches[rank])
+        return had(step._reducer.pieces()), [parameter.grad for parameter in step.parameters()]
+
+    model = Branching()
+    for batch in batches:
+        (model(batch).square().mean() / 3).backward()
+    wanted = {"module." + name: parameter.grad for name, parameter in model.named_parameters()}
+    every = run_strict(body, 3)
+    assert (wanted["module.sometimes"] is None) == (users == ())
+    setup = Setup((("pipe", 1), ("data", 3)), None, zero, "data")
+    assert_gradients(setup, [found for found, _ in every], wanted, "after a step")
+    for _, shown in every:
+        assert [gradient is None for gradient in shown] == [False, users == (), True]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_sharded_gradient_is_not_taken_for_a_gradient(zero: int) -> None:
+    topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
+
+    def body(rank: int) -> bool:
+        step = compiled_alone(nn.Linear(4, 4), topology, microbatches=2, zero=zero)
+        step(torch.ones(2, 4))
+        return all(p.grad is not None and bool(p.grad.isnan().all()) for p in step.parameters())
+
+    assert run_strict(body, 2) == [True, True]
+
+
+def test_a_sparse_gradient_is_refused_on_all_ranks() -> None:
+    topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
+
+    def body(rank: int) -> None:
+        compiled_alone(nn.Embedding(5, 4, sparse=True), topology, microbatches=1)(torch.tensor([1, 2]))
+
+    with pytest.raises(fxpipe.RunError, match=r"gradient of module\.weight is sparse.*sparse=False"):
+        run_strict(body, 2)
+
+
+def test_a_gradient_is_a_view_with_the_strides_of_its_parameter() -> None:
+    topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
+
+    def body(rank: int) -> tuple[Any, ...]:
+        convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        step = compiled_alone(convolution, topology, microbatches=2)
+        step(torch.ones(2, 2, 4, 4))
+        weight, bias = (parameter.grad for parameter in step.parameters())
+        again = weight
+        step.zero_grad()
+        step(torch.ones(2, 2, 4, 4))
+        (weight, _) = (parameter.grad for parameter in step.parameters())
+        same = weight.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()
+        return weight.stride(), convolution.weight.stride(), same, weight.data_ptr() == again.data_ptr()
+
+    for strides, wanted, together, zero_copy in run_strict(body, 2):
+        assert strides == wanted
+        assert together
+        assert zero_copy
+
+
+# --- broadcast ---
 
 
 def on_replicas(body: Callable[[int, Transport], T], replicas: int = 3) -> list[T]:
     """``body(data rank, transport)`` on every rank of a data group."""
-    topology = Topology([("data", replicas)])
+    topology = fxpipe.Topology([("data", replicas)])
     return run_strict(lambda rank: body(rank, connect(topology)), replicas)
-
-
-def parameter(value: Tensor, gradient: Tensor | None) -> nn.Parameter:
-    made = nn.Parameter(value)
-    made.grad = gradient
-    return made
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_summed(dtype: torch.dtype) -> None:
-    def body(rank: int, transport: Transport) -> list[Tensor | None]:
-        ramp = torch.arange(6).view(2, 3)
-        held = [
-            parameter(torch.zeros(2, 3, dtype=dtype), ((rank + 1) * ramp).to(dtype)),
-            parameter(torch.zeros((), dtype=dtype), torch.tensor(10**rank).to(dtype)),
-        ]
-        sum_gradients(held, transport, "data")
-        return [p.grad for p in held]
-
-    for first, second in on_replicas(body):
-        assert first is not None
-        assert second is not None
-        assert torch.equal(first, (6 * torch.arange(6).view(2, 3)).to(dtype))
-        assert torch.equal(second, torch.tensor(111).to(dtype))
-        assert (first.dtype, second.dtype) == (dtype, dtype)
-
-
-def test_a_parameter_that_no_replica_used_keeps_none_and_one_that_some_used_is_summed() -> None:
-    def body(rank: int, transport: Transport) -> list[Tensor | None]:
-        held = [
-            parameter(torch.zeros(2), None),
-            parameter(torch.zeros(2), torch.tensor([1.0, 2.0]) if rank == 1 else None),
-            parameter(torch.zeros(2), torch.full((2,), float(rank))),
-        ]
-        sum_gradients(held, transport, "data")
-        return [p.grad for p in held]
-
-    for unused, once, always in on_replicas(body):
-        assert unused is None
-        assert once is not None
-        assert once.tolist() == [1.0, 2.0]
-        assert always is not None
-        assert always.tolist() == [3.0, 3.0]
-
-
-def test_a_default_device_changes_nothing() -> None:
-    def body(rank: int, transport: Transport) -> Tensor | None:
-        held = [parameter(torch.zeros(2), torch.ones(2) if rank else None)]
-        with torch.device("meta"):
-            sum_gradients(held, transport, "data")
-        return held[0].grad
-
-    for gradient in on_replicas(body):
-        assert gradient is not None
-        assert gradient.tolist() == [2.0, 2.0]
-
-
-def test_types_may_be_mixed_in_any_order() -> None:
-    def body(rank: int, transport: Transport) -> list[Tensor | None]:
-        held = [
-            parameter(torch.zeros(number + 1, dtype=dtype), torch.full((number + 1,), number + 1, dtype=dtype))
-            for number, dtype in enumerate([*DTYPES, *reversed(DTYPES)])
-        ]
-        sum_gradients(held, transport, "data")
-        return [p.grad for p in held]
-
-    for gradients in on_replicas(body, 2):
-        for number, gradient in enumerate(gradients):
-            assert gradient is not None
-            assert torch.equal(gradient, torch.full_like(gradient, 2 * (number + 1)))
-
-
-def test_a_gradient_stays_the_same_tensor_with_the_same_strides() -> None:
-    def body(rank: int, transport: Transport) -> bool:
-        gradient = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
-        held = parameter(torch.zeros(1, 2, 3, 4), gradient)
-        sum_gradients([held], transport, "data")
-        same = held.grad is gradient and gradient.is_contiguous(memory_format=torch.channels_last)
-        return same and torch.equal(gradient, 2 * torch.arange(24.0).view(1, 2, 3, 4))
-
-    assert on_replicas(body, 2) == [True, True]
-
-
-def test_every_replica_has_the_same_bits() -> None:
-    def body(rank: int, transport: Transport) -> Tensor:
-        draw = torch.Generator().manual_seed(rank)
-        held = parameter(torch.zeros(1000), torch.randn(1000, generator=draw))
-        sum_gradients([held], transport, "data")
-        assert held.grad is not None
-        return held.grad
-
-    first, *others = on_replicas(body)
-    assert all(torch.equal(first, other) for other in others)
-    terms = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-    torch.testing.assert_close(first, sum(terms[1:], terms[0]))
-
-
-def test_a_rank_without_parameters_takes_no_part() -> None:
-    sum_gradients([], LocalTransport(), "data")
-
-    def body(rank: int, transport: Transport) -> str:
-        sum_gradients([], transport, "data")
-        return "done"
-
-    assert on_replicas(body, 2) == ["done", "done"]
-
-
-def test_only_the_owners_of_a_tied_parameter_sum_it() -> None:
-    topology = Topology([("pipe", 3)])
-
-    def body(rank: int) -> float:
-        transport = connect(topology)
-        transport.open([], [(0, 2)])
-        held = parameter(torch.zeros(1), torch.tensor([1.0 + rank]))
-        if rank != 1:
-            sum_gradients([held], transport, (0, 2))
-        assert held.grad is not None
-        return held.grad.item()
-
-    assert run_strict(body, 3) == [4.0, 2.0, 4.0]
 
 
 def test_broadcast_overwrites_whatever_a_model_holds() -> None:

@@ -18,6 +18,7 @@ import fxpipe
 from fxpipe.errors import TopologyError
 from fxpipe.topology import ROLES, Topology
 from fxpipe.world import launch
+from tests.pool import Pool
 
 Axes = list[tuple[str, int]]
 
@@ -443,3 +444,54 @@ def test_processes_that_do_not_fit_the_topology_are_refused(four: list[dict[str,
 
 def test_a_restarted_process_group_gets_a_new_mesh(four: list[dict[str, Any]]) -> None:
     assert [seen["restarted"] for seen in four] == [11, 11, 1100, 1100]
+
+
+# --- the mesh of the data axis ---
+
+
+def data_meshes(topo: Topology) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    fxpipe.init()
+    seen: dict[str, Any] = {"rank": dist.get_rank()}
+    for scope in ("node", "data"):
+        mesh = topo.data_mesh(scope)
+        assert mesh is topo.data_mesh(scope)
+        assert mesh.mesh_dim_names == ("replica", "shard")
+        sums = []
+        for name in ("replica", "shard"):
+            total = torch.tensor(10.0 ** dist.get_rank(), dtype=torch.float64)
+            dist.all_reduce(total, group=mesh.get_group(name))
+            sums.append(int(total))
+            assert mesh[name].mesh.tolist() == dist.get_process_group_ranks(mesh.get_group(name))
+        seen[scope] = mesh.mesh.tolist(), sums
+    seen["unknown"] = refusal(lambda: topo.data_mesh("rack"))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("axes", "per_node"),
+    [
+        ([("data", 4)], 2),
+        ([("data", 4)], 1),
+        ([("pipe", 2), ("data", 2)], None),
+        ([("dp", 2), ("pp", 2)], 2),
+        ([("tensor", 2), ("data", 2), ("pipe", 1)], 1),
+        ([("pipe", 4)], 2),
+        ([("pipe", 3), ("data", 2)], 3),  # the middle data group straddles the two nodes
+    ],
+    ids=str,
+)
+def test_the_data_mesh_has_a_row_for_each_node(pool: Pool, axes: Axes, per_node: int | None) -> None:
+    topo = Topology(axes, per_node)
+    for seen in pool.run(data_meshes, topo, ranks=topo.world_size):
+        rank = seen["rank"]
+        group = next(row for row in sorted(expected_groups(axes, "data")) if rank in row)
+        nodes = [other // (per_node or topo.world_size) for other in group]
+        rows = [[r for r, at in zip(group, nodes, strict=True) if at == node] for node in sorted(set(nodes))]
+        for scope, wanted in (("node", rows), ("data", [list(group)])):
+            row = next(ranks for ranks in wanted if rank in ranks)
+            column = [ranks[row.index(rank)] for ranks in wanted]
+            assert seen[scope] == (wanted, [sum(10**r for r in column), sum(10**r for r in row)])
+        assert seen["unknown"] == 'zero_scope is \'rack\'; it is "node" or "data"'

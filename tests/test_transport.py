@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.collective import Collective
 from fxpipe.connect import connect
 from fxpipe.strict import run_strict
 from fxpipe.transport import LocalTransport, Transport
@@ -50,7 +51,7 @@ def opened() -> Transport:
 CALLS: dict[str, Callable[[Transport], Any]] = {
     "gather": lambda t: t.gather("pipe", 1),
     "gather_int": lambda t: t.gather_int("pipe", 1),
-    "maximum": lambda t: t.maximum("pipe", torch.zeros(1, dtype=torch.uint8)),
+    "a chain": lambda t: t.start([Collective("all_reduce", "pipe", torch.zeros(1))], "a chain").wait(),
     "all_reduce": lambda t: t.all_reduce("pipe", torch.zeros(1)),
     "all_reduce of owners": lambda t: t.all_reduce((0, 1), torch.zeros(1)),
     "broadcast": lambda t: t.broadcast("pipe", torch.zeros(1), 0),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.action import Action, Op
 from fxpipe.picture import colours
-from fxpipe.picture.layout import FONT, HEAD, MARGIN, SWATCH, Layout, text_width, ticks
+from fxpipe.picture.layout import FONT, HEAD, LANE, MARGIN, SWATCH, Layout, text_width, ticks
 from fxpipe.picture.words import IN_WORDS, headline, unit_of
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", colours.DARK_INK, "#59616b", "#e8eaee", "#d3d7dd"
+REDUCTION = "#7c8794"
 DARK = """@media (prefers-color-scheme: dark) {
 .fxpipe .paper { fill: #15171b } .fxpipe .ink { fill: #e8eaed } .fxpipe .dim { fill: #a3abb5 }
 .fxpipe .track { fill: #2c3037 } .fxpipe .grid { stroke: #444a53 }
@@ -40,6 +41,7 @@ def svg(timeline: Timeline) -> str:
         *_tracks(layout),
         *_axis(layout),
         *_cells(layout),
+        *_reductions(layout),
         f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"/>',
         '<g class="pinned">',
         *_labels(layout),
@@ -102,6 +104,8 @@ def _legend(timeline: Timeline) -> Iterator[str]:
         ("bubble", f'class="track" fill="{TRACK}"'),
         ("critical path", f'class="critical" fill="none" stroke="{INK}" stroke-width="1.5"'),
     ]
+    if timeline.reductions:
+        swatches.append(("reduction", f'class="reduction" fill="{REDUCTION}"'))
     for text, style in swatches:
         yield f'<rect x="{x:g}" y="60.5" width="22" height="13" {style}/>'
         yield _text(x + 28, 71, text, "ink", INK)
@@ -115,7 +119,7 @@ def _tracks(layout: Layout) -> Iterator[str]:
     for rank, bubble in enumerate(layout.timeline.bubbles):
         y = layout.y(rank)
         yield (
-            f'<rect class="track" x="{layout.left:g}" y="{y}" width="{layout.plot:g}" height="{layout.height}"'
+            f'<rect class="track" x="{layout.left:g}" y="{y}" width="{layout.track:g}" height="{layout.height}"'
             f' fill="{TRACK}"/>'
         )
         yield _text(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", "dim", DIM)
@@ -123,7 +127,7 @@ def _tracks(layout: Layout) -> Iterator[str]:
 
 def _axis(layout: Layout) -> Iterator[str]:
     unit = unit_of(layout.timeline)
-    times = ticks(layout.timeline.makespan * unit.scale, int(layout.plot // 60))
+    times = ticks(layout.end * unit.scale, int(layout.plot // 60))
     lines = [f"M{layout.x(time / unit.scale):g} {HEAD - 6}V{layout.bottom:g}" for time in times]
     yield f'<path class="grid" d="{"".join(lines)}" stroke="{GRID}" fill="none"/>'
     for time in times:
@@ -175,6 +179,21 @@ def _cells(layout: Layout) -> Iterator[str]:
                 yield f'<g fill="{colours.ink(op)}" text-anchor="middle" pointer-events="none">'
                 yield from numbers
                 yield "</g>"
+
+
+def _reductions(layout: Layout) -> Iterator[str]:
+    """Thin bars beneath the rows; no more than a title tells of each, which viewers show under the pointer."""
+    unit = unit_of(layout.timeline)
+    for rank, lanes in enumerate(layout.lanes):
+        for place, lane in enumerate(lanes):
+            y = layout.y(rank) + layout.height + 1 + place * LANE
+            for _, what, start, end in lane:
+                x, width = layout.x(start), max(round(layout.x(end) - layout.x(start), 2), 1)
+                told = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
+                yield (
+                    f'<rect class="reduction" x="{x:g}" y="{y}" width="{width:g}" height="{LANE - 1}"'
+                    f' fill="{REDUCTION}"><title>{clean(told)}</title></rect>'
+                )
 
 
 def _gap(layout: Layout) -> float:

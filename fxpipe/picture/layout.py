@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fxpipe.timeline import Timeline
+    from fxpipe.timeline import Reduction, Timeline
 
 MARGIN = 16
 FONT = 11
@@ -21,6 +21,8 @@ HEAD = 104
 LABEL = 230
 """The most width that the stages of a rank get beside its row."""
 SWATCH = 15
+LANE = 5
+"""The height of a lane of reductions beneath a row, with what parts it from the next."""
 PLOT = (680, 8000)
 CELL = 19
 """The least that a short cell would like to have."""
@@ -71,7 +73,17 @@ class Layout:
     @property
     def pitch(self) -> int:
         """From a row to the next."""
-        return self.height + (6 if len(self.stages) <= 16 else 3)
+        return self.height + (6 if len(self.stages) <= 16 else 3) + LANE * max(map(len, self.lanes), default=0)
+
+    @cached_property
+    def lanes(self) -> tuple[Lanes, ...]:
+        """Rank → its reductions."""
+        return tuple(lanes(self.timeline, rank) for rank in range(len(self.stages)))
+
+    @cached_property
+    def end(self) -> float:
+        """Of what is drawn: a reduction may end after the last action."""
+        return max(self.timeline.makespan, *(reduction.end for reduction in self.timeline.reductions), 0.0)
 
     @cached_property
     def column(self) -> float:
@@ -96,12 +108,17 @@ class Layout:
 
     @cached_property
     def plot(self) -> float:
-        """The width of the whole makespan: enough for numbers in most cells, if that is not too wide."""
+        """The width of all that is drawn: enough for numbers in most cells, if that is not too wide."""
         lengths = sorted(span.duration for span in self.timeline.spans.values() if span.duration > 0)
         if not lengths:
             return PLOT[0]
         short = lengths[len(lengths) // 5]
-        return float(round(min(max(self.timeline.makespan / short * max(CELL, self.number_width), PLOT[0]), PLOT[1])))
+        return float(round(min(max(self.end / short * max(CELL, self.number_width), PLOT[0]), PLOT[1])))
+
+    @property
+    def track(self) -> float:
+        """The width of the makespan, which is that of a row."""
+        return round(self.plot * self.timeline.makespan / self.end, 2) if self.end else self.plot
 
     @property
     def width(self) -> float:
@@ -114,7 +131,7 @@ class Layout:
     @cached_property
     def scale(self) -> float:
         """Pixels per unit of time."""
-        return self.plot / self.timeline.makespan if self.timeline.makespan else 0.0
+        return self.plot / self.end if self.end else 0.0
 
     def x(self, time: float) -> float:
         """In hundredths of a pixel, so that what follows without a gap is drawn so."""
@@ -139,6 +156,22 @@ class Layout:
             )
             for place, stage in enumerate(stages)
         ]
+
+
+Lanes = tuple[tuple["Reduction", ...], ...]
+"""Reductions of one rank, of which those of a lane do not overlap."""
+
+
+def lanes(timeline: Timeline, rank: int) -> Lanes:
+    """The reductions of a rank on as few lanes as hold them, each on the first that is free."""
+    free: list[list[Reduction]] = []
+    for reduction in sorted((one for one in timeline.reductions if one.rank == rank), key=lambda one: one.start):
+        lane = next((lane for lane in free if lane[-1].end <= reduction.start), None)
+        if lane is None:
+            free.append([reduction])
+        else:
+            lane.append(reduction)
+    return tuple(map(tuple, free))
 
 
 def ticks(end: float, most: int) -> list[float]:

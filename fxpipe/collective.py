@@ -1,0 +1,202 @@
+"""Collective: one operation of a group of ranks as data, and how several of them run, one after another, beside the
+caller: on threads where a CPU moves the bytes, on streams where a GPU does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+
+Scope = str | tuple[int, ...]
+"""A group of ranks as one of them sees it: "pipe", "data", "shard", …, or the pipe ranks that own a parameter."""
+
+
+class Work(Protocol):
+    """A send, a receive or collectives under way."""
+
+    def wait(self) -> object:
+        """Returns once later work may use the buffers."""
+        ...
+
+
+class PeerLost(RunError):
+    """A wait ended because the rank at the other end is gone, or has closed its connections."""
+
+
+class Collective(NamedTuple):
+    """One operation on one group.
+
+    ``operation``: "all_reduce" and "maximum" (``output``, in place), "reduce_scatter" (``input`` is as long as all
+    outputs together), "all_gather" (``output`` is as long as all inputs together), "reduce" and "broadcast"
+    (``output``, in place, to or from the group's rank number ``root``). ``then`` is what follows it at once, before
+    the next one of its chain starts.
+    """
+
+    operation: str
+    scope: Scope
+    output: Tensor
+    input: Tensor | None = None
+    root: int = 0
+    then: Callable[[], object] | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The longest of its buffers: what the group as a whole works on."""
+        return self.output if self.input is None or self.operation == "all_gather" else self.input
+
+    def alone(self) -> None:
+        """What it comes to where the group is one rank."""
+        if self.input is not None:
+            self.output.copy_(self.input)
+
+    def __str__(self) -> str:
+        return f"{self.operation.replace('_', '-')} of {self.whole.numel()} elements over {self.scope}"
+
+
+class Starter(Protocol):
+    """Starts chains of collectives; each scope takes its own in the order in which they were started."""
+
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work: ...
+
+    def fail(self, error: Exception) -> None:
+        """Ends what is under way with an error."""
+
+    def close(self) -> None:
+        """Nothing is under way any more."""
+
+
+class Chain:
+    """Collectives that run one after another, each on the thread of its scope."""
+
+    def __init__(
+        self,
+        steps: Sequence[Collective],
+        what: str,
+        ended: Callable[[], object] | None,
+        look_up: Callable[[], None],
+    ) -> None:
+        self.steps, self.what = tuple(steps), what
+        self._ended, self._look_up = ended, look_up
+        self._done = [threading.Event() for _ in steps]
+        self._error: Exception | None = None
+
+    def run(self, place: int, perform: Callable[[Collective], object]) -> None:
+        """Performs step ``place`` once the one before is done."""
+        if place:
+            self._done[place - 1].wait()
+        step = self.steps[place]
+        try:
+            if self._error is None:
+                perform(step)
+                if step.then is not None:
+                    step.then()
+                if self._ended is not None and place == len(self.steps) - 1:
+                    self._ended()
+        except Exception as error:  # raised again where it is waited for
+            fact = f"{step} ({self.what}): {error}"
+            self._error = PeerLost(fact) if isinstance(error, RuntimeError) else error.with_traceback(None)
+        self._done[place].set()
+
+    def fail(self, error: Exception) -> None:
+        """Starts nothing more, and hands the error to whoever waits."""
+        self._error = self._error or error
+        for done in self._done:
+            done.set()
+
+    def wait(self) -> None:
+        while not self._done[-1].wait(_LOOK_UP_SECONDS):
+            self._look_up()
+        if self._error is not None:
+            raise self._error
+
+
+_LOOK_UP_SECONDS = 1.0
+"""How long to wait before looking up whether another rank has given up: an operation that a CPU has under way cannot
+be ended, and keeps its connection open, so that nothing else would tell."""
+
+
+class Threads:
+    """A thread for each scope, which performs the collectives of that scope in order."""
+
+    def __init__(self, perform: Callable[[Collective], object], look_up: Callable[[], None]) -> None:
+        self._perform, self._look_up = perform, look_up
+        self._lanes: dict[Scope, queue.SimpleQueue[tuple[Chain, int] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._chains: WeakSet[Chain] = WeakSet()
+
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+        chain = Chain(steps, what, ended, self._look_up)
+        self._chains.add(chain)
+        for place, step in enumerate(steps):
+            self._lane(step.scope).put((chain, place))
+        return chain
+
+    def _lane(self, scope: Scope) -> queue.SimpleQueue[tuple[Chain, int] | None]:
+        if scope not in self._lanes:
+            lane = self._lanes[scope] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._serve, args=(lane,), name=f"collectives {scope}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self._lanes[scope]
+
+    def _serve(self, lane: queue.SimpleQueue[tuple[Chain, int] | None]) -> None:
+        torch.set_num_threads(1)  # OpenMP counts per thread; what runs here is bound by memory
+        while (entry := lane.get()) is not None:
+            chain, place = entry
+            chain.run(place, self._perform)
+            del chain, entry  # its buffers, which nobody may need any more
+
+    def fail(self, error: Exception) -> None:
+        for chain in list(self._chains):
+            chain.fail(error)
+        for lane in self._lanes.values():
+            lane.put(None)  # a thread inside an operation stays there: gloo cannot end it, and it dies with the process
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class Streams:
+    """A stream for each scope; the host waits for nothing."""
+
+    def __init__(self, perform: Callable[[Collective], object]) -> None:
+        self._perform = perform
+        self._streams: dict[Scope, torch.cuda.Stream] = {}
+
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+        before = torch.cuda.current_stream().record_event()
+        for step in steps:
+            stream = self._streams.setdefault(step.scope, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+            stream.wait_event(before)
+            with torch.cuda.stream(stream):
+                self._perform(step)
+                if step.then is not None:
+                    step.then()
+                if ended is not None and step is steps[-1]:
+                    ended()
+            before = stream.record_event()
+        return _OnStream(before, steps)
+
+    def fail(self, error: Exception) -> None:
+        self._streams.clear()
+
+    close = torch.cuda.synchronize
+
+
+class _OnStream:
+    def __init__(self, end: Any, steps: Sequence[Collective]) -> None:
+        self._end, self._steps = end, steps  # the buffers stay until later work is behind the end
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._end)
+        self._steps = ()

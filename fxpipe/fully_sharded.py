@@ -1,0 +1,623 @@
+"""Fully sharded: ``zero=3``, parameters, gradients and optimizer state sharded, with torch's FSDP2 underneath.
+
+Between steps the model holds shards, as DTensors. A *unit* is the parameters of one type that the same stages of this
+rank use: it is gathered before its first action in the row, lies whole in the modules until its last one, and is then
+reduced and freed. A unit is FSDP2 on a shell, a module that holds these parameters and nothing else and is never
+called. So the user's modules keep their classes and hooks, raw parameters are as good as those of modules, and which
+collectives run, and in which order, follows from the row alone: not from what autograd does, what the data takes part
+in, or which micro-batches have no weight. On every replica it is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from torch.distributed.tensor import DTensor
+
+from fxpipe.action import Action, Op
+from fxpipe.collective import Collective, Work
+from fxpipe.errors import RunError, TopologyError
+from fxpipe.flat import Piece, Way
+from fxpipe.ir import Stage, StageGraph, all_tensors
+from fxpipe.ownership import Ownership, local
+from fxpipe.precision import Precision
+from fxpipe.reduce import Claim
+from fxpipe.stopwatch import Stopwatch
+from fxpipe.transport import Transport
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def fully_sharded(
+    model: nn.Module,
+    graph: StageGraph,
+    mesh: DeviceMesh,
+    transport: Transport,
+    owners: Ownership,
+    precision: Precision | None = None,
+) -> FullyShardedGradients:
+    """Shards the parameters of this rank's stages, in ``model`` and in the stages' modules alike.
+
+    A collective call of all ranks, after the broadcast at the start. ``mesh``: ``Topology.data_mesh``. ``transport``
+    has the scopes "shard", "gather", "replica" and "flags" open. What has no dimension, and what no stage uses, stays
+    whole. Afterwards, the model's old parameters are in use nowhere, and an optimizer must be made of the new ones.
+
+    Raises:
+        TopologyError: a parameter is tied over pipe ranks whose data groups meet nodes differently.
+    """
+    assert transport.pipe_rank is not None
+    _check_ties(mesh, transport, owners)
+    every, kept = _named_parameters(model), owners.names[transport.pipe_rank]
+    names = {id(parameter): name for name, parameter in reversed(every.items())}
+    mine = [stage for stage in graph if graph.placement[stage.index] == transport.pipe_rank]
+    _prepare([parameter for name, parameter in every.items() if name in kept], precision)
+    units = [
+        _Unit(stages, {names[id(p)]: p for p in parameters}, mesh, transport, precision)
+        for (stages, _), parameters in _grouped(mine).items()
+    ]
+    _finish_setup([unit.shell for unit in units])
+    shards = {name: shard for unit in units for name, shard in unit.shards().items()}
+    new = {key: shards[name] for key, name in names.items() if name in shards}
+    for module in [model, *(stage.module for stage in mine if isinstance(stage.module, nn.Module))]:
+        for home, old in list(_homes(module)):
+            if id(old) in new and new[id(old)] is not old:
+                _put(home, new[id(old)])
+    held = {name: parameter for name, parameter in model.named_parameters() if name in kept}
+    return FullyShardedGradients(held, units, mesh, transport, owners, precision)
+
+
+class FullyShardedGradients:
+    """The gradients of a rank whose parameters are sharded; ``reduce.Reducer``'s protocol.
+
+    A call: ``begin``, ``settle(stage)`` ahead of each forward, ``before`` and ``after`` around each backward, one that
+    is left out included, and ``end``. A forward-only call is the same: with ``training=False``, and ``end()``.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, nn.Parameter],
+        units: Sequence[_Unit],
+        mesh: DeviceMesh,
+        transport: Transport,
+        owners: Ownership,
+        precision: Precision | None,
+    ) -> None:
+        self._held, self._units, self._transport = dict(held), units, transport
+        self._precision = precision
+        self.way = Way(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
+        self._names = {id(parameter): name for name, parameter in self._held.items()}
+        self._whole = {name: p for name, p in self._held.items() if not isinstance(p, DTensor)}
+        rank = transport.pipe_rank
+        self._tied = {ranks: names for ranks, names in owners.tied.items() if rank in ranks}
+        self._elsewhere = {name for ranks, names in self._tied.items() if ranks[0] != rank for name in names}
+        self._kept: dict[str, Tensor] = {}  # unreduced gradients of calls without synchronisation, by name
+        self._behind = False  # whether there has been such a call, on whatever replica it left gradients
+        self._call = _Call()
+
+    # a call
+
+    def begin(
+        self,
+        graph: StageGraph,
+        row: Sequence[Action],
+        sync: bool = True,
+        scales: bool = True,
+        training: bool = True,
+    ) -> None:
+        """Starts a call that runs this rank's row, or without ``training`` its forwards, on the stages of ``graph``.
+
+        ``sync``: whether gradients are summed in it; alike on all ranks. ``scales`` changes nothing here.
+        """
+        row = [action for action in row if training or action.op is Op.F]
+        ranks = graph.placement
+        modules = [stage.module for stage in graph if ranks[stage.index] == self._transport.pipe_rank]
+        self._call = call = _Call(training, sync, deferred=training and (self._behind or not sync))
+        for module in modules:
+            for home, parameter in _homes(module) if isinstance(module, nn.Module) else ():
+                if id(parameter) in self._names:
+                    call.homes.setdefault(self._names[id(parameter)], []).append(home)
+        for action in row:
+            for unit in self._of(action):
+                call.last[unit] = action
+        call.waiting = list(dict.fromkeys(unit for action in row for unit in self._of(action)))
+        if training:
+            self._take_earlier()
+        for name, parameter in self._whole.items():
+            self._swap(name, self._copy_of(parameter))
+        self._gather_next()
+
+    def settle(self, stage: int | None = None) -> None:
+        """In a call: what a stage needs lies whole in its modules. Between calls nothing is under way."""
+        for unit in self._units if stage is not None else ():
+            if stage not in unit.stages or unit not in self._call.last or unit in self._call.ready:
+                continue
+            self._call.ready.add(unit)
+            while unit in self._call.waiting:
+                self._gather_next()
+            for name, parameter in unit.gathered().items():
+                self._swap(name, parameter)
+            self._gather_next()
+
+    def before(self, action: Action) -> None:
+        """Before an action."""
+        self.settle(action.stage)
+
+    def after(self, action: Action) -> None:
+        """After an action, run or left out: what no later one needs is reduced and freed."""
+        for unit in self._of(action):
+            if self._call.last[unit] == action:
+                self._let_go(unit)
+
+    def flush(self) -> None:
+        """All actions have run. A stage without backward still has its parameters whole."""
+        for unit in self._units:
+            if unit in self._call.last and unit not in self._call.over:
+                self.settle(min(unit.stages))
+                self._let_go(unit)
+
+    def end(self, factor: Tensor | None = None) -> None:
+        """Ends the call: ``.grad`` has its gradients, times ``factor``, added to those of earlier calls."""
+        self.flush()
+        call = self._call
+        for name, parameter in self._whole.items():
+            copy = self._swap(name, parameter)
+            if copy is not None and copy.grad is not None:
+                call.local[name] = copy.grad.to(parameter.dtype)
+        if call.training:
+            if call.deferred:
+                self._settle_local(factor)
+            if call.sync:
+                self._reduce_all(None if call.deferred else factor)
+            self._add_earlier()
+        self._call = _Call()
+
+    def _of(self, action: Action) -> list[_Unit]:
+        return [unit for unit in self._units if action.stage in unit.stages]
+
+    def _gather_next(self) -> None:
+        """Starts the next unit's all-gather, in the order of first use: one ahead, to keep few buffers."""
+        if self._call.waiting:
+            self._call.waiting.pop(0).gather()
+
+    def _swap(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        """Puts a parameter into the modules of this call's stages; what was there."""
+        before = self._call.now.get(name)
+        self._call.now[name] = parameter
+        for home in self._call.homes.get(name, ()):
+            _put(home, parameter)
+        return before
+
+    def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What stands in a whole parameter's place in a call: its gradient is this call's alone."""
+        data = parameter.detach()
+        if self._precision is not None and data.is_floating_point():
+            data = data.to(self._precision.compute)
+        return _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision)
+
+    def _let_go(self, unit: _Unit) -> None:
+        call = self._call
+        call.over.add(unit)
+        if call.training:
+            found = {name: p.grad for name in unit.names if (p := call.now[name]).grad is not None}
+            if call.deferred:
+                call.local |= found
+                for name in found:
+                    call.now[name].grad = None
+        for name, shard in unit.shards().items():
+            self._swap_at_rest(name, shard)
+        if not call.training or call.deferred:
+            unit.free()
+        else:
+            call.used |= found.keys()
+            unit.reduce()
+
+    def _swap_at_rest(self, name: str, shard: nn.Parameter) -> None:
+        for home in self._call.homes.get(name, ()):
+            _put(home, shard)
+
+    # gradients
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self._held.items() if parameter.requires_grad}
+
+    def _take_earlier(self) -> None:
+        """Keeps earlier calls' gradients out of what is reduced and scaled now."""
+        for name, parameter in self._held.items():
+            if parameter.grad is None:
+                self._kept.pop(name, None)  # somebody has cleared it
+            else:
+                self._call.earlier[name] = parameter.grad
+                parameter.grad = None
+
+    def _settle_local(self, factor: Tensor | None) -> None:
+        """The unreduced gradients of this call, scaled, and those of the calls before it."""
+        call = self._call
+        for name, gradient in call.local.items():
+            if factor is not None:
+                gradient.mul_(factor)
+            if name in self._kept:
+                gradient.copy_(self._kept.pop(name).add_(gradient))
+        self._kept |= call.local
+        self._behind = True
+        if not call.sync:
+            for name in call.local:  # tells the next call, where it is gone, that gradients were cleared
+                call.earlier.setdefault(name, torch.zeros_like(self._held[name]))
+            return
+        call.local, self._kept, self._behind = self._kept, {}, False
+        call.used = {name for name in call.local if name not in self._whole}
+        for unit in self._units:
+            if unit in call.last:
+                unit.reduce({name: call.local[name] for name in unit.names if name in call.local})
+
+    def _reduce_all(self, factor: Tensor | None) -> None:
+        """This call's gradients, summed over the data axis and the owners; None where no replica used a parameter."""
+        call, trainable = self._call, self._trainable()
+        for unit in self._units:
+            unit.finish()
+        used = call.used | call.local.keys()
+        flags = self._flags([name in used for name in trainable])
+        if trainable:
+            self._transport.start([Collective("maximum", "flags", flags)], "which parameters were used").wait()
+        anyone = dict(zip(trainable, map(bool, flags.tolist()), strict=True))
+        whole = {n: call.local[n] if n in call.local else _zeros(p) for n, p in self._whole.items() if anyone.get(n)}
+        self._sum("data", whole.values())
+        for name, parameter in trainable.items():
+            if not anyone[name]:
+                parameter.grad = None
+                continue
+            if name in whole:
+                parameter.grad = whole[name]
+            if factor is not None and parameter.grad is not None:
+                local(parameter.grad).mul_(factor)
+        for ranks, names in self._tied.items():
+            self._sum_over_owners(ranks, {name: trainable[name] for name in names if name in trainable})
+
+    def _sum_over_owners(self, ranks: tuple[int, ...], tied: Mapping[str, nn.Parameter]) -> None:
+        if not tied:
+            return
+        flags = self._flags([p.grad is not None for p in tied.values()])
+        self._transport.all_reduce(ranks, flags)
+        shared = [p for p, anyone in zip(tied.values(), flags.tolist(), strict=True) if anyone]
+        for parameter in shared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._sum(ranks, [local(p.grad) for p in shared if p.grad is not None])
+
+    def _flags(self, values: Sequence[bool]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._transport.device)
+
+    def _sum(self, scope: str | tuple[int, ...], tensors: Any) -> None:
+        """Sums tensors over a group, in place: one all-reduce for each type."""
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        for group in by_type.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            self._transport.all_reduce(scope, flat)
+            offset = 0
+            for tensor in group:
+                tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+                offset += tensor.numel()
+
+    def _add_earlier(self) -> None:
+        for name, gradient in self._call.earlier.items():
+            parameter = self._held[name]
+            if parameter.grad is not None:
+                local(gradient).add_(local(parameter.grad))
+            parameter.grad = gradient
+
+    # what an optimizer sees
+
+    @property
+    def shards(self) -> bool:
+        """Whether the ranks of a shard group have different pieces."""
+        return self.way.shards > 1
+
+    def pieces(self) -> list[Piece]:
+        """This rank's shard of every parameter, in order."""
+        return [self._piece(name, parameter) for name, parameter in self._held.items()]
+
+    def claim(self, names: Iterable[str], whole: bool) -> Claim:
+        """These parameters, for an optimizer to step. ``whole``: each of them by one rank.
+
+        Raises:
+            RunError: ``whole``, and some are sharded.
+        """
+        wanted = set(names)
+        sharded = [name for name in self._held if name in wanted and name not in self._whole]
+        if whole and sharded:
+            raise RunError(
+                f"the optimizer steps {sharded[0]} as a whole, which zero=3 shards; write zero=2, or take an "
+                "element-wise optimizer such as AdamW"
+            )
+        return Claim(0, tuple(piece for piece in self.pieces() if piece.name in wanted))
+
+    def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
+        first = name not in self._elsewhere
+
+        def gradient() -> Tensor | None:
+            return None if parameter.grad is None else local(parameter.grad).view(-1)
+
+        if name in self._whole:
+            counts = first and self.way.rank == 0
+            return Piece(name, parameter, 0, parameter.numel(), parameter.detach(), counts, lambda: parameter.grad)
+        data = local(parameter.detach()).view(-1)
+        rows, length = parameter.shape[0], math.prod(parameter.shape[1:])
+        chunk, place = -(-rows // self.way.shards), self.way.rank
+        start, stop = (min(row, rows) * length for row in (place * chunk, (place + 1) * chunk))
+        return Piece(name, parameter, start, stop, data, first, gradient)
+
+    @contextlib.contextmanager
+    def evaluating(self, graph: StageGraph, row: Sequence[Action]) -> Iterator[None]:
+        """A forward-only call."""
+        self.begin(graph, row, training=False)
+        yield
+        self.end()
+
+    def publish(self, claim: Claim) -> None:
+        """Nothing: the next call gathers what it needs."""
+
+    def watch(self, stopwatch: Stopwatch) -> None:
+        """What is waited for here is not told apart from computing."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def clear(self) -> None:
+        """zero_grad: drops all gradients, those not reduced yet included."""
+        self._kept.clear()
+        self._behind = False
+        for parameter in self._held.values():
+            parameter.grad = None
+
+
+@dataclass
+class _Call:
+    """All that changes in a call."""
+
+    training: bool = False
+    sync: bool = True
+    deferred: bool = False
+    """Whether gradients are reduced at the end, after scaling, and not where a unit's last action was."""
+    homes: dict[str, list[_Home]] = field(default_factory=dict)
+    last: dict[_Unit, Action] = field(default_factory=dict)
+    waiting: list[_Unit] = field(default_factory=list)
+    ready: set[_Unit] = field(default_factory=set)
+    over: set[_Unit] = field(default_factory=set)
+    now: dict[str, nn.Parameter] = field(default_factory=dict)
+    earlier: dict[str, Tensor] = field(default_factory=dict)
+    local: dict[str, Tensor] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+
+# --- units ---
+
+
+class _Unit:
+    """Parameters that are gathered, reduced and freed together."""
+
+    def __init__(
+        self,
+        stages: frozenset[int],
+        parameters: Mapping[str, nn.Parameter],
+        mesh: DeviceMesh,
+        transport: Transport,
+        precision: Precision | None,
+    ) -> None:
+        self.stages, self.names = stages, tuple(parameters)
+        self._precision = precision
+        shell, floating = nn.Module(), True
+        for place, parameter in enumerate(parameters.values()):
+            shell.register_parameter(str(place), parameter)
+            floating = parameter.is_floating_point()
+        what = f"{self.names[0]}" + (f" and {len(self.names) - 1} more" if len(self.names) > 1 else "")
+        policy = MixedPrecisionPolicy()
+        if precision is not None and floating:
+            policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+        self.shell: FSDPModule = fully_shard(shell, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
+        self._all_gather = _AllGather(transport, f"parameters {what}")
+        self.shell.set_custom_all_gather(cast(Any, self._all_gather))
+        self.shell.set_custom_reduce_scatter(cast(Any, _ReduceScatter(transport, f"gradients {what}")))
+        # Shares are of the whole batch, so gradients are summed; and a sum alone, without a factor, is what gloo can.
+        self.shell.set_gradient_divide_factor(1.0)
+        self.shell.set_force_sum_reduction_for_comms(True)
+        if mesh.size(0) > 1:
+            self.shell.set_all_reduce_hook(_AllReduce(transport, f"gradients {what}"))
+        self._shards = dict(zip(self.names, self._present(), strict=True))
+        for shard, old in zip(self._shards.values(), parameters.values(), strict=True):
+            vars(shard).update(vars(old))
+        self._whole: list[nn.Parameter] = []
+        self._handle: Any = None
+        self._reduced = False
+
+    def _present(self) -> list[nn.Parameter]:
+        return list(cast(nn.Module, self.shell)._parameters.values())  # type: ignore[arg-type]
+
+    def shards(self) -> dict[str, nn.Parameter]:
+        """The DTensors, by name: what the model holds between calls."""
+        return self._shards
+
+    def gather(self) -> None:
+        self._handle = self.shell.unshard(async_op=True)
+
+    def gathered(self) -> dict[str, nn.Parameter]:
+        """Waits for the all-gather; the whole parameters, the same objects in every call."""
+        self._all_gather.wait()
+        self._handle.wait()
+        self._whole = self._present()
+        for parameter, shard in zip(self._whole, self._shards.values(), strict=True):
+            if parameter.requires_grad != shard.requires_grad:
+                parameter.requires_grad_(shard.requires_grad)
+            _accumulating(parameter, self._precision)
+        return dict(zip(self.names, self._whole, strict=True))
+
+    def free(self) -> None:
+        self.shell.reshard()
+
+    def reduce(self, gradients: Mapping[str, Tensor] | None = None) -> None:
+        """Starts the reduction of what the backwards left, or of these gradients, and frees the whole parameters.
+
+        What this replica did not use adds zeros, so that the buffers of all replicas match.
+        """
+        for name, parameter in zip(self.names, self._whole, strict=True):
+            if gradients is not None:
+                parameter.grad = gradients.get(name)
+            if parameter.requires_grad and parameter.grad is None:
+                dtype = parameter.grad_dtype or parameter.dtype
+                parameter.grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        _post_backward(self.shell)
+        self._reduced = True
+
+    def finish(self) -> None:
+        """The shards' ``.grad`` may be used."""
+        if self._reduced:
+            _final_callback(self.shell)
+        self._reduced = False
+
+
+class _AllGather:
+    """FSDP2's all-gather over the transport, beside the caller; the unit waits for it."""
+
+    def __init__(self, transport: Transport, what: str) -> None:
+        self._transport, self._what = transport, what
+        self._work: Work | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        step = Collective("all_gather", "gather", output_tensor, input_tensor)
+        self._work = self._transport.start([step], self._what)
+
+    def wait(self) -> None:
+        if self._work is not None:  # none where a shard group is one rank
+            self._work.wait()
+        self._work = None
+
+
+class _ReduceScatter:
+    """FSDP2's reduce-scatter over the transport. It uses the result at once, so it is waited for here."""
+
+    def __init__(self, transport: Transport, what: str) -> None:
+        self._transport, self._what = transport, what
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        step = Collective("reduce_scatter", "shard", output_tensor, input_tensor)
+        self._transport.start([step], self._what).wait()
+
+
+class _AllReduce:
+    """The sum of a shard over the nodes, which FSDP2 calls behind its reduce-scatter."""
+
+    def __init__(self, transport: Transport, what: str) -> None:
+        self._transport, self._what = transport, what
+
+    def __call__(self, shard: Tensor) -> None:
+        self._transport.start([Collective("all_reduce", "replica", shard)], self._what).wait()
+
+
+# --- what torch has no public name for: torch.distributed.pipelining calls the same ---
+
+
+def _finish_setup(shells: Sequence[FSDPModule]) -> None:
+    """One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has."""
+    share_comm_ctx(list(shells))
+    for shell in shells:
+        fully_shard.state(shell)._lazy_init()  # type: ignore[attr-defined]
+
+
+def _post_backward(shell: FSDPModule) -> None:
+    for group in fully_shard.state(shell)._fsdp_param_groups:  # type: ignore[attr-defined]
+        group.post_backward()
+
+
+def _final_callback(shell: FSDPModule) -> None:
+    fully_shard.state(shell)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+# --- modules and their parameters ---
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a parameter is registered."""
+
+    module: nn.Module
+    name: str
+
+
+def _homes(module: nn.Module) -> Iterator[tuple[_Home, nn.Parameter]]:
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                yield _Home(submodule, name), parameter
+
+
+def _put(home: _Home, parameter: nn.Parameter) -> None:
+    if type(home.module).__setattr__ is nn.Module.__setattr__:
+        home.module._parameters[home.name] = parameter
+    else:  # such as nn.LSTM's, which keeps a list of its own
+        setattr(home.module, home.name, parameter)
+
+
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: tensor for name, tensor in all_tensors(model).items() if isinstance(tensor, nn.Parameter)}
+
+
+def _grouped(stages: Sequence[Stage]) -> dict[tuple[frozenset[int], torch.dtype], list[nn.Parameter]]:
+    """(stages that use them, type) → parameters that can be sharded, in order of use."""
+    users: dict[nn.Parameter, set[int]] = {}
+    for stage in stages:
+        for parameter in stage.parameters.values():
+            users.setdefault(parameter, set()).add(stage.index)
+    groups: dict[tuple[frozenset[int], torch.dtype], list[nn.Parameter]] = {}
+    for parameter, indices in users.items():
+        if parameter.ndim:
+            groups.setdefault((frozenset(indices), parameter.dtype), []).append(parameter)
+    return groups
+
+
+def _prepare(parameters: Sequence[nn.Parameter], precision: Precision | None) -> None:
+    """Master precision, and plain strides, which are all that FSDP2 can shard."""
+    for parameter in parameters:
+        if precision is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(precision.master)
+        parameter.data = parameter.data.contiguous()
+
+
+def _check_ties(mesh: DeviceMesh, transport: Transport, owners: Ownership) -> None:
+    """Owners must hold the same shards."""
+    sizes = transport.gather_int("pipe", mesh.size(1))
+    for ranks, names in owners.tied.items():
+        if len({sizes[rank] for rank in ranks}) > 1:
+            raise TopologyError(
+                f"{names[0]} is tied over the pipe ranks {list(ranks)}, whose data groups have "
+                f"{[sizes[rank] for rank in ranks]} ranks to a node, and zero=3 would shard it differently on each: "
+                'write zero_scope="data", or make data the innermost axis'
+            )
+
+
+def _accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Parameter:
+    """The parameter, whose gradients add up over micro-batches in no less than float32."""
+    if precision is not None and parameter.requires_grad and parameter.is_floating_point():
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        if parameter.grad_dtype != wide:
+            parameter.grad_dtype = wide
+    return parameter
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter.detach())

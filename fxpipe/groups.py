@@ -1,0 +1,122 @@
+"""Groups: an optimizer's parameter groups, out of parameters, names, patterns and predicates."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.errors import RunError, nearest
+
+
+def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Parameter groups as torch's optimizers take them, of what this rank holds out of ``params``.
+
+    ``params`` is None (all), or parameters, or groups ``{"params": parameters, "lr": ...}``. Parameters may be given
+    as such, as (name, parameter), by name (a tied one by any of its names), by a pattern (``"*.bias"``), or by a
+    predicate ``(name, parameter) -> bool``. ``held``: this rank's parameters under all their names; ``whole``: the
+    whole model's, on the meta device where others hold them. A predicate sees both, so it may ask for the shape and
+    the type of a parameter, not for its values.
+
+    There are as many groups on each rank, some of them empty: ``{"params": []}``. Every group holds its parameters in
+    the order given or, under a pattern or predicate, in the model's. Parameters outside of the model pass through.
+
+    Raises:
+        RunError: a name, pattern or predicate fits nothing in the whole model.
+        TypeError, ValueError: what torch's optimizers refuse, a parameter in two groups above all.
+    """
+    if isinstance(params, Tensor):
+        raise TypeError("params is a tensor; write [tensor], or groups of parameters")
+    entries = list(held) if params is None else _listed(params)
+    groups: list[Any] = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
+    book = _Book(held, whole)
+    resolved: list[dict[str, Any]] = []
+    home: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise TypeError(f"parameter group {number} is of type {type(group).__name__}, not a dict")
+        found = {book.identity(name, tensor): (name, tensor) for name, tensor in book.find(group["params"], number)}
+        for identity, (name, _) in found.items():
+            if home.setdefault(identity, number) != number:
+                raise ValueError(
+                    f"some parameters appear in more than one parameter group: {name or 'one without a name'} "
+                    f"is in groups {home[identity]} and {number}"
+                )
+        mine = {id(here): here for name, tensor in found.values() if (here := book.here(name, tensor)) is not None}
+        resolved.append({**group, "params": list(mine.values())})
+    if groups and all(_is_pair(entry) for group in groups for entry in _listed(group["params"])):
+        for group in resolved:  # with names, as torch keeps them
+            group["params"] = [(book.name_of(parameter), parameter) for parameter in group["params"]]
+    return resolved
+
+
+def _listed(params: Any) -> list[Any]:
+    """A group's parameters, one or several of them, as a list."""
+    if isinstance(params, set | frozenset):
+        raise TypeError("parameters come in a set, whose order changes between runs; write a list")
+    return [params] if isinstance(params, str | Tensor) or callable(params) else list(params)
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], Tensor)
+
+
+class _Book:
+    """Who is who in the whole model: its parameters, by names and by identity."""
+
+    def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        self._held, self._whole = held, {**whole, **held}
+        self._canonical: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for name, tensor in {**held, **whole}.items():
+            self._canonical[name] = first.setdefault(id(tensor), name)
+        self._names = {id(tensor): self._canonical[name] for name, tensor in {**whole, **held}.items()}
+        self._names |= {id(tensor): self._canonical[name] for name, tensor in whole.items()}
+        self._here = {self._canonical[name]: tensor for name, tensor in held.items()}
+        self._numbers: dict[str, int] = {}
+
+    def find(self, params: Any, group: int) -> list[tuple[str | None, Tensor]]:
+        """What a group's entries mean: name and parameter, over the whole model."""
+        found: list[tuple[str | None, Tensor]] = []
+        for given in _listed(params):
+            entry = given[1] if _is_pair(given) else given
+            if isinstance(entry, str):
+                names: Sequence[str] = [name for name in self._whole if fnmatch.fnmatchcase(name, entry)]
+                if not names:
+                    close = difflib.get_close_matches(entry, list(self._whole), n=5, cutoff=0.0)
+                    raise RunError(
+                        f"parameter group {group} asks for {entry!r}, which fits no parameter of the model"
+                        f"{nearest(entry, close)}"
+                    )
+            elif isinstance(entry, Tensor):
+                found.append((self._names.get(id(entry)), entry))
+                continue
+            elif callable(entry):
+                names = [name for name, tensor in self._whole.items() if entry(name, tensor)]
+                if not names:
+                    called = getattr(entry, "__qualname__", repr(entry))
+                    raise RunError(
+                        f"parameter group {group} asks for {called}(name, parameter), "
+                        "which is true for no parameter of the model"
+                    )
+            else:
+                raise TypeError(
+                    f"parameter group {group} holds an object of type {type(entry).__name__}; "
+                    "write parameters, names, patterns or predicates"
+                )
+            found += [(self._canonical[name], self._whole[name]) for name in names]
+        return found
+
+    def identity(self, name: str | None, tensor: Tensor) -> int:
+        """The same for all names and stand-ins of a parameter."""
+        return id(tensor) if name is None else -1 - self._numbers.setdefault(name, len(self._numbers))
+
+    def here(self, name: str | None, tensor: Tensor) -> Tensor | None:
+        """The parameter itself, if this rank holds it."""
+        return tensor if name is None else self._here.get(name)
+
+    def name_of(self, tensor: Tensor) -> str:
+        return self._names.get(id(tensor), "")

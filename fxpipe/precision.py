@@ -1,0 +1,71 @@
+"""Precision: which floating-point types a model computes, reduces and is stepped in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import RunError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision with master weights: ``fxpipe.compile(..., precision=fxpipe.Precision())``.
+
+    ``compute``: the type of the parameters that stages run with, and of the floating-point inputs. ``reduce``: the
+    type in which gradients are summed over ranks. ``master``: the type of the copy that the optimizer steps, made
+    from the values before they were rounded, and of its state. Gradients add up over micro-batches in float32 (in
+    ``compute``, where that is wider). A step for which any rank's gradient has an inf or nan is left out on all ranks.
+
+    After Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
+
+    Raises:
+        RunError: a type is not a floating-point type of at least 16 bits.
+    """
+
+    compute: torch.dtype = torch.bfloat16
+    reduce: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            dtype = getattr(self, field.name)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+                raise RunError(
+                    f"Precision({field.name}={dtype!r}) is no floating-point type of at least 16 bits; "
+                    "write torch.bfloat16, torch.float16, torch.float32 or torch.float64"
+                )
+
+    @property
+    def gradient(self) -> torch.dtype:
+        """The type of ``.grad``, in which gradients add up over micro-batches."""
+        return torch.promote_types(self.compute, torch.float32)
+
+
+def cast_parameters(module: nn.Module, precision: Precision) -> dict[str, Tensor]:
+    """Rounds a module's floating-point parameters to ``compute``, each of them remaining the same object.
+
+    Returns the values before that, by name, for the optimizer's masters. Buffers are left as they are: running
+    statistics need their bits. Parameters on the meta device are cast, too, but have no values to return.
+    """
+    originals: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.dtype != precision.compute:
+            if not parameter.is_meta:
+                originals[name] = parameter.detach()
+            parameter.data = parameter.detach().to(precision.compute)
+        parameter.grad_dtype = precision.gradient
+    return originals
+
+
+def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
+    """``batch`` with its floating-point tensors in ``dtype``; everything else as it is."""
+    return pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch
+    )

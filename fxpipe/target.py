@@ -1,0 +1,93 @@
+"""Target: what an optimizer steps of a parameter, which is the parameter's own memory, or a master copy of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxpipe.clip import gradient_of
+from fxpipe.flat import Piece
+from fxpipe.ownership import local
+from fxpipe.precision import Precision
+
+
+@dataclass(frozen=True)
+class Target:
+    """``tensor`` is stepped. ``master``: it is a copy, of another type or on another device, to be written back."""
+
+    piece: Piece
+    tensor: Tensor
+    master: bool
+
+    @property
+    def key(self) -> str:
+        """Its name in a state dict; no two ranks give one name to different things."""
+        return self.piece.name if _is_whole(self.piece) else f"{self.piece.name}[{self.piece.start}:{self.piece.stop}]"
+
+    def take_gradient(self) -> bool:
+        """Shows the optimizer the piece's gradient, or None, and says whether there is one."""
+        gradient = gradient_of(self.piece)
+        if gradient is not None:
+            # a copy to the CPU is pinned, and under way until the stream is waited for
+            gradient = gradient.to(self.tensor.device, self.tensor.dtype, non_blocking=True)
+        self.tensor.grad = gradient
+        return gradient is not None
+
+    def write_back(self) -> None:
+        """The parameter's memory becomes what the optimizer has made of the master."""
+        if self.master:
+            _data(self.piece).copy_(self.tensor, non_blocking=True)
+
+    def refresh(self, original: Tensor | None) -> None:
+        """The master becomes ``original``; without one it stays where it rounds to the parameter's value, bit by bit,
+        and becomes that value elsewhere."""
+        if not self.master:
+            return
+        if original is not None:
+            self.tensor.copy_(_part(original, self.piece))
+            return
+        data = _data(self.piece).to(self.tensor.device)
+        self.tensor.copy_(torch.where(self.tensor.to(data.dtype) == data, self.tensor, data.to(self.tensor.dtype)))
+
+
+def target_of(piece: Piece, original: Tensor | None, precision: Precision | None, offload: bool) -> Target:
+    """``original``: the parameter before it was rounded. ``offload``: the master is on the CPU."""
+    data = _data(piece)
+    dtype = precision.master if precision is not None and data.is_floating_point() else data.dtype
+    if dtype == data.dtype and not offload:
+        return Target(piece, data, False)
+    device = torch.device("cpu") if offload else data.device
+    tensor = torch.empty_like(data, dtype=dtype, device=device)
+    if offload and data.device.type == "cuda":
+        tensor = tensor.pin_memory()
+    with torch.no_grad():
+        tensor.copy_(data if original is None else _part(original, piece))
+    return Target(piece, tensor, True)
+
+
+def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | None:
+    """A parameter's values, under any of its names."""
+    return next((originals[name] for name in names if name in originals), None)
+
+
+def _is_whole(piece: Piece) -> bool:
+    return (piece.start, piece.stop) == (0, piece.parameter.numel())
+
+
+def _data(piece: Piece) -> Tensor:
+    """A piece's memory; of a DTensor that ranks share, this rank's shard."""
+    return piece.data.detach() if _is_whole(piece) else local(piece.data.detach())
+
+
+def _part(original: Tensor, piece: Piece) -> Tensor:
+    """The elements of a whole tensor that a piece has, shaped like its data."""
+    data, parameter = _data(piece), piece.parameter
+    if original.shape == data.shape:
+        return original
+    alike = torch.empty_like(parameter, dtype=original.dtype, device=original.device)
+    if alike.stride() != original.stride():  # pieces count in the order of the parameter's memory
+        original = alike.copy_(original)
+    return original.detach().as_strided((original.numel(),), (1,))[piece.start : piece.stop].view(data.shape)

@@ -1,0 +1,716 @@
+"""The optimizer of pieces: halves of parameters stepped apart are what plain torch.optim makes of whole ones."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from fxpipe.errors import CheckpointError, RunError
+from fxpipe.flat import Piece
+from fxpipe.groups import resolve_groups
+from fxpipe.precision import Precision, cast_parameters
+from fxpipe.reduce import Claim
+from fxpipe.transport import LocalTransport
+from fxpipe.zero import ELEMENTWISE, DistributedOptimizer, is_elementwise
+
+STEPS = 5
+CLASSES = sorted(ELEMENTWISE, key=lambda cls: cls.__name__)
+
+
+class Halves:
+    """A store of one rank out of two, by hand: each has half of every parameter, or every other one whole.
+
+    Gradients are the parameters' own, whole on both ranks.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], rank: int = 0, ranks: int = 2) -> None:
+        self._parameters, self._rank, self._ranks = parameters, rank, ranks
+        self._whole: set[str] = set()
+        self.published: list[Claim] = []
+        self.cleared = 0
+
+    @property
+    def shards(self) -> bool:
+        return self._ranks > 1
+
+    def claim(self, names: Iterable[str], whole: bool) -> Claim:
+        wanted = set(names)
+        self._whole = self._whole | wanted if whole else self._whole - wanted
+        return Claim(1, tuple(piece for piece in self.pieces() if piece.name in wanted))
+
+    def pieces(self) -> list[Piece]:
+        found = []
+        for number, (name, parameter) in enumerate(self._parameters.items()):
+            if self._ranks == 1 or (name in self._whole and number % self._ranks == self._rank):
+                found.append(self._piece(name, parameter, 0, parameter.numel(), whole=True))
+            elif name not in self._whole:
+                cuts = [parameter.numel() * rank // self._ranks for rank in range(self._ranks + 1)]
+                found.append(self._piece(name, parameter, *cuts[self._rank : self._rank + 2], whole=False))
+        return found
+
+    @staticmethod
+    def _piece(name: str, parameter: nn.Parameter, start: int, stop: int, whole: bool) -> Piece:
+        def part(tensor: Tensor) -> Tensor:
+            return tensor if whole else tensor.as_strided((tensor.numel(),), (1,))[start:stop]
+
+        def gradient() -> Tensor | None:
+            return None if parameter.grad is None else part(parameter.grad)
+
+        return Piece(name, parameter, start, stop, part(parameter.detach()), True, gradient)
+
+    def publish(self, claim: Claim) -> None:
+        self.published.append(claim)
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+
+class World(LocalTransport):
+    """One of two ranks, which is told what the other one has found."""
+
+    def __init__(self, rank: int = 0, other: int = 0) -> None:
+        self.rank, self.other = rank, other
+
+    def ranks(self, scope: Any) -> tuple[int, ...]:
+        return (0, 1)
+
+    def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
+        assert scope == "all"
+        return (item, self.other) if self.rank == 0 else (self.other, item)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a = nn.Linear(16, 24)
+        self.b = nn.Linear(24, 4)
+        self.image = nn.Conv2d(4, 8, 2)
+        self.image.weight.data = self.image.weight.data.to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.idle = nn.Parameter(torch.ones(6))
+
+
+def gradients(model: nn.Module, step: int, dtype: torch.dtype | None = None) -> None:
+    """Gives every parameter but ``idle`` a gradient that step and name decide."""
+    torch.manual_seed(100 + step)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape)
+        if name != "idle":
+            parameter.grad = torch.empty_like(parameter, dtype=dtype or parameter.dtype).copy_(values)
+
+
+def held(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def of_rank(model: nn.Module, rank: int, cls: Any, params: Any = None, ranks: int = 2, **kw: Any) -> Any:
+    """The optimizer of one of two ranks, both of which step the same model."""
+    named = {key: kw.pop(key) for key in ("precision", "offload", "originals", "elementwise", "transport") if key in kw}
+    transport = named.pop("transport", World(rank))
+    store = Halves(dict(model.named_parameters()), rank, ranks)
+    return DistributedOptimizer(cls, params, kw, store, transport, held=held(model), **named)
+
+
+def both(model: nn.Module, cls: Any, params: Any = None, **kw: Any) -> list[Any]:
+    return [of_rank(model, rank, cls, params() if callable(params) else params, **kw) for rank in range(2)]
+
+
+def same_bits(mine: nn.Module, plain: nn.Module) -> None:
+    for (name, a), b in zip(mine.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"
+
+
+def run(model: nn.Module, optimizers: list[Any], schedulers: list[Any], steps: Iterable[int]) -> None:
+    for step in steps:
+        gradients(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+# --- the same bits as plain torch.optim ---
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("scheduler", ["lambda", "cosine", "sequential"])
+def test_halves_stepped_apart_equal_the_plain_optimizer_bit_for_bit(cls: Any, scheduler: str) -> None:
+    mine, plain = Model(), Model()
+    optimizers, expected = both(mine, cls, lr=0.05), cls(plain.parameters(), lr=0.05)
+    run(mine, optimizers, [SCHEDULERS[scheduler](o) for o in optimizers], range(STEPS))
+    run(plain, [expected], [SCHEDULERS[scheduler](expected)], range(STEPS))
+    same_bits(mine, plain)
+    assert torch.equal(mine.idle, torch.ones(6))
+
+
+@pytest.mark.parametrize(
+    ("cls", "kw"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+        (torch.optim.Adam, {"maximize": True, "weight_decay": 0.1, "foreach": False}),
+        (torch.optim.Adagrad, {"foreach": True, "initial_accumulator_value": 0.1}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "foreach": True}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    ],
+)
+def test_the_arguments_of_the_class_pass_through(cls: Any, kw: dict[str, Any]) -> None:
+    mine, plain = Model(), Model()
+    optimizers, expected = both(mine, cls, lr=0.05, **kw), cls(plain.parameters(), lr=0.05, **kw)
+    run(mine, optimizers, [], range(STEPS))
+    run(plain, [expected], [], range(STEPS))
+    same_bits(mine, plain)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+@pytest.mark.parametrize("flag", ["fused", "differentiable"])
+def test_fused_and_differentiable_pass_through_too(cls: Any, flag: str) -> None:
+    """Close only: torch's fused CPU kernels round the last few elements of a tensor, or of a piece, differently."""
+    mine, plain = Model(), Model()
+    optimizers, expected = both(mine, cls, lr=0.05, **{flag: True}), cls(plain.parameters(), lr=0.05)
+    assert optimizers[0].param_groups[0][flag] is True
+    run(mine, optimizers, [], range(STEPS))
+    run(plain, [expected], [], range(STEPS))
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kw", [{"momentum": 0.9}, {"betas": (0.8, 0.9)}])
+def test_one_cycle_writes_momentum_too(kw: dict[str, Any]) -> None:
+    cls = torch.optim.SGD if "momentum" in kw else torch.optim.AdamW
+    mine, plain = Model(), Model()
+    optimizers, expected = both(mine, cls, lr=0.05, **kw), cls(plain.parameters(), lr=0.05, **kw)
+    run(mine, optimizers, [SCHEDULERS["one cycle"](o) for o in optimizers], range(STEPS))
+    run(plain, [expected], [SCHEDULERS["one cycle"](expected)], range(STEPS))
+    same_bits(mine, plain)
+
+
+def test_reduce_on_plateau_and_a_learning_rate_written_by_hand() -> None:
+    mine, plain = Model(), Model()
+    optimizers, expected = both(mine, torch.optim.AdamW), torch.optim.AdamW(plain.parameters())
+    for model, group in ((mine, optimizers), (plain, [expected])):
+        plateaus = [lr_scheduler.ReduceLROnPlateau(o, patience=0) for o in group]
+        for step in range(STEPS):
+            run(model, group, [], [step])
+            for plateau, optimizer in zip(plateaus, group, strict=True):
+                plateau.step(1.0)
+                optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+    same_bits(mine, plain)
+    assert optimizers[0].param_groups[0]["lr"] == expected.param_groups[0]["lr"]
+
+
+def test_it_is_an_optimizer_of_the_models_own_parameters() -> None:
+    model = Model()
+    optimizer = of_rank(model, 0, torch.optim.AdamW, lr=0.1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert optimizer.defaults["betas"] == (0.9, 0.999)
+
+
+def test_state_is_half_on_each_of_two_ranks() -> None:
+    model = Model()
+    optimizers = both(model, torch.optim.Adam)
+    run(model, optimizers, [], [0])
+    counts = [sum(t.numel() for s in o.state.values() for k, t in s.items() if k != "step") for o in optimizers]
+    everything = 2 * sum(p.numel() for name, p in model.named_parameters() if name != "idle")
+    assert sum(counts) == everything
+    assert abs(counts[0] - counts[1]) <= 2
+
+
+# --- whole tensors ---
+
+
+class NormScaled(torch.optim.Optimizer):
+    """As LAMB does, a step as long as the parameter itself; and a number kept in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = parameter.norm() / parameter.grad.norm() / group["count"]
+                    parameter.sub_(group["lr"] * ratio * parameter.grad)
+
+
+@pytest.mark.parametrize("cls", [NormScaled, torch.optim.Adafactor])
+def test_what_is_not_known_to_be_elementwise_gets_whole_tensors(cls: Any) -> None:
+    mine, plain = Model(), Model()
+    optimizers, expected = both(mine, cls, lr=0.05), cls(plain.parameters(), lr=0.05)
+    run(mine, optimizers, [], range(STEPS))
+    run(plain, [expected], [], range(STEPS))
+    same_bits(mine, plain)
+    assert not optimizers[0].state.keys() & optimizers[1].state.keys()
+
+
+def test_the_table_holds_exact_classes_behind_partials_and_can_be_overruled() -> None:
+    class MyAdam(torch.optim.Adam):
+        pass
+
+    assert is_elementwise(functools.partial(torch.optim.Adam, lr=0.1))
+    assert not is_elementwise(MyAdam)
+    assert not is_elementwise(torch.optim.Muon)
+    model = Model()
+    whole, halves = of_rank(model, 0, MyAdam), of_rank(model, 0, MyAdam, elementwise=True)
+    assert "a.weight" in whole.state_dict()["state"]
+    assert "a.weight[0:192]" in halves.state_dict()["state"]
+
+
+def test_muon_for_matrices_and_adamw_for_the_rest() -> None:
+    def matrix(name: str, parameter: Tensor) -> bool:
+        return parameter.ndim == 2
+
+    def rest(name: str, parameter: Tensor) -> bool:
+        return parameter.ndim != 2
+
+    mine, plain = Model(), Model()
+    optimizers = [
+        *both(mine, torch.optim.AdamW, lambda: rest, lr=0.05),
+        *both(mine, torch.optim.Muon, lambda: matrix, lr=0.05),
+    ]
+    expected: list[Any] = [
+        torch.optim.AdamW([p for p in plain.parameters() if p.ndim != 2], lr=0.05),
+        torch.optim.Muon([p for p in plain.parameters() if p.ndim == 2], lr=0.05),
+    ]
+    run(mine, optimizers, [], range(STEPS))
+    run(plain, expected, [], range(STEPS))
+    same_bits(mine, plain)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam, functools.partial(torch.optim.LBFGS)])
+def test_what_cannot_step_pieces_is_refused(cls: Any) -> None:
+    with pytest.raises(RunError, match=r"torch\.optim\.(LBFGS|SparseAdam) .*; write torch.optim.AdamW"):
+        of_rank(Model(), 0, cls)
+
+
+# --- stepping ---
+
+
+def test_a_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
+    model = Model()
+    optimizer = of_rank(model, 0, torch.optim.SGD, ranks=1, lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model.scale * 3).square()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(2.25)
+    assert model.scale.item() == pytest.approx(0.5 - 0.1 * 9.0)
+
+
+def test_each_step_publishes_what_was_claimed() -> None:
+    model = Model()
+    optimizer = of_rank(model, 0, torch.optim.SGD)
+    run(model, [optimizer], [], range(3))
+    assert optimizer._store.published == optimizer._claims * 3
+
+
+def test_zero_grad_clears_its_own_and_the_store_once_nothing_is_left() -> None:
+    model = Model()
+    first = of_rank(model, 0, torch.optim.SGD, "a.*")
+    second = of_rank(model, 0, torch.optim.SGD, lambda name, _: not name.startswith("a."))
+    gradients(model, 0)
+    first.zero_grad(set_to_none=False)  # there is nothing to fill with zeros where others have the gradients
+    assert model.a.weight.grad is None
+    assert model.b.weight.grad is not None
+    assert first._store.cleared == 0
+    second.zero_grad()
+    assert (first._store.cleared, second._store.cleared) == (0, 1)
+
+
+def test_zero_grad_keeps_zeros_where_gradients_are_whole() -> None:
+    model = Model()
+    optimizer = of_rank(model, 0, torch.optim.SGD, ranks=1)
+    gradients(model, 0)
+    optimizer.zero_grad(set_to_none=False)
+    assert model.a.weight.grad is not None
+    assert not model.a.weight.grad.any()
+
+
+def test_a_group_added_later_is_stepped() -> None:
+    mine, plain = Model(), Model()
+    optimizers, expected = both(mine, torch.optim.AdamW, "a.*"), torch.optim.AdamW(plain.a.parameters())
+    run(mine, optimizers, [], [0])
+    run(plain, [expected], [], [0])
+    for optimizer in optimizers:
+        optimizer.add_param_group({"params": "b.*", "lr": 0.5})
+    expected.add_param_group({"params": list(plain.b.parameters()), "lr": 0.5})
+    run(mine, optimizers, [], [1, 2])
+    run(plain, [expected], [], [1, 2])
+    same_bits(mine, plain)
+
+
+def test_a_parameter_from_elsewhere_is_refused() -> None:
+    with pytest.raises(RunError, match=r"shape \[7\] is not among this rank's; .*named_parameters"):
+        of_rank(Model(), 0, torch.optim.SGD, [nn.Parameter(torch.ones(7))])
+
+
+# --- precision and offload ---
+
+
+def reference(originals: dict[str, Tensor], cls: Any, steps: Iterable[int], **kw: Any) -> dict[str, Tensor]:
+    """Masters as plain torch.optim steps them, with gradients in float32."""
+    model = Model()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(originals[name])
+    optimizer = cls(model.parameters(), **kw)
+    run(model, [optimizer], [], steps)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_masters_start_from_the_values_before_they_were_rounded(cls: Any, offload: bool) -> None:
+    model = Model()
+    originals = {name: tensor.clone() for name, tensor in cast_parameters(model, Precision()).items()}
+    optimizers = both(model, cls, lr=0.01, precision=Precision(), offload=offload, originals=originals)
+    for step in range(STEPS):
+        gradients(model, step, torch.float32)
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = reference(originals, cls, range(STEPS), lr=0.01)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, expected[name].bfloat16()), name
+        parts = [o.state_dict()["state"] for o in optimizers]
+        masters = [entry["master"] for part in parts for key, entry in part.items() if key.partition("[")[0] == name]
+        in_memory = expected[name].as_strided((parameter.numel(),), (1,))
+        flat = [m.as_strided((m.numel(),), (1,)) for m in masters]
+        assert torch.equal(torch.cat(flat), in_memory), name
+
+
+def test_masters_without_originals_start_from_the_parameters() -> None:
+    model = Model()
+    cast_parameters(model, Precision())
+    optimizer = of_rank(model, 0, torch.optim.SGD, precision=Precision())
+    assert torch.equal(optimizer.state_dict()["state"]["a.bias[0:12]"]["master"], model.a.bias[:12].float())
+
+
+def test_offload_steps_copies_on_the_cpu_in_the_parameters_type() -> None:
+    mine, plain = Model(), Model()
+    optimizers, expected = both(mine, torch.optim.AdamW, offload=True), torch.optim.AdamW(plain.parameters())
+    memory = {t.untyped_storage().data_ptr() for t in mine.parameters()}
+    for targets in optimizers[0]._targets:
+        assert all(t.tensor.untyped_storage().data_ptr() not in memory for t in targets)
+    run(mine, optimizers, [], range(STEPS))
+    run(plain, [expected], [], range(STEPS))
+    same_bits(mine, plain)
+
+
+def test_without_masters_the_parameters_memory_is_stepped() -> None:
+    model = Model()
+    optimizer = of_rank(model, 0, torch.optim.SGD, precision=Precision(compute=torch.float32), transport=World())
+    assert not any(target.master for targets in optimizer._targets for target in targets)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_with_inf_or_nan_anywhere_is_skipped_counted_and_said_once(value: float, rank: int) -> None:
+    """On the rank that has it, and on the other one."""
+    for own in (True, False):
+        model = Model()
+        transport = World(rank, other=int(not own))
+        optimizer = of_rank(model, rank, torch.optim.AdamW, precision=Precision(torch.float32), transport=transport)
+        before = copy.deepcopy(model.state_dict())
+        broken = rank if own else 1 - rank
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in range(2):
+                gradients(model, step)
+                if own:
+                    model.a.weight.grad.view(-1)[0 if rank == 0 else -1] = value  # type: ignore[union-attr]
+                optimizer.step()
+        texts = [str(w.message) for w in said if "skipped" in str(w.message)]
+        assert len(texts) == (1 if rank == 0 else 0)
+        assert all(f"step 0 (from 0) was skipped on all ranks: the gradient on rank {broken} has" in t for t in texts)
+        assert all(w.filename == __file__ for w in said if "skipped" in str(w.message))
+        assert optimizer.skipped_steps == 2
+        assert not optimizer.state
+        assert optimizer._store.published == []
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name])
+        transport.other = 0
+        gradients(model, 3)
+        optimizer.step()
+        assert optimizer.state
+        assert optimizer.skipped_steps == 2
+
+
+def test_without_precision_nobody_is_asked() -> None:
+    model = Model()
+    optimizer = of_rank(model, 0, torch.optim.SGD, transport=World(other=1))
+    run(model, [optimizer], [], [0])
+    assert optimizer.skipped_steps == 0
+
+
+# --- groups ---
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+
+def names_in(groups: list[dict[str, Any]], model: nn.Module) -> list[list[str]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in groups]
+
+
+def test_groups_by_parameter_name_pattern_and_predicate() -> None:
+    model = Tied()
+    groups = [
+        {"params": "*.bias", "weight_decay": 0.0},
+        {"params": lambda name, p: p.ndim == 2},
+        {"params": [model.norm.weight]},
+    ]
+    resolved = resolve_groups(groups, held(model), held(model))
+    assert names_in(resolved, model) == [["norm.bias", "head.bias"], ["embed.weight"], ["norm.weight"]]
+    assert resolved[0]["weight_decay"] == 0.0
+    assert groups[0]["params"] == "*.bias"  # the user's own list is left alone
+
+
+@pytest.mark.parametrize("params", ["embed.weight", "head.weight", ["head.weight", "embed.weight"], ["*.weight"]])
+def test_a_tied_parameter_goes_by_any_of_its_names(params: Any) -> None:
+    model = Tied()
+    (group,) = resolve_groups([{"params": params}], held(model), held(model))
+    assert sum(p is model.embed.weight for p in group["params"]) == 1
+
+
+def test_all_by_default_each_once_and_bare_lists_are_one_group() -> None:
+    model = Tied()
+    everything = [name for name, _ in model.named_parameters()]
+    for params in (None, model.parameters(), list(held(model)), "*"):
+        assert names_in(resolve_groups(params, held(model), held(model)), model) == [everything]
+
+
+def test_pairs_keep_their_names_as_in_torch() -> None:
+    model = Tied()
+    resolved = resolve_groups(model.named_parameters(), held(model), held(model))
+    assert torch.optim.SGD(resolved).param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD,
+        model.named_parameters(),
+        {},
+        Halves(dict(model.named_parameters())),
+        World(),
+        held=held(model),
+    )
+    assert optimizer.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
+
+
+def test_what_other_ranks_hold_leaves_a_group_empty() -> None:
+    model = Tied()
+    mine = {name: p for name, p in held(model).items() if name.startswith("norm")}
+    whole = held(copy.deepcopy(model).to("meta"))
+    groups = [
+        {"params": "head.*"},
+        {"params": lambda name, p: p.ndim == 1 and "bias" not in name},
+        {"params": "norm.bias"},
+    ]
+    assert names_in(resolve_groups(groups, mine, whole), model) == [[], ["norm.weight"], ["norm.bias"]]
+    assert resolve_groups([whole["head.bias"]], mine, whole) == [{"params": []}]
+    assert resolve_groups([], {}, whole) == [{"params": []}]
+    assert len(torch.optim.AdamW(resolve_groups("head.*", mine, whole)).param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ("*.bais", r"group 0 asks for '\*\.bais', which fits no parameter of the model; known: \"norm\.bias\""),
+        (["norm.wieght"], r"did you mean \"norm\.weight\"\?"),
+        (lambda name, p: p.ndim == 7, r"asks for .*<lambda>\(name, parameter\), which is true for no parameter"),
+    ],
+)
+def test_what_fits_nothing_in_the_whole_model_is_an_error(params: Any, message: str) -> None:
+    model = Tied()
+    with pytest.raises(RunError, match=message):
+        resolve_groups(params, {}, held(model))
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_parameter_in_two_groups_is_torchs_error_on_every_rank(mine: bool) -> None:
+    model = Tied()
+    groups = [{"params": "head.weight"}, {"params": "embed.*"}]
+    with pytest.raises(ValueError, match=r"more than one parameter group: embed\.weight is in groups 0 and 1"):
+        resolve_groups(groups, held(model) if mine else {}, held(model))
+
+
+@pytest.mark.parametrize("params", [torch.ones(2), {"x"}, [3], [{"params": "*"}, "head.bias"]])
+def test_what_is_no_parameter_is_a_type_error(params: Any) -> None:
+    with pytest.raises(TypeError):
+        resolve_groups(params, held(Tied()), held(Tied()))
+
+
+def test_groups_with_their_own_options_step_as_in_torch() -> None:
+    mine, plain = Model(), Model()
+    optimizers = both(
+        mine, torch.optim.AdamW, [{"params": "*.bias", "lr": 0.2, "weight_decay": 0.0}, {"params": ["b.weight"]}]
+    )
+    expected = torch.optim.AdamW(
+        [
+            {"params": [plain.a.bias, plain.b.bias, plain.image.bias], "lr": 0.2, "weight_decay": 0.0},
+            {"params": [plain.b.weight]},
+        ]
+    )
+    run(mine, optimizers, [], range(STEPS))
+    run(plain, [expected], [], range(STEPS))
+    same_bits(mine, plain)
+
+
+# --- state dicts ---
+
+
+def trained(cls: Any, **kw: Any) -> tuple[Model, list[Any]]:
+    model = Model()
+    if "precision" in kw:
+        kw["originals"] = {n: t.clone() for n, t in cast_parameters(model, kw["precision"]).items()}
+    return model, both(model, cls, lr=0.05, **kw)
+
+
+def steps(model: nn.Module, optimizers: list[Any], numbers: Iterable[int]) -> None:
+    for number in numbers:
+        gradients(model, number, torch.float32)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+
+@pytest.mark.parametrize("kw", [{}, {"precision": Precision()}, {"offload": True}])
+@pytest.mark.parametrize("cls", [*CLASSES, torch.optim.Adafactor])
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_what_is_loaded_goes_on_bit_for_bit(cls: Any, kw: dict[str, Any], optimizer_first: bool) -> None:
+    model, optimizers = trained(cls, **kw)
+    steps(model, optimizers, range(2))
+    saved = copy.deepcopy((model.state_dict(), [o.state_dict() for o in optimizers]))
+    steps(model, optimizers, range(2, 5))
+    again, others = trained(cls, **kw)
+    steps(again, others, [7])
+    for load_optimizer in (optimizer_first, not optimizer_first):
+        if load_optimizer:
+            for other, part in zip(others, saved[1], strict=True):
+                other.load_state_dict(part)
+        else:
+            again.load_state_dict(saved[0])
+            for other in others:
+                other.reload()
+    steps(again, others, range(2, 5))
+    same_bits(again, model)
+
+
+def test_names_of_two_ranks_never_collide() -> None:
+    _, optimizers = trained(torch.optim.AdamW)
+    first, second = (o.state_dict()["state"] for o in optimizers)
+    assert not first.keys() & second.keys()
+    assert "a.weight[0:192]" in first
+    assert "a.weight[192:384]" in second
+
+
+def test_distributed_checkpoint_loads_into_a_fresh_optimizer(tmp_path: Path) -> None:
+    model, optimizers = trained(torch.optim.AdamW, precision=Precision())
+    steps(model, optimizers, range(2))
+    for rank, optimizer in enumerate(optimizers):
+        dcp.save({"optim": optimizer}, checkpoint_id=tmp_path / str(rank), no_dist=True)
+    parameters = copy.deepcopy(model.state_dict())
+    steps(model, optimizers, range(2, 5))
+    again, others = trained(torch.optim.AdamW, precision=Precision())
+    again.load_state_dict(parameters)
+    for rank, optimizer in enumerate(others):
+        dcp.load({"optim": optimizer}, checkpoint_id=tmp_path / str(rank), no_dist=True)
+    steps(again, others, range(2, 5))
+    same_bits(again, model)
+
+
+def test_a_fresh_state_loads_as_fresh() -> None:
+    """SGD's first step differs from one with a momentum of zeros."""
+    model, optimizers = trained(functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.5))
+    other_model, others = trained(functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.5))
+    for optimizer, other in zip(optimizers, others, strict=True):
+        other.load_state_dict(optimizer.state_dict())
+    steps(model, optimizers, range(2))
+    steps(other_model, others, range(2))
+    same_bits(model, other_model)
+
+
+def broken(state: dict[str, Any], how: str) -> dict[str, Any]:
+    state = copy.deepcopy(state)
+    entry = state["state"]["b.bias[0:2]"]
+    if how == "lacks":
+        del state["state"]["b.bias[0:2]"]
+    elif how == "foreign":
+        state["state"]["c.bias[0:2]"] = entry
+    elif how == "shape":
+        entry["exp_avg"] = torch.ones(3)
+    elif how == "class":
+        entry["momentum_buffer"] = entry.pop("exp_avg")
+    elif how == "groups":
+        state["param_groups"].append({})
+    else:
+        del state["state"]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("lacks", r"lacks 1 of the \d+ pieces that this rank steps, first 'b\.bias\[0:2\]'.*as many ranks"),
+        ("foreign", r"the model has no 'c\.bias\[0:2\]'; did you mean"),
+        ("shape", r"exp_avg of b\.bias\[0:2\] has shape \[2\], the state dict has \[3\]"),
+        ("class", r"b\.bias\[0:2\] was saved with .*momentum_buffer.*, this optimizer has .*exp_avg, .*same class"),
+        ("groups", "has 2 parameter groups, this optimizer 1"),
+        ("state", "has no 'state'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(how: str, message: str) -> None:
+    model, optimizers = trained(torch.optim.AdamW, precision=Precision())
+    steps(model, optimizers, range(2))
+    saved = broken(optimizers[0].state_dict(), how)
+    steps(model, optimizers, [2])
+    before = copy.deepcopy(optimizers[0].state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        optimizers[0].load_state_dict(saved)
+    after = optimizers[0].state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, entry in before["state"].items():
+        for name, value in entry.items():
+            same = torch.equal(value, after["state"][key][name]) if isinstance(value, Tensor) else True
+            assert same, (key, name)
+
+
+def test_reload_takes_full_precision_values_where_there_are_some() -> None:
+    model, optimizers = trained(torch.optim.SGD, precision=Precision())
+    values = torch.randn(24)
+    model.a.bias.data.copy_(values)
+    model.b.bias.data.fill_(2.0)
+    optimizers[0].reload({"a.bias": values})
+    state = optimizers[0].state_dict()["state"]
+    assert torch.equal(state["a.bias[0:12]"]["master"], values[:12])
+    assert torch.equal(state["b.bias[0:2]"]["master"], torch.full((2,), 2.0))
