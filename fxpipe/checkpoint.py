@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fxpipe.broadcast import broadcast
 from fxpipe.collective import Collective
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.ownership import Ownership, local
-from fxpipe.reduce import broadcast
 from fxpipe.transport import Transport
 
 

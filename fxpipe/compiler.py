@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from fxpipe.agreement import Options, call_signature, modes_of, pattern_of, plan_together
 from fxpipe.batch import BatchDim, describe, required_names
 from fxpipe.batch import bind as bind_call
+from fxpipe.broadcast import broadcast
 from fxpipe.connect import connect
+from fxpipe.data_axis import check_zero, data_groups, way_of
 from fxpipe.engine import ForwardBackward
 from fxpipe.errors import RunError, nearest
-from fxpipe.flat import Way
 from fxpipe.ir import StageGraph, all_tensors
 from fxpipe.lower import pairs
 from fxpipe.metered import Metered
@@ -24,7 +25,7 @@ from fxpipe.ownership import Ownership, RankModule, ownership, release
 from fxpipe.pipeline import Pass
 from fxpipe.plan import Pattern, Plan, Planner
 from fxpipe.precision import Precision, cast_parameters
-from fxpipe.reduce import Reducer, broadcast, data_groups, reducer_for
+from fxpipe.reduce import Reducer, reducer_for
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family
 from fxpipe.stopwatch import clock_of
@@ -91,7 +92,7 @@ def compile(
     if count < 1:
         raise RunError(f"microbatches={count}; at least 1 is needed")
     _check_options(model, loss_fn, batch_dim)
-    _check_zero(zero, zero_scope, bucket_cap_mb)
+    check_zero(zero, zero_scope, bucket_cap_mb)
     connected = connect(topology)
     transport = Metered(connected, topology, clock_of(connected.device))
     notes = (
@@ -122,7 +123,7 @@ def compile(
             if precision is not None:
                 originals = cast_parameters(module, precision)
             row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
-            way = _way(zero, transport, precision)
+            way = way_of(zero, transport, precision)
             reducer = reducer_for(planner.first.graph, row, module, owners, transport, way, int(bucket_cap_mb * 2**20))
         base_seed = _base_seed(transport)
     return ForwardBackward(
@@ -157,24 +158,6 @@ def _check_options(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | 
     for name in batch_dim if isinstance(batch_dim, Mapping) else ():
         if name not in names:
             raise RunError(f"batch_dim names {name!r}, which is no input{nearest(name, names)}")
-
-
-def _check_zero(zero: int, zero_scope: str, bucket_cap_mb: float) -> None:
-    if zero not in (0, 1, 2, 3):
-        raise RunError(f"zero={zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
-    if zero_scope not in ("node", "data"):
-        raise RunError(f'zero_scope={zero_scope!r}; write "node" or "data"')
-    if not bucket_cap_mb > 0:
-        raise RunError(f"bucket_cap_mb={bucket_cap_mb}; write a size above 0, in MiB")
-
-
-def _way(zero: int, transport: Transport, precision: Precision | None) -> Way:
-    """How this rank's gradients are summed."""
-    wire = precision.reduce if precision is not None else None
-    if transport.data_size == 1:
-        return Way(0, 1, 0, 1, wire)
-    shard = transport.ranks("shard")
-    return Way(zero, len(shard), shard.index(transport.rank), len(transport.ranks("replica")), wire)
 
 
 def _first_pattern(

@@ -26,18 +26,17 @@ from fxpipe.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.groups import resolve_groups
 from fxpipe.ir import StageGraph
 from fxpipe.lower import is_forward
-from fxpipe.measure import Recording, clock_offset, has_run, mean_costs, timeline_of
 from fxpipe.metered import Metered
 from fxpipe.outcome import Outcome, conclude
 from fxpipe.ownership import Ownership, RankModule
 from fxpipe.plan import Plan, Planner
 from fxpipe.precision import Precision, cast_batch
+from fxpipe.recorder import Recorder
 from fxpipe.reduce import Reducer
 from fxpipe.run import Executor, Step
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family, with_costs
 from fxpipe.seeds import seed_of
-from fxpipe.stopwatch import Stopwatch, clock_of
 from fxpipe.timeline import Timeline
 from fxpipe.topology import Topology
 from fxpipe.traffic import Traffic
@@ -86,8 +85,7 @@ class ForwardBackward:
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
         self._failure: str | None = None
         self._device = device
-        self._records = False
-        self._recording: Recording | None = None
+        self._recorder = Recorder(transport, device)
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, self._device)
 
     # what it is
@@ -250,8 +248,7 @@ class ForwardBackward:
             self._reducer.end(outcome.factor)
             if known is None:
                 self._learn_bytes(executors)
-            if self._records:
-                self._recording = Recording(self._step, agreed.plan.schedule, [e.stopwatch for e in executors])
+            self._recorder.keep(self._step, agreed.plan.schedule, [e.stopwatch for e in executors])
             self._step += 1
             self.metrics = dict(outcome.metrics)
             return outcome.loss
@@ -285,7 +282,7 @@ class ForwardBackward:
         return executors
 
     def _executor(self, plan: Plan, rank: int, step: Step) -> Executor:
-        stopwatch = Stopwatch(clock_of(self._device) if self._records else None)
+        stopwatch = self._recorder.stopwatch()
         if step.training:
             self._reducer.watch(stopwatch)
         return Executor(plan.graph, rank, self._exchange, self._device, step, self._reducer, stopwatch)
@@ -320,7 +317,7 @@ class ForwardBackward:
 
     def record_timeline(self, on: bool = True) -> None:
         """Whether the steps from now on are timed, for ``timeline()``; off by default. The same on every rank."""
-        self._records = on
+        self._recorder.on = on
 
     def timeline(self) -> Timeline:
         """When each action of the last recorded step ran, in seconds. A collective call of a pipe group.
@@ -329,17 +326,14 @@ class ForwardBackward:
         plan. A GPU's work is timed with events, and this call waits for them. RunError where no step was recorded.
         """
         with self._failing_together(FxpipeError):
-            recording = self._last_recording("pipe")
-            ahead = clock_offset(self._transport)
-            parts = self._transport.gather("pipe", (recording.laps(ahead), recording.reductions(ahead)))
-            laps, reductions = (itertools.chain(*part) for part in zip(*parts, strict=True))
-            return timeline_of(recording.schedule, laps, self._transport.pipe_rank is None, reductions)
+            self._check_open()
+            return self._recorder.timeline()
 
     def traffic(self) -> Traffic:
         """What this rank moved in the last call and since then: print it. Only of this rank, so no collective call.
 
         The time for which a call waits for the parameters that an optimizer's step before it has sent counts with that
-        call. What FSDP2 moves (zero=3) is not in it.
+        call.
         """
         return self._transport.traffic()
 
@@ -359,18 +353,11 @@ class ForwardBackward:
         such table, on all ranks alike; then nothing has changed.
         """
         with self._failing_together(FxpipeError):
-            self._last_recording("pipe", "data")
-            timeline = self.timeline()
-            everyone = self._transport.gather("data", timeline.costs if has_run(timeline) else None)
-            measured = [costs for costs in everyone if costs is not None]
-            if not measured:
-                raise RunError(
-                    "no micro-batch of the recorded step had weight, so no backward ran; record another step"
-                )
+            self._check_open()
+            costs = self._recorder.costs(activation_bytes)
             planners: list[Planner] = []
 
             def make() -> Plan:
-                costs = mean_costs(measured, activation_bytes)
                 planners.append(self._planner.rescheduled(with_costs(schedule, costs, in_flight, memory)))
                 return planners[0].first
 
@@ -379,18 +366,6 @@ class ForwardBackward:
         self._plan = dataclasses.replace(plan, graph=self.stages)
         self._agreement.replan(self._planner)
         return self.schedule
-
-    def _last_recording(self, *scopes: str) -> Recording:
-        """What was recorded last, or an error on all ranks of these groups alike."""
-        self._check_open()
-        steps = {self._recording.step if self._recording is not None else -1}
-        for scope in scopes:
-            steps = set().union(*self._transport.gather(scope, steps))
-        if self._recording is None or -1 in steps:
-            raise RunError("no step was recorded; call record_timeline() before the step, on every rank")
-        if len(steps) > 1:
-            raise RunError(f"the ranks last recorded different steps, {sorted(steps)}; call record_timeline() on all")
-        return self._recording
 
     def _check_open(self) -> None:
         if self._failure is not None:

@@ -11,31 +11,10 @@ from torch import Tensor, nn
 
 from fxpipe.bucket import Layout, Slot
 from fxpipe.collective import Collective, Scope, Work
+from fxpipe.data_axis import Way
 from fxpipe.errors import RunError
 from fxpipe.stopwatch import Stopwatch
 from fxpipe.transport import Transport
-
-
-@dataclass(frozen=True)
-class Way:
-    """How gradients are summed.
-
-    ``zero``: what is sharded. ``shards``: the size of the shard group; ``rank``: this rank's place in it.
-    ``replicas``: how many ranks hold the same section. ``wire``: the type that gradients travel in; None: their own.
-    """
-
-    zero: int
-    shards: int
-    rank: int
-    replicas: int
-    wire: torch.dtype | None = None
-
-    @property
-    def sharded(self) -> bool:
-        return self.zero > 0
-
-    def on_wire(self, tensor: Tensor) -> Tensor:
-        return tensor if self.wire in (None, tensor.dtype) else tensor.to(self.wire)
 
 
 @dataclass(frozen=True)

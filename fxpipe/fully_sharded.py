@@ -14,17 +14,18 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
 from fxpipe.action import Action, Op
-from fxpipe.collective import Collective, Work
+from fxpipe.collective import Collective
+from fxpipe.data_axis import Way
 from fxpipe.errors import RunError, TopologyError
-from fxpipe.flat import Piece, Way
+from fxpipe.flat import Piece
+from fxpipe.fsdp_unit import Unit, accumulating, finish_setup
 from fxpipe.ir import Stage, StageGraph, all_tensors
 from fxpipe.ownership import Ownership, local
 from fxpipe.precision import Precision
@@ -60,10 +61,10 @@ def fully_sharded(
     mine = [stage for stage in graph if graph.placement[stage.index] == transport.pipe_rank]
     _prepare([parameter for name, parameter in every.items() if name in kept], precision)
     units = [
-        _Unit(stages, {names[id(p)]: p for p in parameters}, mesh, transport, precision)
+        Unit(stages, {names[id(p)]: p for p in parameters}, mesh, transport, precision)
         for (stages, _), parameters in _grouped(mine).items()
     ]
-    _finish_setup([unit.shell for unit in units])
+    finish_setup([unit.shell for unit in units])
     shards = {name: shard for unit in units for name, shard in unit.shards().items()}
     new = {key: shards[name] for key, name in names.items() if name in shards}
     for module in [model, *(stage.module for stage in mine if isinstance(stage.module, nn.Module))]:
@@ -84,7 +85,7 @@ class FullyShardedGradients:
     def __init__(
         self,
         held: Mapping[str, nn.Parameter],
-        units: Sequence[_Unit],
+        units: Sequence[Unit],
         mesh: DeviceMesh,
         transport: Transport,
         owners: Ownership,
@@ -179,7 +180,7 @@ class FullyShardedGradients:
             self._add_earlier()
         self._call = _Call()
 
-    def _of(self, action: Action) -> list[_Unit]:
+    def _of(self, action: Action) -> list[Unit]:
         return [unit for unit in self._units if action.stage in unit.stages]
 
     def _gather_next(self) -> None:
@@ -200,9 +201,9 @@ class FullyShardedGradients:
         data = parameter.detach()
         if self._precision is not None and data.is_floating_point():
             data = data.to(self._precision.compute)
-        return _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision)
+        return accumulating(nn.Parameter(data, parameter.requires_grad), self._precision)
 
-    def _let_go(self, unit: _Unit) -> None:
+    def _let_go(self, unit: Unit) -> None:
         call = self._call
         call.over.add(unit)
         if call.training:
@@ -388,167 +389,14 @@ class _Call:
     deferred: bool = False
     """Whether gradients are reduced at the end, after scaling, and not where a unit's last action was."""
     homes: dict[str, list[_Home]] = field(default_factory=dict)
-    last: dict[_Unit, Action] = field(default_factory=dict)
-    waiting: list[_Unit] = field(default_factory=list)
-    ready: set[_Unit] = field(default_factory=set)
-    over: set[_Unit] = field(default_factory=set)
+    last: dict[Unit, Action] = field(default_factory=dict)
+    waiting: list[Unit] = field(default_factory=list)
+    ready: set[Unit] = field(default_factory=set)
+    over: set[Unit] = field(default_factory=set)
     now: dict[str, nn.Parameter] = field(default_factory=dict)
     earlier: dict[str, Tensor] = field(default_factory=dict)
     local: dict[str, Tensor] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-
-
-# --- units ---
-
-
-class _Unit:
-    """Parameters that are gathered, reduced and freed together."""
-
-    def __init__(
-        self,
-        stages: frozenset[int],
-        parameters: Mapping[str, nn.Parameter],
-        mesh: DeviceMesh,
-        transport: Transport,
-        precision: Precision | None,
-    ) -> None:
-        self.stages, self.names = stages, tuple(parameters)
-        self._precision = precision
-        shell, floating = nn.Module(), True
-        for place, parameter in enumerate(parameters.values()):
-            shell.register_parameter(str(place), parameter)
-            floating = parameter.is_floating_point()
-        what = f"{self.names[0]}" + (f" and {len(self.names) - 1} more" if len(self.names) > 1 else "")
-        policy = MixedPrecisionPolicy()
-        if precision is not None and floating:
-            policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-        self.shell: FSDPModule = fully_shard(shell, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
-        self._all_gather = _AllGather(transport, f"parameters {what}")
-        self.shell.set_custom_all_gather(cast(Any, self._all_gather))
-        self.shell.set_custom_reduce_scatter(cast(Any, _ReduceScatter(transport, f"gradients {what}")))
-        # Shares are of the whole batch, so gradients are summed; and a sum alone, without a factor, is what gloo can.
-        self.shell.set_gradient_divide_factor(1.0)
-        self.shell.set_force_sum_reduction_for_comms(True)
-        if mesh.size(0) > 1:
-            self.shell.set_all_reduce_hook(_AllReduce(transport, f"gradients {what}"))
-        self._shards = dict(zip(self.names, self._present(), strict=True))
-        for shard, old in zip(self._shards.values(), parameters.values(), strict=True):
-            vars(shard).update(vars(old))
-        self._whole: list[nn.Parameter] = []
-        self._handle: Any = None
-        self._reduced = False
-
-    def _present(self) -> list[nn.Parameter]:
-        return list(cast(nn.Module, self.shell)._parameters.values())  # type: ignore[arg-type]
-
-    def shards(self) -> dict[str, nn.Parameter]:
-        """The DTensors, by name: what the model holds between calls."""
-        return self._shards
-
-    def gather(self) -> None:
-        self._handle = self.shell.unshard(async_op=True)
-
-    def gathered(self) -> dict[str, nn.Parameter]:
-        """Waits for the all-gather; the whole parameters, the same objects in every call."""
-        self._all_gather.wait()
-        self._handle.wait()
-        self._whole = self._present()
-        for parameter, shard in zip(self._whole, self._shards.values(), strict=True):
-            if parameter.requires_grad != shard.requires_grad:
-                parameter.requires_grad_(shard.requires_grad)
-            _accumulating(parameter, self._precision)
-        return dict(zip(self.names, self._whole, strict=True))
-
-    def free(self) -> None:
-        self.shell.reshard()
-
-    def reduce(self, gradients: Mapping[str, Tensor] | None = None) -> None:
-        """Starts the reduction of what the backwards left, or of these gradients, and frees the whole parameters.
-
-        What this replica did not use adds zeros, so that the buffers of all replicas match.
-        """
-        for name, parameter in zip(self.names, self._whole, strict=True):
-            if gradients is not None:
-                parameter.grad = gradients.get(name)
-            if parameter.requires_grad and parameter.grad is None:
-                dtype = parameter.grad_dtype or parameter.dtype
-                parameter.grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        _post_backward(self.shell)
-        self._reduced = True
-
-    def finish(self) -> None:
-        """The shards' ``.grad`` may be used."""
-        if self._reduced:
-            _final_callback(self.shell)
-        self._reduced = False
-
-
-class _AllGather:
-    """FSDP2's all-gather over the transport, beside the caller; the unit waits for it."""
-
-    def __init__(self, transport: Transport, what: str) -> None:
-        self._transport, self._what = transport, what
-        self._work: Work | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        step = Collective("all_gather", "gather", output_tensor, input_tensor)
-        self._work = self._transport.start([step], self._what)
-
-    def wait(self) -> None:
-        if self._work is not None:  # none where a shard group is one rank
-            self._work.wait()
-        self._work = None
-
-
-class _ReduceScatter:
-    """FSDP2's reduce-scatter over the transport. It uses the result at once, so it is waited for here."""
-
-    def __init__(self, transport: Transport, what: str) -> None:
-        self._transport, self._what = transport, what
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        step = Collective("reduce_scatter", "shard", output_tensor, input_tensor)
-        self._transport.start([step], self._what).wait()
-
-
-class _AllReduce:
-    """The sum of a shard over the nodes, which FSDP2 calls behind its reduce-scatter."""
-
-    def __init__(self, transport: Transport, what: str) -> None:
-        self._transport, self._what = transport, what
-
-    def __call__(self, shard: Tensor) -> None:
-        self._transport.start([Collective("all_reduce", "replica", shard)], self._what).wait()
-
-
-# --- what torch has no public name for: torch.distributed.pipelining calls the same ---
-
-
-def _finish_setup(shells: Sequence[FSDPModule]) -> None:
-    """One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has."""
-    share_comm_ctx(list(shells))
-    for shell in shells:
-        fully_shard.state(shell)._lazy_init()  # type: ignore[attr-defined]
-
-
-def _post_backward(shell: FSDPModule) -> None:
-    for group in fully_shard.state(shell)._fsdp_param_groups:  # type: ignore[attr-defined]
-        group.post_backward()
-
-
-def _final_callback(shell: FSDPModule) -> None:
-    fully_shard.state(shell)._root_post_backward_final_callback()  # type: ignore[attr-defined]
-
-
-# --- modules and their parameters ---
 
 
 @dataclass(frozen=True)
@@ -608,15 +456,6 @@ def _check_ties(mesh: DeviceMesh, transport: Transport, owners: Ownership) -> No
                 f"{[sizes[rank] for rank in ranks]} ranks to a node, and zero=3 would shard it differently on each: "
                 'write zero_scope="data", or make data the innermost axis'
             )
-
-
-def _accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Parameter:
-    """The parameter, whose gradients add up over micro-batches in no less than float32."""
-    if precision is not None and parameter.requires_grad and parameter.is_floating_point():
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        if parameter.grad_dtype != wide:
-            parameter.grad_dtype = wide
-    return parameter
 
 
 def _zeros(parameter: Tensor) -> Tensor:

@@ -25,43 +25,17 @@ from torch import Tensor, nn
 
 from fxpipe.action import Action, Op
 from fxpipe.bucket import Item, Kind, lay_out
-from fxpipe.collective import Collective, Scope, Work
+from fxpipe.collective import Collective, Work
+from fxpipe.data_axis import Way
 from fxpipe.errors import RunError
-from fxpipe.flat import FlatBucket, Piece, Way
+from fxpipe.flat import FlatBucket, Piece
 from fxpipe.ir import StageGraph
 from fxpipe.ownership import Ownership
 from fxpipe.stopwatch import Stopwatch
-from fxpipe.topology import Topology
-from fxpipe.transport import Groups, Transport
+from fxpipe.transport import Transport
 
 FIRST_BUCKET_MB = 1.0
 """The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
-
-
-def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
-    """The groups of the data axis.
-
-    "shard": among which gradients are summed first, and cut into sections where there is another sum to come. It is
-    the node's ranks where the data group has several in several nodes, the whole data group otherwise and with
-    ``zero_scope="data"``. "replica": the ranks with the same section. "gather" is "shard" once more, "flags" the data
-    group, "all" everybody: groups of their own, on which nothing waits for what is under way on another.
-    """
-    shards: list[list[int]] = []
-    replicas: list[list[int]] = []
-    nodes = topology.shard_groups()
-    for group in topology.groups("data"):
-        parts = [part for part in nodes if part[0] in group]
-        flat = zero_scope == "data" if zero else len(parts) == 1 or len(parts[0]) == 1
-        shards += [group] if flat else parts
-        replicas += [[rank] for rank in group] if flat else [list(ranks) for ranks in zip(*parts, strict=True)]
-    everyone = [list(range(topology.world_size))]
-    return {
-        "shard": shards,
-        "gather": shards,
-        "replica": replicas,
-        "flags": topology.groups("data"),
-        "all": everyone,
-    }
 
 
 @dataclass(frozen=True)
@@ -408,21 +382,3 @@ def reducer_for(
         way,
         capacity,
     )
-
-
-def broadcast(tensors: Sequence[Tensor], transport: Transport, scope: Scope, source: int) -> None:
-    """Overwrites the tensors by those of the group's rank number ``source``."""
-    for group in _by_type([tensor.detach() for tensor in tensors]):
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        transport.broadcast(scope, flat.view(torch.uint8), source)  # bytes: a backend may not know every type
-        offset = 0
-        for tensor in group:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-            offset += tensor.numel()
-
-
-def _by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(groups.values())

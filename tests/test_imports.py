@@ -31,8 +31,9 @@ ROWS = """
     collective bucket
     stopwatch
     traffic
-    transport strict connect metered flat reduce exchange outcome clip target zero fully_sharded
-    checkpoint plan run measure
+    transport strict connect metered data_axis broadcast exchange outcome
+    flat reduce clip target zero fsdp_unit fully_sharded
+    checkpoint plan run measure recorder
     agreement
     engine
     compiler
@@ -42,7 +43,7 @@ ROW = {room: row for row, rooms in enumerate(ROWS.split("\n")) for room in rooms
 
 PASSES_MAY_IMPORT = {"errors", "ir", "pipeline", "callables", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
-MAY_NAME_DISTRIBUTED = {"topology", "transport", "connect", "world", "engine", "fully_sharded"}
+MAY_NAME_DISTRIBUTED = {"topology", "transport", "connect", "world", "engine", "fsdp_unit", "fully_sharded"}
 
 
 def room_of(path: Path) -> str:

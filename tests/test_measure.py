@@ -457,7 +457,7 @@ def rescheduled_at(forwards: dict[str, float], comm: float, limits: dict[str, An
         forward_backward.timeline(), costs=Costs.of(4, forward, [2 * f for f in forward], comm=weight * comm)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_backward, "timeline", lambda: measured)
+        patch.setattr(forward_backward._recorder, "timeline", lambda: measured)
         after = forward_backward.reschedule(**limits)
     forward_backward(batch())
     mean = [(1.5 if data > 1 else 1) * forwards[name] for name in names]

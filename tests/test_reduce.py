@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.broadcast import broadcast
 from fxpipe.connect import connect
 from fxpipe.flat import Piece
-from fxpipe.reduce import broadcast
 from fxpipe.strict import run_strict
 from fxpipe.transport import LocalTransport, Transport
 

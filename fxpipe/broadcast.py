@@ -1,0 +1,29 @@
+"""Broadcast: what one rank holds, to all of a group, a flat buffer per type at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxpipe.collective import Scope
+from fxpipe.transport import Transport
+
+
+def broadcast(tensors: Sequence[Tensor], transport: Transport, scope: Scope, source: int) -> None:
+    """Overwrites the tensors by those of the group's rank number ``source``."""
+    for group in _by_type([tensor.detach() for tensor in tensors]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        transport.broadcast(scope, flat.view(torch.uint8), source)  # bytes: a backend may not know every type
+        offset = 0
+        for tensor in group:
+            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+            offset += tensor.numel()
+
+
+def _by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
