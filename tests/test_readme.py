@@ -56,7 +56,8 @@ def test_the_first_thing_that_the_readme_prints_is_its_table(tmp_path: Path) -> 
 def test_a_command_of_a_page_prints_what_stands_below_it(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "console"):
         for command, shown in re.findall(r"^\$ python (.*)\n((?:[^$].*\n)*)", block, re.MULTILINE):
-            assert run(shlex.split(command), tmp_path).startswith(shown), command
+            arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(command)]
+            assert run(arguments, tmp_path).startswith(shown), command
 
 
 def test_the_picture_is_what_the_command_line_draws(tmp_path: Path) -> None:
