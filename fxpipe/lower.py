@@ -61,7 +61,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum over these ranks the gradients of the parameters that stages on each of them use. Behind all actions."""
+    """Wait until the gradients of the parameters that stages on each of these ranks use are summed. Behind all actions.
+
+    Sums over replicas need none: they run beside the row, on groups of their own, and replicas run equal rows.
+    """
 
     ranks: tuple[int, ...]
 

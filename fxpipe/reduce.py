@@ -227,7 +227,8 @@ class Reducer:
         """All backwards are over: starts what is left, and asks who has used what."""
         last = self._sync and not self._hold
         for bucket in self._live:
-            if bucket not in self._complete and (last or self.way.zero == 2):
+            reduced = self.way.zero == 2 and bucket.layout.kind.stage in self._lasts  # behind each of its backwards
+            if bucket not in self._complete and not reduced and (last or self.way.zero == 2):
                 self._start(bucket, last)
         self._asked = self._ask() if self._sync else None
 
@@ -262,6 +263,7 @@ class Reducer:
         for bucket in self._live:
             bucket.finish(self._sync)
         self._unsummed = not self._sync
+        self._complete.clear()
         self._scale_alone(factor)
 
     def _hear(self) -> None:

@@ -266,6 +266,67 @@ def test_a_gradient_is_a_view_with_the_strides_of_its_parameter() -> None:
         assert zero_copy
 
 
+# --- what happens when ---
+
+
+class Log:
+    """A work under way that tells when it is waited for."""
+
+    def __init__(self, work: Any, what: str, events: list[str]) -> None:
+        self._work, self._what, self._events = work, what, events
+
+    def wait(self) -> None:
+        self._events.append(f"wait for {self._what}")
+        self._work.wait()
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gathered_parameters_are_waited_for_where_the_next_forward_first_uses_them(zero: int) -> None:
+    topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
+
+    def body(rank: int) -> list[str]:
+        one, two = nn.Linear(16, 16), nn.Linear(16, 16)
+        graph = fxpipe.StageGraph.from_callables(
+            {"one": one, "two": two, "loss": lambda y: y.square().mean()},
+            [("one", "two"), ("two", "loss")],
+            {"one": ["x"]},
+        )
+        step = fxpipe.compile(graph, topology, microbatches=2, zero=zero)
+        optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
+        step(torch.ones(4, 16))
+        optimizer.step()
+        events: list[str] = []
+        gathering = step._reducer._gathering
+        gathering[:] = [(b, Log(work, b.layout.slots[0].name.partition(".")[0], events)) for b, work in gathering]
+        one.register_forward_pre_hook(lambda *_: events.append("one"))
+        two.register_forward_pre_hook(lambda *_: events.append("two"))
+        step(torch.ones(4, 16))
+        return events
+
+    for events in run_strict(body, 2):
+        assert events[:4] == ["wait for one", "one", "wait for two", "two"]
+        assert [event for event in events if event.startswith("wait")] == ["wait for one", "wait for two"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_sums_start_in_the_last_micro_batch_alone_and_with_zero_2_in_each(zero: int) -> None:
+    topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
+
+    def body(rank: int) -> list[int]:
+        layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+        step = compiled_alone(layers, topology, microbatches=3, zero=zero, bucket_cap_mb=32 * 32 * 4 / 2**20)
+        counts = []
+        for on in (False, True):
+            step.set_requires_gradient_sync(on)
+            step(torch.ones(6, 32))
+            moved = step.traffic().select(scope="shard")
+            counts.append(sum(row.count for row in moved))
+        return counts
+
+    per_call = {0: [0, 4], 1: [0, 4], 2: [12, 12]}[zero]
+    assert run_strict(body, 2) == [per_call, per_call]
+
+
 # --- broadcast ---
 
 
