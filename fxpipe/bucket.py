@@ -67,7 +67,8 @@ def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tup
     """Buckets for items in the order in which their gradients come, over ``ranks`` shard ranks.
 
     A bucket is closed once it holds ``capacity`` bytes (the first one ``first``), and they stand in the order in which
-    they are complete. Items to be stepped whole go to the ranks balanced by size, largest first (Graham, 1969).
+    they are complete. Those of tied items depend on nothing else that a rank has: their owners must agree. Items to be
+    stepped whole go to the ranks balanced by size, largest first (Graham, 1969).
     """
     owner = _owners([item for item in items if item.kind.whole], ranks)
     open_: dict[tuple[Kind, int | None], list[Item]] = {}
@@ -76,7 +77,8 @@ def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tup
         key = (item.kind, owner.get(item))
         held = open_.setdefault(key, [])
         held.append(item)
-        if sum(one.numel for one in held) * item.kind.element >= (capacity if closed else first):
+        full = capacity if closed or item.kind.owners else first
+        if sum(one.numel for one in held) * item.kind.element >= full:
             closed.append((*key, open_.pop(key)))
     closed += [(*key, held) for key, held in open_.items()]
     place = {item: number for number, item in enumerate(items)}

@@ -55,7 +55,7 @@ def clip_grad_norm_(
         holders = [gradient.detach() for gradient in group]  # torch scales what it finds in .grad of something
         for holder, gradient in zip(holders, group, strict=True):
             holder.grad = gradient
-        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)  # in float64, whatever types a rank has
     return norm
 
 

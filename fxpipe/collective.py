@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -30,13 +31,25 @@ class PeerLost(RunError):
     """A wait ended because the rank at the other end is gone, or has closed its connections."""
 
 
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(error: E) -> E:
+    """The error without what led to it: frames would keep groups, and so connections, that others wait to be closed."""
+    for one in (error, error.__context__):
+        if one is not None:
+            traceback.clear_frames(one.__traceback__)  # whoever handles it may have the traceback, too
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
+
+
 class Collective(NamedTuple):
     """One operation on one group.
 
-    ``operation``: "all_reduce" and "maximum" (``output``, in place), "reduce_scatter" (``input`` is as long as all
-    outputs together), "all_gather" (``output`` is as long as all inputs together), "reduce" and "broadcast"
-    (``output``, in place, to or from the group's rank number ``root``). ``then`` is what follows it at once, before
-    the next one of its chain starts.
+    ``operation``: "all_reduce" and "maximum" (``output``, in place), "reduce_scatter" (``input``, which it may use up,
+    is as long as all outputs together), "all_gather" (``output`` is as long as all inputs together), "reduce" and
+    "broadcast" (``output``, in place, to or from the group's rank number ``root``). ``then`` is what follows it at
+    once, before the next one of its chain starts.
     """
 
     operation: str
@@ -82,7 +95,8 @@ class Chain:
         ended: Callable[[], object] | None,
         look_up: Callable[[], None],
     ) -> None:
-        self.steps, self.what = tuple(steps), what
+        self._steps: list[Collective | None] = list(steps)
+        self.what = what
         self._ended, self._look_up = ended, look_up
         self._done = [threading.Event() for _ in steps]
         self._error: Exception | None = None
@@ -91,18 +105,23 @@ class Chain:
         """Performs step ``place`` once the one before is done."""
         if place:
             self._done[place - 1].wait()
-        step = self.steps[place]
+        step, self._steps[place] = self._steps[place], None  # with the buffers, which may be needed no more
         try:
-            if self._error is None:
-                perform(step)
+            if self._error is None and step is not None:
+                self._perform(step, perform)
                 if step.then is not None:
                     step.then()
-                if self._ended is not None and place == len(self.steps) - 1:
+                if self._ended is not None and place == len(self._steps) - 1:
                     self._ended()
         except Exception as error:  # raised again where it is waited for
-            fact = f"{step} ({self.what}): {error}"
-            self._error = PeerLost(fact) if isinstance(error, RuntimeError) else error.with_traceback(None)
+            self._error = without_frames(error)
         self._done[place].set()
+
+    def _perform(self, step: Collective, perform: Callable[[Collective], object]) -> None:
+        try:
+            perform(step)
+        except RuntimeError as error:
+            raise PeerLost(f"{step} ({self.what}): {error}") from None
 
     def fail(self, error: Exception) -> None:
         """Starts nothing more, and hands the error to whoever waits."""
@@ -120,6 +139,10 @@ class Chain:
 _LOOK_UP_SECONDS = 1.0
 """How long to wait before looking up whether another rank has given up: an operation that a CPU has under way cannot
 be ended, and keeps its connection open, so that nothing else would tell."""
+
+
+_JOIN_SECONDS = 10.0
+"""How long a transport that closes waits for what is still under way."""
 
 
 class Threads:
@@ -147,7 +170,6 @@ class Threads:
         return self._lanes[scope]
 
     def _serve(self, lane: queue.SimpleQueue[tuple[Chain, int] | None]) -> None:
-        torch.set_num_threads(1)  # OpenMP counts per thread; what runs here is bound by memory
         while (entry := lane.get()) is not None:
             chain, place = entry
             chain.run(place, self._perform)
@@ -157,13 +179,13 @@ class Threads:
         for chain in list(self._chains):
             chain.fail(error)
         for lane in self._lanes.values():
-            lane.put(None)  # a thread inside an operation stays there: gloo cannot end it, and it dies with the process
+            lane.put(None)
 
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(_JOIN_SECONDS)
 
 
 class Streams:
@@ -190,7 +212,8 @@ class Streams:
     def fail(self, error: Exception) -> None:
         self._streams.clear()
 
-    close = torch.cuda.synchronize
+    def close(self) -> None:
+        torch.cuda.synchronize()
 
 
 class _OnStream:

@@ -15,7 +15,7 @@ from fxpipe.batch import BatchDim, describe, required_names
 from fxpipe.batch import bind as bind_call
 from fxpipe.broadcast import broadcast
 from fxpipe.connect import connect
-from fxpipe.data_axis import check_zero, data_groups, way_of
+from fxpipe.data_axis import check_ties, check_zero, data_groups, way_of
 from fxpipe.engine import ForwardBackward
 from fxpipe.errors import RunError, nearest
 from fxpipe.ir import StageGraph, all_tensors
@@ -108,6 +108,8 @@ def compile(
         if transport.pipe_rank is not None:
             groups = data_groups(topology, zero, zero_scope)
             transport.open(pairs(plan.instructions), list(owners.tied), groups)
+            if transport.data_size > 1:
+                check_ties(transport, owners)
         device = _device(plan, owners, transport)
         module = _take_part(planner, plan, owners, transport)
         originals: Mapping[str, Tensor] = {}
@@ -121,7 +123,7 @@ def compile(
             module = RankModule(planner.module, owners.names[transport.pipe_rank or 0])
         else:
             if precision is not None:
-                originals = cast_parameters(module, precision)
+                originals = cast_parameters(planner.module, precision)
             row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
             way = way_of(zero, transport, precision)
             reducer = reducer_for(planner.first.graph, row, module, owners, transport, way, int(bucket_cap_mb * 2**20))

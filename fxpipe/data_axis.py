@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, TopologyError
+from fxpipe.ownership import Ownership
 from fxpipe.precision import Precision
 from fxpipe.topology import Topology
 from fxpipe.transport import Groups, Transport
@@ -32,23 +33,25 @@ class Way:
         return self.zero > 0
 
     def on_wire(self, tensor: Tensor) -> Tensor:
-        return tensor if self.wire in (None, tensor.dtype) else tensor.to(self.wire)
+        """As it travels; complex numbers as they are."""
+        return tensor if self.wire in (None, tensor.dtype) or tensor.is_complex() else tensor.to(self.wire)
 
 
 def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     """The groups of the data axis.
 
     "shard": among which gradients are summed first, and cut into sections where there is another sum to come. It is
-    the node's ranks where the data group has several in several nodes, the whole data group otherwise and with
+    the node's ranks where data groups have several in several nodes, the whole data group otherwise and with
     ``zero_scope="data"``. "replica": the ranks with the same section. "gather" is "shard" once more, "flags" the data
     group, "all" everybody: groups of their own, on which nothing waits for what is under way on another.
     """
     shards: list[list[int]] = []
     replicas: list[list[int]] = []
     nodes = topology.shard_groups()
-    for group in topology.groups("data"):
-        parts = [part for part in nodes if part[0] in group]
-        flat = zero_scope == "data" if zero else len(parts) == 1 or len(parts[0]) == 1
+    cut = [[part for part in nodes if part[0] in group] for group in topology.groups("data")]
+    hierarchical = all(len(parts) > 1 and len(parts[0]) > 1 for parts in cut)
+    flat = zero_scope == "data" if zero else not hierarchical
+    for group, parts in zip(topology.groups("data"), cut, strict=True):
         shards += [group] if flat else parts
         replicas += [[rank] for rank in group] if flat else [list(ranks) for ranks in zip(*parts, strict=True)]
     everyone = [list(range(topology.world_size))]
@@ -78,3 +81,15 @@ def check_zero(zero: int, zero_scope: str, bucket_cap_mb: float) -> None:
         raise RunError(f'zero_scope={zero_scope!r}; write "node" or "data"')
     if not bucket_cap_mb > 0:
         raise RunError(f"bucket_cap_mb={bucket_cap_mb}; write a size above 0, in MiB")
+
+
+def check_ties(transport: Transport, owners: Ownership) -> None:
+    """TopologyError where owners of a tied parameter would cut it differently. A collective call of a pipe group."""
+    sizes = transport.gather_int("pipe", len(transport.ranks("shard")))
+    for ranks, names in owners.tied.items():
+        if len({sizes[rank] for rank in ranks}) > 1:
+            raise TopologyError(
+                f"{names[0]} is tied over the pipe ranks {list(ranks)}, whose data groups have "
+                f"{[sizes[rank] for rank in ranks]} ranks to a node, so that each would cut it differently: "
+                'write zero_scope="data", or make data the innermost axis'
+            )

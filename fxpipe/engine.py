@@ -165,6 +165,8 @@ class ForwardBackward:
             elementwise=elementwise,
         )
         self._optimizers.add(optimizer)
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._originals = {name: value for name, value in self._originals.items() if id(held[name]) not in mine}
         return optimizer
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -235,6 +237,8 @@ class ForwardBackward:
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         agreed, batches = self._agree(calls, split_evenly, training=True)
+        with self._failing_together(FxpipeError):
+            self._check_counts(agreed)
         with self._failing_together():
             shares = self._shares(agreed, self._agreement.weights(agreed, batches))
             known = self._outcomes.get(agreed.kind)
@@ -244,7 +248,8 @@ class ForwardBackward:
             self._reducer.flush()
             at_output = next((e.loss for e in executors if e.rank == agreed.plan.output_rank), None)
             outcome = conclude(self._transport, at_output, agreed.plan.output_rank, self._device, known)
-            self._outcomes[agreed.kind], self._is_sum = outcome, outcome.is_sum
+            self._outcomes[agreed.kind] = outcome
+            self._check_kind_of_loss(outcome)
             self._reducer.end(outcome.factor)
             if known is None:
                 self._learn_bytes(executors)
@@ -302,6 +307,27 @@ class ForwardBackward:
         with self._failing_together(*([FxpipeError] if self._transport.data_size == 1 else [])):
             agreed = self._agreement.settle(offer)
         return agreed, self._agreement.batches(agreed, offer, given)
+
+    def _check_kind_of_loss(self, outcome: Outcome) -> None:
+        """Gradients of means and of sums cannot be accumulated together, nor in a type that has no room for sums."""
+        if self._is_sum not in (None, outcome.is_sum):
+            raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
+        if outcome.is_sum and self._precision is not None and self._precision.reduce == torch.float16:
+            raise RunError(
+                "gradients of a fxpipe.Sum are summed before they are divided by its count, for which float16 has no "
+                "room; write Precision(reduce=torch.bfloat16) or float32"
+            )
+        self._is_sum = outcome.is_sum
+
+    def _check_counts(self, agreed: Agreed) -> None:
+        """With zero=2 replicas sum after each micro-batch, so that they must have as many."""
+        if self._reducer.way.zero == 2:
+            counts = self._transport.gather_int("data", len(agreed.sizes))
+            if len(set(counts)) > 1:
+                raise RunError(
+                    f"zero=2 sums gradients after each micro-batch, but the replicas have {list(counts)} of them; "
+                    "give all as many (drop_last=True in a DataLoader), or write zero=1"
+                )
 
     def _shares(self, agreed: Agreed, weights: Sequence[float]) -> tuple[float, ...]:
         """Each micro-batch's part of the weight of the step, over all replicas where the loss is made.
@@ -399,7 +425,8 @@ class ForwardBackward:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""
         load_into(self._planner.module, self.module, state)
-        self._originals = {name: tensor for name, tensor in state.items() if name in self._originals}
+        loaded = {name: tensor.clone() for name, tensor in state.items() if name in self._originals}
+        self._originals = {**self._originals, **loaded}
         for optimizer in self._optimizers:
             optimizer.reload(state)
 
@@ -414,7 +441,7 @@ class ForwardBackward:
     # failing
 
     def _failing_together(self, *spare: type[BaseException]) -> contextlib.AbstractContextManager[None]:
-        return failing_together(self._transport, self._give_up, spare)
+        return failing_together(self._transport, self._give_up, spare, self._exchange.drop)
 
     def _give_up(self, reason: str) -> None:
         self._exchange.drop()

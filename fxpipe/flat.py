@@ -102,22 +102,33 @@ class FlatBucket:
 
     def begin(self, scales: bool) -> None:
         """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
-        held = [parameter.grad is not None for parameter in self.parameters]
-        if not any(held):
+        self._clear_marks()
+        if all(parameter.grad is None for parameter in self.parameters):
             self.forget()
             return
         for place, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 self._drop(place)
-            elif parameter.grad.data_ptr() == self._mark.data_ptr():
+            elif self._is_mark(parameter.grad):
                 parameter.grad = None
             else:
                 self.collect(place)
         if self._summed:
-            self._earlier, self._had, self._summed = self._take(), held, False
+            self._earlier, self._had, self._summed = self._take(), self.present, False
+            self.present = [False] * len(self.parameters)
         elif scales:
             self._aside = self._take()
-        self.present = [is_held and self._earlier is None for is_held in held]
+
+    def _is_mark(self, gradient: Tensor) -> bool:
+        return gradient.data_ptr() == self._mark.data_ptr()
+
+    def _clear_marks(self) -> None:
+        """Whoever has written into a mark, to clear it, has cleared the gradient."""
+        if self._mark._version:
+            for parameter in self.parameters:
+                if parameter.grad is not None and self._is_mark(parameter.grad):
+                    parameter.grad = None
+            self._mark = torch.full_like(self._mark, float("nan"))
 
     def _drop(self, place: int) -> None:
         """The user has cleared the gradient of this parameter alone."""
@@ -126,7 +137,7 @@ class FlatBucket:
             if buffer is not None:
                 offset = self.begins if self.way.sharded else 0
                 buffer[start - offset : stop - offset].zero_()
-        self._had[place] = False
+        self._had[place] = self.present[place] = False
 
     def _take(self) -> Tensor | None:
         """What is here from earlier calls; what comes now is collected apart from it."""
@@ -179,6 +190,8 @@ class FlatBucket:
         ``last``: nothing more comes in this call, so that the sum goes on to other nodes and to owners.
         """
         flat = self._collected()
+        while self.way.zero == 2 and len(self._works) > 1:  # so that few buffers are there at once
+            self._works.pop(0).wait()
         self._go(self._to_section(flat, last) if self.way.sharded else self._in_place(flat))
         if self.way.zero == 2:
             self._flat, self._views = None, [None] * len(self.parameters)
@@ -285,7 +298,10 @@ class FlatBucket:
         self._summed = summed
         shows = not self.way.sharded or (self.way.zero == 1 and not summed)
         for place, parameter in enumerate(self.parameters):
-            if self.present[place] or (self._earlier is not None and self._had[place]):
+            before = self._earlier is not None and self._had[place]
+            if shows and before and not self.present[place]:
+                self._view(place).zero_()
+            if self.present[place] or before:
                 parameter.grad = self._view(place) if shows else self._mark.expand(parameter.shape)
             else:
                 parameter.grad = None
@@ -339,8 +355,8 @@ class _Across:
     """The sum of a section over nodes and owners, in a type of its own where gradients travel in one."""
 
     def __init__(self, part: Tensor, bucket: FlatBucket) -> None:
-        wire = bucket.way.wire
-        self._part, self._wire = part, part if wire in (None, part.dtype) else torch.empty_like(part, dtype=wire)
+        dtype = bucket.way.on_wire(part[:0]).dtype
+        self._part, self._wire = part, part if dtype == part.dtype else torch.empty_like(part, dtype=dtype)
         self.steps = bucket.all_reduces(self._wire)
         if self.steps and self._wire is not part:
             self.steps[-1] = self.steps[-1]._replace(then=lambda: part.copy_(self._wire))

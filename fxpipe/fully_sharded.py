@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fxpipe.action import Action, Op
 from fxpipe.collective import Collective
 from fxpipe.data_axis import Way
-from fxpipe.errors import RunError, TopologyError
+from fxpipe.errors import RunError
 from fxpipe.flat import Piece
 from fxpipe.fsdp_unit import Unit, accumulating, finish_setup
 from fxpipe.ir import Stage, StageGraph, all_tensors
@@ -50,12 +50,8 @@ def fully_sharded(
     A collective call of all ranks, after the broadcast at the start. ``mesh``: ``Topology.data_mesh``. ``transport``
     has the scopes "shard", "gather", "replica" and "flags" open. What has no dimension, and what no stage uses, stays
     whole. Afterwards, the model's old parameters are in use nowhere, and an optimizer must be made of the new ones.
-
-    Raises:
-        TopologyError: a parameter is tied over pipe ranks whose data groups meet nodes differently.
     """
     assert transport.pipe_rank is not None
-    _check_ties(mesh, transport, owners)
     every, kept = _named_parameters(model), owners.names[transport.pipe_rank]
     names = {id(parameter): name for name, parameter in reversed(every.items())}
     mine = [stage for stage in graph if graph.placement[stage.index] == transport.pipe_rank]
@@ -444,18 +440,6 @@ def _prepare(parameters: Sequence[nn.Parameter], precision: Precision | None) ->
         if precision is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(precision.master)
         parameter.data = parameter.data.contiguous()
-
-
-def _check_ties(mesh: DeviceMesh, transport: Transport, owners: Ownership) -> None:
-    """Owners must hold the same shards."""
-    sizes = transport.gather_int("pipe", mesh.size(1))
-    for ranks, names in owners.tied.items():
-        if len({sizes[rank] for rank in ranks}) > 1:
-            raise TopologyError(
-                f"{names[0]} is tied over the pipe ranks {list(ranks)}, whose data groups have "
-                f"{[sizes[rank] for rank in ranks]} ranks to a node, and zero=3 would shard it differently on each: "
-                'write zero_scope="data", or make data the innermost axis'
-            )
 
 
 def _zeros(parameter: Tensor) -> Tensor:

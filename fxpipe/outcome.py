@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ def conclude(
     # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
     # large for less
     if step is not None:
+        _check_names(transport, names)
         numbers = step.numbers(names, device)
         transport.all_reduce("data", numbers)
         total = torch.where(numbers[1] == 0, 1.0, numbers[1])
@@ -61,3 +63,13 @@ def conclude(
     loss, factor = message[0].to(dtype), message[1]
     metrics = {name: message[2 + place].to(metric_dtype(dtype)) for place, name in enumerate(names)}
     return Outcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
+
+
+def _check_names(transport: Transport, names: tuple[str, ...]) -> None:
+    """Replicas add up their metrics, so they must have the same."""
+    if transport.data_size == 1:
+        return
+    digest = hashlib.blake2b("\0".join(names).encode(), digest_size=7).digest()
+    if len(set(transport.gather_int("data", int.from_bytes(digest, "little")))) > 1:
+        everyone = transport.gather("data", names)
+        raise RunError(f"the replicas' losses come with different metrics: {everyone}; return the same on all")

@@ -80,8 +80,8 @@ class Reducer:
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
         self._complete: set[FlatBucket] = set()  # those on their way for good
-        self._next: list[FlatBucket] = []  # to be started in the backward that runs
-        self._left: list[set[int]] = []  # and which of their gradients are still to come
+        self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all ranks
+        self._awaited: dict[FlatBucket, set[int]] = {}  # what the backward that runs has still to give to a bucket
         self._asked: tuple[Work, Tensor] | None = None
         self._add_buckets(self._shared, 0, whole=False)
 
@@ -170,7 +170,11 @@ class Reducer:
         self._sync = sync
         self._hold = sync and scales and self._unsummed
         self._live = [bucket for bucket in self._buckets if bucket.trains]
+        self._queue = list(self._live)
         self._complete.clear()
+        if self._asked is not None:
+            self._asked[0].wait()  # which nobody may have done
+            self._asked = None
         for bucket in self._live:
             bucket.begin(scales)
         alone = [(parameter, parameter.grad) for parameter in self._alone.values()] if scales else []
@@ -185,14 +189,14 @@ class Reducer:
 
     def before(self, action: Action) -> None:
         """A backward begins."""
-        last = self._lasts[action.stage] == action
-        if self.way.zero == 2 or (last and self._sync and not self._hold):
-            self._next = [bucket for bucket in self._live if bucket.layout.kind.stage == action.stage]
-            self._last = last and self._sync and not self._hold
-            self._left = [
-                {place for place, parameter in enumerate(bucket.parameters) if parameter.requires_grad}
-                for bucket in self._next
-            ]
+        self._last = self._lasts[action.stage] == action and self._sync and not self._hold
+        if self.way.zero == 2 or self._last:
+            mine = [bucket for bucket in self._live if bucket.layout.kind.stage == action.stage]
+            if self.way.zero == 2:
+                self._queue = list(mine)
+            for bucket in mine:
+                trained = (place for place, parameter in enumerate(bucket.parameters) if parameter.requires_grad)
+                self._awaited[bucket] = set(trained)
 
     def arrived(self, name: str) -> None:
         """A gradient is there. Its bucket goes once another one comes: the user's own hooks may follow this one."""
@@ -202,17 +206,17 @@ class Reducer:
                 f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
                 "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        self._go(only_full=True)
+        self._go()
         bucket.collect(place)
-        if bucket in self._next:
-            self._left[self._next.index(bucket)].discard(place)
+        if bucket in self._awaited:
+            self._awaited[bucket].discard(place)
 
-    def _go(self, only_full: bool) -> None:
-        """Starts buckets, in an order that is the same on all ranks."""
-        while self._next and not (only_full and self._left[0]):
-            bucket = self._next.pop(0)
-            self._left.pop(0)
-            self._start(bucket, self._last)
+    def _go(self) -> None:
+        """Starts the buckets at the head of the queue that nothing is missing from."""
+        while self._queue and self._awaited.get(self._queue[0], {0}) == set():
+            bucket = self._queue.pop(0)
+            del self._awaited[bucket]
+            self._start(bucket, self.way.zero < 2 or self._last)
 
     def _start(self, bucket: FlatBucket, last: bool) -> None:
         bucket.start(last)
@@ -221,7 +225,10 @@ class Reducer:
 
     def after(self, action: Action) -> None:
         """A backward is over, or was left out: what it has not filled goes as it is."""
-        self._go(only_full=False)
+        for bucket in self._awaited:
+            if bucket.layout.kind.stage == action.stage:
+                self._awaited[bucket].clear()
+        self._go()
 
     def flush(self) -> None:
         """All backwards are over: starts what is left, and asks who has used what."""
@@ -230,7 +237,9 @@ class Reducer:
             reduced = self.way.zero == 2 and bucket.layout.kind.stage in self._lasts  # behind each of its backwards
             if bucket not in self._complete and not reduced and (last or self.way.zero == 2):
                 self._start(bucket, last)
-        self._asked = self._ask() if self._sync else None
+        self._queue.clear()
+        self._awaited.clear()
+        self._asked = self._ask() if self._sync or self.way.zero == 2 else None
 
     def _ask(self) -> tuple[Work, Tensor] | None:
         """Starts finding the parameters that any rank has used; waited for only where this one has not used all."""
@@ -375,7 +384,7 @@ def reducer_for(
         for key in order
         if (transport.data_size > 1 or key in tied) and by_id[key].dtype.is_floating_point | by_id[key].is_complex()
     ]
-    shared.sort(key=lambda one: (len(one.stages) != 1 or bool(one.owners), one.name if one.owners else ""))
+    shared.sort(key=lambda one: (len(one.stages) != 1 or bool(one.owners), one.owners, one.name if one.owners else ""))
     apart = {one.name for one in shared}
     return Reducer(
         shared,

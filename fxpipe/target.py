@@ -63,9 +63,11 @@ def target_of(piece: Piece, original: Tensor | None, precision: Precision | None
     tensor = torch.empty_like(data, dtype=dtype, device=device)
     if offload and data.device.type == "cuda":
         tensor = tensor.pin_memory()
+    target = Target(piece, tensor, True)
     with torch.no_grad():
         tensor.copy_(data if original is None else _part(original, piece))
-    return Target(piece, tensor, True)
+        target.refresh(None)  # where the parameter has been written since, it counts
+    return target
 
 
 def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import datetime
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.collective import Collective, PeerLost, Scope, Starter, Streams, Threads, Work
+from fxpipe.collective import Collective, PeerLost, Scope, Starter, Streams, Threads, Work, without_frames
 from fxpipe.errors import RunError
 from fxpipe.topology import Topology, served_device_type
 
@@ -84,22 +86,27 @@ class Transport(Protocol):
 
 @contextlib.contextmanager
 def failing_together(
-    transport: Transport, give_up: Callable[[str], None], spare: tuple[type[BaseException], ...] = ()
+    transport: Transport,
+    give_up: Callable[[str], None],
+    spare: tuple[type[BaseException], ...] = (),
+    let_go: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """What fails inside fails on every rank: ``give_up(reason)`` aborts, so that nobody waits for this one.
 
-    ``spare``: errors that all ranks raise alike, with nothing started: one can go on after them.
+    ``spare``: errors that all ranks raise alike, with nothing started: one can go on after them. ``let_go`` drops what
+    keeps connections open, while it is found out who is lost.
     """
     lost: PeerLost | None = None
     try:
         yield
     except PeerLost as error:
-        lost = error.with_traceback(None)
+        lost = without_frames(error)
     except BaseException as error:
         if not isinstance(error, spare):
             give_up(f"{type(error).__name__}: {error}")
         raise
     if lost is not None:  # outside of the handler, whose traceback would keep the connections open
+        let_go()
         reason = transport.explain(lost)
         give_up(reason)
         raise RunError(f"another rank failed: {reason}")
@@ -186,7 +193,7 @@ class DistributedTransport:
     """
 
     def __init__(self, topology: Topology, timeout: float = 1800.0) -> None:
-        self.rank = dist.get_rank()
+        self.rank, self.process = dist.get_rank(), os.getpid()
         self._timeout = datetime.timedelta(seconds=timeout)
         self._pipes = topology.groups("pipe")
         coordinate = {"pipe": self._pipes, "data": topology.groups("data")}
@@ -267,13 +274,17 @@ class DistributedTransport:
 
     def gather(self, scope: str, item: Any) -> list[Any]:
         items: list[Any] = [None] * len(self._ranks[scope])
-        _together(dist.all_gather_object, items, item, group=self._member(self._hosts, scope))
+        _together(
+            f"an all-gather over {scope}", dist.all_gather_object, items, item, group=self._member(self._hosts, scope)
+        )
         return items
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         items = torch.empty(len(self._ranks[scope]), dtype=torch.int64, device="cpu")
         mine = torch.tensor([item], device="cpu")
-        _together(dist.all_gather_single, items, mine, group=self._member(self._hosts, scope))
+        _together(
+            f"an all-gather over {scope}", dist.all_gather_single, items, mine, group=self._member(self._hosts, scope)
+        )
         return tuple(items.tolist())
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
@@ -282,41 +293,66 @@ class DistributedTransport:
         return groups[scope]
 
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
-        _together(dist.all_reduce, tensor, group=self._member(self._groups, scope))
+        _together(f"an all-reduce over {scope}", dist.all_reduce, tensor, group=self._member(self._groups, scope))
 
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
-        _together(dist.broadcast, tensor, self._ranks[scope][source], group=self._member(self._groups, scope))
+        root, group = self._ranks[scope][source], self._member(self._groups, scope)
+        _together(f"a broadcast over {scope}", dist.broadcast, tensor, root, group=group)
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
         return self._beside.start(steps, what, ended)
 
     def _perform(self, step: Collective) -> None:
         """Runs a collective to its end, or puts it on the current stream."""
-        if len(self._ranks[step.scope]) == 1:
+        ranks = self._ranks[step.scope]
+        if len(ranks) == 1:
             step.alone()
             return
-        group, root = self._member(self._groups, step.scope), self._ranks[step.scope][step.root]
+        group, root = self._member(self._groups, step.scope), ranks[step.root]
+        work: dist.Work
         match step.operation:
             case "all_reduce":
-                dist.all_reduce(step.output, group=group)
+                work = dist.all_reduce(step.output, group=group, async_op=True)
             case "maximum":
-                dist.all_reduce(step.output, dist.ReduceOp.MAX, group=group)
-            case "reduce_scatter":
-                dist.reduce_scatter_single(step.output, step.input, group=group)
+                work = dist.all_reduce(step.output, dist.ReduceOp.MAX, group=group, async_op=True)
+            case "reduce_scatter" if self._on_cuda:
+                work = dist.reduce_scatter_single(step.output, step.input, group=group, async_op=True)
+            case "reduce_scatter":  # gloo's own is an all-reduce of a copy, whose wait cannot be left
+                work = dist.all_reduce(step.input, group=group, async_op=True)
             case "all_gather":
-                dist.all_gather_single(step.output, step.input, group=group)
+                work = dist.all_gather_single(step.output, step.input, group=group, async_op=True)
             case "reduce":
-                dist.reduce(step.output, root, group=group)
+                work = dist.reduce(step.output, root, group=group, async_op=True)
             case "broadcast":
-                dist.broadcast(step.output, root, group=group)
+                work = dist.broadcast(step.output, root, group=group, async_op=True)
             case other:
                 raise ValueError(f"no collective is called {other!r}")
+        if self._on_cuda:
+            work.wait()
+            return
+        self._finish(work, group)
+        if step.operation == "reduce_scatter" and step.input is not None:
+            step.output.copy_(step.input.chunk(len(ranks))[ranks.index(self.rank)])
+
+    def _finish(self, work: dist.Work, group: dist.ProcessGroup) -> None:
+        """Waits on a thread of its own, which must not be inside of torch when the process ends."""
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # now, or with an error
+                    work.wait()
+                    return
+                if self._closed:
+                    _keep_for_good(work, group)
+                    raise
 
     def _look_up(self) -> None:
-        """PeerLost where another rank has given up."""
+        """PeerLost where another rank has given up, or lost its connection to a third one."""
         reason = self._told()
-        if reason:
-            raise PeerLost(reason)
+        if reason or self._calls_roll():
+            raise PeerLost(reason or "a sum over ranks that others have given up")
 
     def abort(self, reason: str) -> None:
         """Says why in the store, then closes this rank's connections: whoever waits on one gets an error at once."""
@@ -331,8 +367,8 @@ class DistributedTransport:
             self._destroy(why)
 
     def close(self) -> None:
+        self._beside.close()
         if not self._closed:
-            self._beside.close()
             self._destroy("the connections were closed by close(); compile again")
 
     def _destroy(self, why: str) -> None:
@@ -350,10 +386,8 @@ class DistributedTransport:
         if not reason:
             self._give_up()  # first, so that all the others get to the roll call, too
             gone = self._missing()
-            reason = (
-                f"rank {', '.join(map(str, gone))} is gone; rank {self.rank} was in " if gone else "a peer is gone: "
-            )
-            reason += str(lost)
+            who = f"rank {', '.join(map(str, gone))}" if gone else "a peer"
+            reason = f"{who} is gone; rank {self.rank} was in {lost}"
         return reason
 
     def _told(self) -> str:
@@ -363,29 +397,46 @@ class DistributedTransport:
         except RuntimeError:  # the process that holds the store is gone, too
             return ""
 
+    def _calls_roll(self) -> bool:
+        try:
+            return self._store.check([_ROLL_CALL])
+        except RuntimeError:
+            return True
+
     def _missing(self) -> list[int]:
         """The ranks that do not answer within some seconds, once everybody's connections close."""
         everyone = {rank: f"here {rank}" for rank in range(dist.get_world_size())}
         try:
+            self._store.set(_ROLL_CALL, "")
             self._store.set(everyone[self.rank], "")
             left = datetime.timedelta(seconds=_ANSWER_SECONDS)
-            with contextlib.suppress(dist.DistStoreError):
+            with contextlib.suppress(RuntimeError):  # the time is over
                 self._store.wait(list(everyone.values()), left)
             return [rank for rank, key in everyone.items() if not self._store.check([key])]
         except RuntimeError:
             return []
 
 
+_ROLL_CALL = "who is there"
+_SLICE = datetime.timedelta(seconds=0.5)
+"""How long a thread waits inside of torch at a time."""
+
 _ANSWER_SECONDS = 5.0
 """How long a rank may take to notice that another is gone, before it counts as gone itself."""
 
 
-def _together(call: Any, *args: Any, **kwargs: Any) -> None:
+def _keep_for_good(*things: object) -> None:
+    """Never destroys these: gloo cannot end an operation that is under way, and its destructor waits for the end."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _together(what: str, call: Any, *args: Any, **kwargs: Any) -> None:
     """A collective call whose failure is a PeerLost."""
     try:
         call(*args, **kwargs)
     except RuntimeError as error:
-        raise PeerLost(str(error)) from None
+        raise PeerLost(f"{what}: {error}") from None
 
 
 _open: WeakSet[DistributedTransport] = WeakSet()
@@ -395,7 +446,8 @@ _open: WeakSet[DistributedTransport] = WeakSet()
 def _close_all() -> None:
     """Lets go of every process group while Python still runs."""
     for transport in list(_open):
-        transport.close()
+        if transport.process == os.getpid():  # and not one that was forked from it
+            transport.close()
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.clip import gradient_of
+from fxpipe.data_axis import Way
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.flat import Piece
 from fxpipe.groups import resolve_groups
@@ -45,12 +46,12 @@ REFUSED = {
 class Store(Protocol):
     """Who has parameters and gradients; ``fxpipe.reduce.Reducer`` is one."""
 
-    @property
-    def shards(self) -> bool: ...
+    way: Way
+
     def claim(self, names: Iterable[str], whole: bool) -> Claim: ...
     def pieces(self) -> list[Piece]: ...
     def publish(self, claim: Claim) -> None: ...
-    def clear(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 def is_elementwise(cls: Maker) -> bool:
@@ -198,6 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         assert self._inner is not None
+        self._store.settle()  # what the step before has sent may still be on its way
         targets = self._flat
         stepped = [target for target in targets if target.take_gradient()]
         self._wait()
@@ -237,9 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of its parameters, and those not summed yet along with them."""
-        super().zero_grad(set_to_none or self._store.shards)
-        if all(parameter.grad is None for parameter in self._held.values()):
-            self._store.clear()  # no other optimizer has any left
+        super().zero_grad(set_to_none or self._store.way.sharded)
 
     # state
 

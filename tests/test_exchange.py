@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fxpipe.action import Op
+from fxpipe.collective import Work
 from fxpipe.connect import connect
 from fxpipe.errors import RunError
 from fxpipe.exchange import Mailbox, WireExchange
 from fxpipe.lower import Message
 from fxpipe.strict import run_strict
 from fxpipe.topology import Topology
-from fxpipe.collective import Work
 from fxpipe.transport import Pair, Transport
 
 CPU = torch.device("cpu")

@@ -531,7 +531,7 @@ def tied_unevenly() -> tuple[list[int], str]:
         )
 
     with pytest.raises(TopologyError) as error:
-        sharded(tied, STRADDLING, 1)
+        fxpipe.compile(tied(), STRADDLING, microbatches=1, zero=3)
     return shape, str(error.value)
 
 

@@ -1,13 +1,16 @@
-"""A rank that is killed mid-training: every other one ends with an error at once."""
+"""A rank that is killed mid-training, between steps or amid a reduction: every other one ends with an error soon."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import time
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,8 @@ from torch import Tensor, nn
 import fxpipe
 
 SECONDS = 60.0
+RANKS = 4
+OPERATION = r"(an? )?[a-z][a-z_ -]* (of|over|with) \S+"  # as in "all-reduce of 65792 elements over shard"
 
 
 class Chain(nn.Module):
@@ -28,43 +33,107 @@ class Chain(nn.Module):
         return self.b(fxpipe.stage_boundary(self.a(x))).mean()
 
 
-def train(rank: int, victim: int, store: Path, told: Connection) -> None:
-    """Two steps; the victim dies between them. The others tell what the second came to, and after how long."""
-    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=4)
+class Buckets(nn.Module):
+    """Two stages of three layers; each layer fills a bucket of 0.2 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(fxpipe.stage_boundary(self.a(x))).mean()
+
+
+def die(*_: object) -> None:
+    """Dies once the others have had the time to come to what they cannot do alone."""
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def between_steps(is_victim: bool) -> Callable[[], object]:
+    """The first step, and the second one to be taken."""
     topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
     forward_backward = fxpipe.compile(Chain(), topology, microbatches=4)
     forward_backward(torch.ones(8, 8))
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if is_victim:
+        die()
+    return lambda: forward_backward(torch.ones(8, 8))
+
+
+def amid_a_reduction(is_victim: bool, topology: fxpipe.Topology, options: Mapping[str, Any]) -> Callable[[], object]:
+    """The same; the victim dies before its last gradient of the second step, behind buckets that are on their way."""
+    forward_backward = fxpipe.compile(Buckets(), topology, microbatches=4, bucket_cap_mb=0.2, **options)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW)
+    forward_backward(torch.ones(8, 256))
+    optimizer.step()
+    optimizer.zero_grad()
+    if is_victim:
+        first, *_ = forward_backward.parameters()
+        calls = iter([lambda *_: None] * 3 + [die])  # of the last micro-batch
+        first.register_post_accumulate_grad_hook(lambda parameter: next(calls)())
+    return lambda: forward_backward(torch.ones(8, 256))
+
+
+def work(
+    rank: int, victim: int, store: Path, told: Connection, make: Callable[..., Callable[[], object]], *args: Any
+) -> None:
+    """One process: tells what the second step came to, and after how long."""
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=RANKS)
+    step = make(rank == victim, *args)
     start = time.monotonic()
     try:
-        forward_backward(torch.ones(8, 8))
+        step()
     except fxpipe.RunError as error:
         told.send((str(error), time.monotonic() - start))
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_the_other_ranks_end_with_an_error_at_once(tmp_path: Path, victim: int) -> None:
+def what_the_others_say(victim: int, store: Path, make: Callable[..., Any], *args: Any) -> list[tuple[str, float]]:
+    """Each survivor's error and after how many seconds it came; all processes have ended, and only one was killed."""
     context = multiprocessing.get_context("spawn")
     ends, workers = [], []
-    for rank in range(4):
+    for rank in range(RANKS):
         end, told = context.Pipe(duplex=False)
-        worker = context.Process(target=train, args=(rank, victim, tmp_path / "store", told))
+        worker = context.Process(target=work, args=(rank, victim, store, told, make, *args))
         worker.start()
         told.close()
         ends.append(end)
         workers.append(worker)
     try:
         deadline = time.monotonic() + SECONDS
+        said = []
         for rank, end in enumerate(ends):
             assert wait([end], deadline - time.monotonic()), f"rank {rank} hangs"
             if rank != victim:
-                text, seconds = end.recv()
-                assert "another rank failed" in text
-                assert seconds < 10
+                said.append(end.recv())
         for worker in workers:
             worker.join(deadline - time.monotonic())
-        assert [worker.exitcode for worker in workers] == [-signal.SIGKILL if r == victim else 0 for r in range(4)]
+        assert [worker.exitcode for worker in workers] == [-signal.SIGKILL if r == victim else 0 for r in range(RANKS)]
+        return said
     finally:
         for worker in workers:
             worker.kill()
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_the_other_ranks_end_with_an_error_at_once(tmp_path: Path, victim: int) -> None:
+    for text, seconds in what_the_others_say(victim, tmp_path / "store", between_steps):
+        assert "another rank failed" in text
+        assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("victim", "topology", "options"),
+    [
+        (2, fxpipe.Topology([("data", 4)]), {}),
+        (0, fxpipe.Topology([("data", 4)], ranks_per_node=2), {"zero": 1}),
+        (3, fxpipe.Topology([("pipe", 2), ("data", 2)]), {"zero": 1}),
+    ],
+    ids=["all-reduce", "reduce-scatter and all-reduce across nodes", "in the last stage"],
+)
+def test_a_rank_killed_during_a_reduction_is_named_with_the_operation(
+    tmp_path: Path, victim: int, topology: fxpipe.Topology, options: Mapping[str, Any]
+) -> None:
+    said = what_the_others_say(victim, tmp_path / "store", amid_a_reduction, topology, options)
+    for text, seconds in said:
+        assert re.search(rf"\brank {victim} is gone; rank \d was in {OPERATION}", text), text
+        assert seconds < 30

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.collective import PeerLost
 from fxpipe.connect import connect
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.strict import StrictWorld, current_seat, run_strict
 from fxpipe.topology import Topology
-from fxpipe.collective import PeerLost
 from fxpipe.transport import Transport
 
 T = TypeVar("T")
