@@ -1,0 +1,748 @@
+"""The data axis against torch's own: DDP, ZeroRedundancyOptimizer and FSDP2 on the unsplit model, and plain PyTorch.
+
+Ranks share this process as a strict world, 8 of them where there are 8; what needs torch's process groups runs on gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fxpipe
+from fxpipe import Topology, stage_boundary
+from fxpipe.strict import current_seat, run_strict
+from tests.harness import cut, replica_of
+from tests.pool import Pool
+
+VOCABULARY, WIDTH, HIDDEN, ROWS, LENGTH = 11, 7, 13, 6, 3
+LR, STEPS = 1e-3, 20
+State = dict[str, Tensor]
+BF16 = {"compute": torch.bfloat16, "reduce": torch.float32, "master": torch.float32}
+
+
+class Network(nn.Module):
+    """Four stages; tied: the output head is the embedding, so that the first and the last share a parameter."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = stage_boundary(self.embed(ids))
+        h = stage_boundary(torch.tanh(self.a(h)))
+        h = stage_boundary(self.norm(self.b(h)))
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+def network(tied: bool) -> Network:
+    torch.manual_seed(0)
+    return Network(tied)
+
+
+def batch(step: int, replica: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    ids, labels = torch.randint(0, VOCABULARY, (2, ROWS, LENGTH), generator=generator)
+    return {"ids": ids, "labels": labels}
+
+
+def copies(state: Mapping[str, Tensor]) -> State:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def assert_near(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], most: float = 1e-6) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        gap = (got[name].double() - tensor.double()).abs().max().item()
+        assert gap <= most, f"{name} is off by {gap:.3g}"
+
+
+# --- fxpipe ---
+
+
+def topology_of(pipe: int, data: int, order: str, per_node: int | None = None) -> Topology:
+    """Two ranks of a data group in a node, where the order of axes allows it."""
+    sizes = {"pipe": pipe, "data": data}
+    if per_node is None and data > 1:
+        per_node = 4 if (pipe, data, order) == (2, 4, "data, pipe") else 2
+    return Topology([(axis, sizes[axis]) for axis in order.split(", ")], ranks_per_node=per_node)
+
+
+def replica_here(topology: Topology) -> int:
+    return replica_of(topology) if topology.size("data") > 1 else 0
+
+
+def trained(topology: Topology, tied: bool, microbatches: int, steps: int = STEPS, **options: Any) -> State:
+    """The whole model after that many steps of AdamW; for each rank of the engine it is called on."""
+    forward_backward = fxpipe.compile(network(tied), topology, microbatches=microbatches, **options)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
+    replica = replica_here(topology)
+    for step in range(steps):
+        optimizer.zero_grad()
+        forward_backward(**batch(step, replica))
+        optimizer.step()
+    state = copies(forward_backward.state_dict(full=True))
+    forward_backward.close()
+    return state
+
+
+def on_strict(topology: Topology, body: Callable[[], Any]) -> list[Any]:
+    return run_strict(lambda rank: body(), topology.world_size)
+
+
+# --- torch ---
+
+
+def microbatched(model: Any, step: int, microbatches: int, silent: Callable[[bool], Any]) -> None:
+    """Forward and backward of this rank's batch; ``silent(whether)``: the context of what is not to be reduced."""
+    for place, part in enumerate(cut(batch(step, dist.get_rank()), microbatches)):
+        with silent(place < microbatches - 1):
+            (model(**part) / microbatches).backward()
+
+
+def with_ddp(tied: bool, microbatches: int, sharded: bool) -> State:
+    model = DistributedDataParallel(network(tied))
+    optimizer: Any = (
+        ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LR)
+        if sharded
+        else torch.optim.AdamW(model.parameters(), lr=LR)
+    )
+
+    def silent(whether: bool) -> Any:
+        return model.no_sync() if whether else contextlib.nullcontext()
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        microbatched(model, step, microbatches, silent)
+        optimizer.step()
+    return copies(model.module.state_dict())
+
+
+def with_fsdp2(tied: bool, microbatches: int) -> State:
+    model: Any = fully_shard(network(tied), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+
+    def silent(whether: bool) -> Any:
+        model.set_requires_gradient_sync(not whether)
+        return contextlib.nullcontext()
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        microbatched(model, step, microbatches, silent)
+        optimizer.step()
+    return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+
+
+ORACLES: dict[str, Callable[[bool, int], State]] = {
+    "DDP": functools.partial(with_ddp, sharded=False),
+    "ZeroRedundancyOptimizer": functools.partial(with_ddp, sharded=True),
+    "FSDP2": with_fsdp2,
+}
+Key = tuple[str, bool, int]
+"""(oracle, tied, micro-batches)."""
+
+
+def all_oracles() -> dict[Key, State]:
+    fxpipe.init()
+    return {
+        (name, tied, microbatches): oracle(tied, microbatches)
+        for name, oracle in ORACLES.items()
+        for tied in (False, True)
+        for microbatches in (1, 6)
+    }
+
+
+@pytest.fixture(scope="module")
+def oracles(pool: Pool) -> dict[int, dict[Key, State]]:
+    """By the size of the data axis: what torch makes of the unsplit model."""
+    return {data: pool.run(all_oracles, ranks=data)[0] for data in (1, 2, 4)}
+
+
+# --- parameters after 20 steps ---
+
+
+ORDERS = ["pipe, data", "data, pipe"]
+SHAPES = [(1, 4, ORDERS[0]), (2, 2, ORDERS[0]), (2, 2, ORDERS[1]), (4, 1, ORDERS[0])]
+LARGE = [(2, 4, ORDERS[0]), (2, 4, ORDERS[1])]
+"""(pipe, data, order); an axis of size 1 has no place in an order."""
+WAYS: dict[str, dict[str, Any]] = {
+    "zero_0": {"zero": 0},
+    "zero_1_node": {"zero": 1},
+    "zero_1_data": {"zero": 1, "zero_scope": "data"},
+    "zero_2_node": {"zero": 2},
+    "zero_2_data": {"zero": 2, "zero_scope": "data"},
+}
+ORACLE_OF = {0: "DDP", 1: "ZeroRedundancyOptimizer", 2: "ZeroRedundancyOptimizer", 3: "FSDP2"}
+every_way = pytest.mark.parametrize("way", WAYS)
+tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
+
+
+@every_way
+@pytest.mark.parametrize("microbatches", [1, 6])
+@tied_or_not
+@pytest.mark.parametrize(("pipe", "data", "order"), SHAPES + LARGE)
+def test_parameters_are_those_of_torch(
+    oracles: Any, pipe: int, data: int, order: str, tied: bool, microbatches: int, way: str
+) -> None:
+    topology = topology_of(pipe, data, order)
+    states = on_strict(topology, lambda: trained(topology, tied, microbatches, **WAYS[way]))
+    for state in states:
+        assert_near(state, oracles[data][ORACLE_OF[WAYS[way]["zero"]], tied, microbatches])
+
+
+def several_on_gloo(topology: Topology, ways: list[Mapping[str, Any]], tied: bool, microbatches: int) -> list[State]:
+    fxpipe.init()
+    return [trained(topology, tied, microbatches, **way) for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("pipe", "data", "order", "tied", "microbatches"),
+    [(1, 4, "pipe, data", True, 6), (2, 2, "pipe, data", True, 6), (2, 2, "data, pipe", False, 1)],
+)
+def test_and_so_they_are_over_gloo(
+    pool: Pool, oracles: Any, pipe: int, data: int, order: str, tied: bool, microbatches: int
+) -> None:
+    topology = topology_of(pipe, data, order)
+    for states in pool.run(several_on_gloo, topology, list(WAYS.values()), tied, microbatches):
+        for state, way in zip(states, WAYS.values(), strict=True):
+            assert_near(state, oracles[data][ORACLE_OF[way["zero"]], tied, microbatches])
+
+
+@pytest.mark.parametrize(
+    ("pipe", "data", "order", "tied", "microbatches"),
+    [(*shape, tied, microbatches) for shape in SHAPES for tied in (False, True) for microbatches in (1, 6)]
+    + [(*LARGE[1], True, 6)],  # 8 processes on few cores: the hardest case stands for all
+)
+def test_zero_3_is_fsdp2(
+    pool: Pool, oracles: Any, pipe: int, data: int, order: str, tied: bool, microbatches: int
+) -> None:
+    topology = topology_of(pipe, data, order)
+    scopes = [{"zero": 3, "zero_scope": scope} for scope in (("node", "data") if tied else ("node",))]
+    for states in pool.run(several_on_gloo, topology, scopes, tied, microbatches, ranks=pipe * data):
+        for state in states:
+            assert_near(state, oracles[data]["FSDP2", tied, microbatches])
+
+
+# --- plain PyTorch on the unsplit model, all replicas in turn ---
+
+
+def gradients_of(model: nn.Module, step: int, replicas: int, microbatches: int = 1) -> dict[str, Tensor | None]:
+    """The mean over replicas of what each has after its micro-batches; what a hook does is done on each of them."""
+    held = dict(model.named_parameters())
+    total: dict[str, Tensor | None] = dict.fromkeys(held)
+    for replica in range(replicas):
+        for parameter in held.values():
+            parameter.grad = None
+        for part in cut(batch(step, replica), microbatches):
+            (model(**part) / microbatches).backward()
+        for name, parameter in held.items():
+            if parameter.grad is not None:
+                one, so_far = parameter.grad / replicas, total[name]
+                total[name] = one if so_far is None else so_far + one
+    return total
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor | None]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
+    optimizer.step()
+
+
+# --- what each rank holds, and what moves ---
+
+
+class Even(nn.Module):
+    """Sizes that divide: no byte of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+EVEN_BYTES = 4 * 4 * (64 * 64 + 64)
+
+
+def odd() -> nn.Module:
+    return nn.Sequential(nn.Linear(97, 101), nn.Tanh(), nn.Linear(101, 89), nn.Tanh(), nn.Linear(89, 3))
+
+
+class Odd(nn.Module):
+    """Two stages of sizes that divide by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = odd(), nn.Sequential(nn.Linear(3, 97), odd())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(stage_boundary(self.first(x))).square().mean()
+
+
+def state_numel(optimizer: torch.optim.Optimizer) -> int:
+    """Elements of AdamW's two moments that this rank keeps."""
+    return sum(state[key].numel() for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
+
+
+def state_after_a_step(topology: Topology, zero: int, scope: str) -> tuple[int, int]:
+    """What this rank keeps of AdamW's moments, and the parameters of its stages."""
+    torch.manual_seed(0)
+    forward_backward = fxpipe.compile(Odd(), topology, microbatches=2, zero=zero, zero_scope=scope)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW)
+    forward_backward(torch.randn(4, 97))
+    optimizer.step()
+    return state_numel(optimizer), sum(parameter.numel() for parameter in forward_backward.parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("scope", ["node", "data"])
+@pytest.mark.parametrize("topology", [topology_of(1, 4, ORDERS[0]), topology_of(2, 4, ORDERS[0])], ids=str)
+def test_each_rank_keeps_its_part_of_the_optimizer_state(topology: Topology, zero: int, scope: str) -> None:
+    parts = {"node": 2, "data": 4}[scope] if zero else 1
+    kept = on_strict(topology, lambda: state_after_a_step(topology, zero, scope))
+    for held, parameters in kept:
+        assert held == pytest.approx(2 * parameters / parts, rel=0.02)
+
+
+def moved(topology: Topology, microbatches: int, **options: Any) -> tuple[float, float]:
+    """Bytes between nodes, per node, and inside them, per rank: of the second step, its parameter gather included."""
+    torch.manual_seed(0)
+    forward_backward = fxpipe.compile(Even(), topology, microbatches=microbatches, bucket_cap_mb=0.02, **options)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW)
+    for _ in range(2):
+        optimizer.zero_grad()
+        forward_backward(torch.randn(6, 64))
+        optimizer.step()
+    traffic = forward_backward.traffic()
+    assert str(traffic)
+    return traffic.between, traffic.inside
+
+
+def by_formula(way: str, nodes: int, ranks: int, microbatches: int) -> tuple[float, float]:
+    """evidence.md's table, with as many bytes of parameters as of gradients; (between, inside)."""
+    g = p = EVEN_BYTES
+    world = nodes * ranks
+    across = 2 * g * (nodes - 1) / nodes
+    if way == "zero_0":
+        return across, 2 * g * (ranks - 1) / ranks
+    if way == "zero_1_data":
+        everything = (g + p) * (world - 1) / world
+        return (everything, 0.0) if nodes > 1 else (0.0, everything)
+    times = microbatches if way == "zero_2_node" else 1
+    return across, (times * g + p) * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("way", ["zero_0", "zero_1_node", "zero_1_data", "zero_2_node"])
+def test_bytes_are_those_of_the_formulas(way: str, nodes: int, microbatches: int) -> None:
+    topology = topology_of(1, 4, ORDERS[0], per_node=4 // nodes)
+    for between, inside in on_strict(topology, lambda: moved(topology, microbatches, **WAYS[way])):
+        assert (between, inside) == pytest.approx(by_formula(way, nodes, 4 // nodes, microbatches))
+
+
+# --- overlap ---
+
+
+class FourBuckets(nn.Module):
+    """Four layers of a megabyte: each fills a bucket of that size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def recorded(zero: int, microbatches: int) -> tuple[int, int]:
+    """How many reductions a step had, and how many of them began before the last backward had ended: by hand."""
+    fxpipe.init()
+    topology = Topology([("data", dist.get_world_size())])
+    forward_backward = fxpipe.compile(FourBuckets(), topology, microbatches=microbatches, bucket_cap_mb=1.0, zero=zero)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW)
+    forward_backward.record_timeline()
+    for _ in range(2):
+        optimizer.zero_grad()
+        forward_backward(torch.randn(64, 512))
+        optimizer.step()
+    timeline = forward_backward.timeline()
+    ended = max(span.end for action, span in timeline.spans.items() if action.op is not fxpipe.Op.F)
+    forward_backward.close()
+    return len(timeline.reductions), sum(reduction.start < ended for reduction in timeline.reductions)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_reductions_start_while_backward_goes_on(pool: Pool, zero: int, microbatches: int) -> None:
+    for count, early in pool.run(recorded, zero, microbatches, ranks=2):
+        assert count == 4
+        assert early >= 3
+
+
+# --- tied parameters ---
+
+
+def tied_after(steps: int, topology: Topology, way: Mapping[str, Any], precise: bool) -> list[Tensor]:
+    options = dict(way) if precise else way | {"precision": fxpipe.Precision(**BF16)}
+    forward_backward = fxpipe.compile(network(True), topology, microbatches=2, **options)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        forward_backward(**batch(step, replica_here(topology)))
+        forward_backward.clip_grad_norm_(0.5)
+        optimizer.step()
+    named = forward_backward.module.named_parameters(remove_duplicate=False)
+    return [parameter.detach().clone() for name, parameter in named if name in ("embed.weight", "head.weight")]
+
+
+@pytest.mark.parametrize("precise", [True, False], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["zero_0", "zero_1_node", "zero_2_node"])
+def test_owners_of_a_tied_parameter_stay_bit_identical(way: str, precise: bool) -> None:
+    topology = topology_of(2, 2, ORDERS[0])
+    held = on_strict(topology, lambda: tied_after(100, topology, WAYS[way], precise))
+    assert all(held), "each rank owns it"
+    for tensor in [tensor for of_a_rank in held for tensor in of_a_rank]:
+        assert torch.equal(tensor, held[0][0])
+    assert not torch.equal(held[0][0], network(True).embed.weight.to(held[0][0].dtype))
+
+
+def whole_state(topology: Topology, way: Mapping[str, Any]) -> State:
+    forward_backward = fxpipe.compile(network(True), topology, precision=fxpipe.Precision(**BF16), **way)
+    return copies(forward_backward.state_dict(full=True))
+
+
+@pytest.mark.parametrize("way", ["zero_0", "zero_1_node"])
+def test_a_full_state_dict_of_rounded_parameters_loads_into_a_plain_model(way: str) -> None:
+    topology = topology_of(2, 2, ORDERS[0])
+    for state in on_strict(topology, lambda: whole_state(topology, WAYS[way])):
+        model = Network(True)
+        model.load_state_dict(state)
+        assert_near(
+            model.state_dict(), {name: one.bfloat16() for name, one in network(True).state_dict().items()}, 0.01
+        )
+
+
+# --- unused parameters ---
+
+
+class Branch(nn.Module):
+    """Data decides whether its second layer is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.always(x))
+        return h + self.sometimes(h) if (x[:, 0] > 0).any() else h
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.head(h).square().mean()
+
+
+def branching() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {"branch": Branch(), "mean": Mean()}
+
+
+USERS = [(0, 1), (0,), (), (1,), (0, 1), ()]
+"""Which replicas use the second layer, step by step."""
+
+
+def branch_batch(step: int, replica: int) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + replica))
+    x[:, 0] = -1.0
+    if replica in USERS[step]:
+        x[-1, 0] = 1.0  # in the last micro-batch alone
+    return x
+
+
+def branched(topology: Topology, microbatches: int, way: Mapping[str, Any]) -> tuple[list[bool | None], State]:
+    """Whether the second layer had a gradient, step by step, where this rank owns it; and the parameters in the end."""
+    graph = fxpipe.StageGraph.from_callables(branching(), [("branch", "mean")], {"branch": ["x"]})
+    forward_backward = fxpipe.compile(graph, topology, microbatches=microbatches, **way)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
+    had: list[bool | None] = []
+    for step in range(len(USERS)):
+        optimizer.zero_grad()
+        forward_backward(x=branch_batch(step, replica_here(topology)))
+        held = {name: parameter.grad is not None for name, parameter in forward_backward.named_parameters()}
+        had.append(held.get("branch.sometimes.weight"))
+        optimizer.step()
+    return had, copies(forward_backward.state_dict(full=True))
+
+
+def branched_plainly(microbatches: int) -> State:
+    model = nn.ModuleDict(branching())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for step in range(len(USERS)):
+        optimizer.zero_grad()
+        for replica in range(2):
+            for part in branch_batch(step, replica).tensor_split(microbatches):
+                (model["mean"](model["branch"](part)) / (2 * microbatches)).backward()
+        optimizer.step()
+    return copies(model.state_dict())
+
+
+@every_way
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("topology", [Topology([("data", 2)]), topology_of(2, 2, ORDERS[1])], ids=str)
+def test_a_parameter_that_no_replica_used_has_no_gradient_and_does_not_move(
+    topology: Topology, microbatches: int, way: str
+) -> None:
+    wanted = branched_plainly(microbatches)
+    for had, state in on_strict(topology, lambda: branched(topology, microbatches, WAYS[way])):
+        if any(one is not None for one in had):
+            assert had == [bool(users) for users in USERS]
+        assert_near(state, wanted)
+
+
+# --- clearing and accumulating ---
+
+
+@every_way
+@pytest.mark.parametrize("by", ["optimizer", "forward_backward"])
+def test_zero_grad_to_zero_is_as_good_as_to_none(way: str, by: str) -> None:
+    topology = topology_of(2, 2, ORDERS[0])
+
+    def body(set_to_none: bool) -> State:
+        forward_backward = fxpipe.compile(network(True), topology, microbatches=2, **WAYS[way])
+        optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
+        clears = optimizer if by == "optimizer" else forward_backward
+        for step in range(4):
+            clears.zero_grad(set_to_none=set_to_none)
+            forward_backward(**batch(step, replica_here(topology)))
+            optimizer.step()
+        return copies(forward_backward.state_dict(full=True))
+
+    zeros, nones = (on_strict(topology, functools.partial(body, set_to_none)) for set_to_none in (False, True))
+    for one, other in zip(zeros, nones, strict=True):
+        assert_near(one, other, 0.0)
+
+
+def accumulated(topology: Topology, way: Mapping[str, Any], syncs: Iterable[bool]) -> State:
+    """Two steps, each of as many calls as there are ``syncs``."""
+    forward_backward = fxpipe.compile(network(True), topology, microbatches=2, **way)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
+    replica, call = replica_here(topology), 0
+    for _ in range(2):
+        optimizer.zero_grad()
+        for sync in syncs:
+            forward_backward.set_requires_gradient_sync(sync)
+            forward_backward(**batch(call, replica))
+            call += 1
+        optimizer.step()
+    return copies(forward_backward.state_dict(full=True))
+
+
+@every_way
+@pytest.mark.parametrize("syncs", [(False, False, True), (True, True, True), (True, False, True)])
+def test_calls_that_accumulate_are_one_bigger_batch(way: str, syncs: tuple[bool, ...]) -> None:
+    topology = topology_of(2, 2, ORDERS[1])
+    model = network(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for first in (0, 3):
+        of_calls = [gradients_of(model, call, 2) for call in range(first, first + 3)]
+        plain_step(model, optimizer, {name: sum(one[name] for one in of_calls) for name in of_calls[0]})  # type: ignore[misc]
+    for state in on_strict(topology, lambda: accumulated(topology, WAYS[way], syncs)):
+        assert_near(state, model.state_dict())
+
+
+# --- hooks ---
+
+
+def halve(gradient: Tensor) -> Tensor:
+    return gradient * 0.5
+
+
+def halve_what_is_there(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def put_another(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 0.5
+
+
+HOOKS: dict[str, Callable[[nn.Parameter], object]] = {
+    "on the gradient": lambda parameter: parameter.register_hook(halve),
+    "behind it": lambda parameter: parameter.register_post_accumulate_grad_hook(halve_what_is_there),
+    "behind it, another tensor": lambda parameter: parameter.register_post_accumulate_grad_hook(put_another),
+}
+HOOKED = ("embed.weight", "a.weight", "b.bias")
+
+
+def hooked(topology: Topology, way: Mapping[str, Any], hook: str, early: bool, microbatches: int) -> State:
+    model = network(False)
+    if early:
+        put_hooks(model.named_parameters(), hook)
+    forward_backward = fxpipe.compile(model, topology, microbatches=microbatches, **way)
+    if not early:
+        put_hooks(forward_backward.named_parameters(), hook)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        forward_backward(**batch(step, replica_here(topology)))
+        optimizer.step()
+    return copies(forward_backward.state_dict(full=True))
+
+
+def put_hooks(named: Iterable[tuple[str, nn.Parameter]], hook: str) -> None:
+    for name, parameter in named:
+        if name in HOOKED:
+            HOOKS[hook](parameter)
+
+
+@every_way
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("early", [True, False], ids=["before compile", "after"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_act_once_and_on_what_they_act_on_in_plain_pytorch(
+    hook: str, early: bool, microbatches: int, way: str
+) -> None:
+    if microbatches > 1 and hook != "on the gradient" and WAYS[way]["zero"] == 2:
+        pytest.skip("there is nothing that has accumulated: each micro-batch's gradient is reduced at once")
+    topology = topology_of(2, 2, ORDERS[0])
+    model = network(False)
+    put_hooks(model.named_parameters(), hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        plain_step(model, optimizer, gradients_of(model, step, 2, microbatches))
+    for state in on_strict(topology, lambda: hooked(topology, WAYS[way], hook, early, microbatches)):
+        assert_near(state, model.state_dict())
+
+
+# --- clipping, inf and nan ---
+
+
+def clipped(topology: Topology, tied: bool, way: Mapping[str, Any]) -> tuple[list[float], State]:
+    """Each step's norm, and the parameters in the end."""
+    forward_backward = fxpipe.compile(network(tied), topology, microbatches=2, **way)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.5)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        forward_backward(**batch(step, replica_here(topology)))
+        norm = forward_backward.clip_grad_norm_(0.3)
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        optimizer.step()
+    state = copies(forward_backward.state_dict(full=True))
+    forward_backward.close()
+    return norms, state
+
+
+@functools.cache
+def clipped_plainly(tied: bool, replicas: int) -> tuple[list[float], State]:
+    model = network(tied)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = []
+    for step in range(3):
+        gradients = gradients_of(model, step, replicas)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        optimizer.step()
+    return norms, copies(model.state_dict())
+
+
+def check_clipped(got: tuple[list[float], State], tied: bool, replicas: int) -> None:
+    norms, state = clipped_plainly(tied, replicas)
+    assert min(norms) > 0.3, "nothing was clipped"
+    assert got[0] == pytest.approx(norms, rel=1e-5)
+    assert_near(got[1], state)
+
+
+@every_way
+@tied_or_not
+@pytest.mark.parametrize(("pipe", "data", "order"), [(2, 2, ORDERS[0]), (2, 4, ORDERS[1])])
+def test_the_norm_is_that_of_the_unsplit_model(pipe: int, data: int, order: str, tied: bool, way: str) -> None:
+    topology = topology_of(pipe, data, order)
+    for got in on_strict(topology, lambda: clipped(topology, tied, WAYS[way])):
+        check_clipped(got, tied, data)
+
+
+def clipped_on_gloo(topology: Topology, tied: bool, way: Mapping[str, Any]) -> tuple[list[float], State]:
+    fxpipe.init()
+    return clipped(topology, tied, way)
+
+
+@tied_or_not
+def test_the_norm_is_that_of_the_unsplit_model_with_zero_3(pool: Pool, tied: bool) -> None:
+    for got in pool.run(clipped_on_gloo, topology_of(2, 2, ORDERS[0]), tied, {"zero": 3}):
+        check_clipped(got, tied, 2)
+
+
+def poisoned(topology: Topology, way: Mapping[str, Any], victim: int, poison: float) -> tuple[list[State], int]:
+    """This rank's parameters after each of four steps, in two of which one rank's gradient has one bad number; and how
+    many steps the optimizer says it has skipped."""
+    forward_backward = fxpipe.compile(
+        network(True), topology, microbatches=2, precision=fxpipe.Precision(**BF16), **way
+    )
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2)
+    seat = current_seat()
+    assert seat is not None
+    states = []
+    for step in range(4):
+        optimizer.zero_grad()
+        spoils = step in (1, 2) and seat.rank == victim
+        with poisoning(forward_backward, poison) if spoils else contextlib.nullcontext():
+            forward_backward(**batch(step, replica_here(topology)))
+        optimizer.step()
+        states.append(copies(dict(forward_backward.named_parameters())))
+    return states, optimizer.skipped_steps
+
+
+@contextlib.contextmanager
+def poisoning(forward_backward: fxpipe.ForwardBackward, poison: float) -> Iterator[None]:
+    """Spoils the last element of one parameter's gradient."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        spoilt = gradient.clone()
+        spoilt.view(-1)[-1] = poison
+        return spoilt
+
+    *_, parameter = forward_backward.parameters()
+    handle = parameter.register_hook(spoil)
+    yield
+    handle.remove()
+
+
+@every_way
+@pytest.mark.parametrize(("victim", "poison"), [(0, float("nan")), (3, float("inf"))])
+def test_a_bad_number_in_one_ranks_gradient_skips_the_step_on_all(way: str, victim: int, poison: float) -> None:
+    topology = topology_of(2, 2, ORDERS[0])
+    with pytest.warns(RuntimeWarning, match="skipped") as said:
+        ranks = on_strict(topology, lambda: poisoned(topology, WAYS[way], victim, poison))
+    assert len(said) == 1
+    for rank, ((first, second, third, fourth), skipped) in enumerate(ranks):
+        assert skipped == 2
+        assert_near(second, first, 0.0)
+        assert_near(third, first, 0.0)
+        assert all(tensor.isfinite().all() for tensor in fourth.values())
+        assert all(not torch.equal(fourth[name], third[name]) for name in fourth)
+        assert_near(fourth, ranks[rank // 2 * 2][0][-1], 0.0)  # the other replica's
