@@ -109,7 +109,7 @@ def compile(
             groups = data_groups(topology, zero, zero_scope)
             transport.open(pairs(plan.instructions), list(owners.tied), groups)
             if transport.data_size > 1:
-                check_ties(transport, owners)
+                check_ties(topology, transport, owners)
         device = _device(plan, owners, transport)
         module = _take_part(planner, plan, owners, transport)
         originals: Mapping[str, Tensor] = {}
@@ -214,10 +214,11 @@ def _take_part(planner: Planner, plan: Plan, owners: Ownership, transport: Trans
     if transport.data_size > 1:
         once = {id(tensor): tensor for tensor in held.values()}
         broadcast(list(once.values()), transport, "data", 0)
+    kept = {id(tensor) for tensor in held.values()}  # under whatever name a stage of another rank has them
     release(model, mine)
     for stage in plan.graph:
         if plan.graph.placement[stage.index] != transport.pipe_rank and isinstance(stage.module, nn.Module):
-            release(stage.module, mine)
+            release(stage.module, frozenset(name for name, t in all_tensors(stage.module).items() if id(t) in kept))
     planner.let_go()
     return RankModule(model, mine)
 

@@ -83,13 +83,16 @@ def check_zero(zero: int, zero_scope: str, bucket_cap_mb: float) -> None:
         raise RunError(f"bucket_cap_mb={bucket_cap_mb}; write a size above 0, in MiB")
 
 
-def check_ties(transport: Transport, owners: Ownership) -> None:
-    """TopologyError where owners of a tied parameter would cut it differently. A collective call of a pipe group."""
-    sizes = transport.gather_int("pipe", len(transport.ranks("shard")))
-    for ranks, names in owners.tied.items():
-        if len({sizes[rank] for rank in ranks}) > 1:
-            raise TopologyError(
-                f"{names[0]} is tied over the pipe ranks {list(ranks)}, whose data groups have "
-                f"{[sizes[rank] for rank in ranks]} ranks to a node, so that each would cut it differently: "
-                'write zero_scope="data", or make data the innermost axis'
-            )
+def check_ties(topology: Topology, transport: Transport, owners: Ownership) -> None:
+    """TopologyError where owners of a tied parameter would cut it differently. A collective call of all ranks, so that
+    all of them raise it."""
+    everyone = transport.gather_int("all", len(transport.ranks("shard")))
+    for group in topology.groups("pipe"):
+        for holders, names in owners.tied.items():
+            sizes = [everyone[group[rank]] for rank in holders]
+            if len(set(sizes)) > 1:
+                raise TopologyError(
+                    f"{names[0]} is tied over the pipe ranks {list(holders)}, whose data groups have "
+                    f"{sizes} ranks to a node, so that each would cut it differently: "
+                    'write zero_scope="data", or make data the innermost axis'
+                )

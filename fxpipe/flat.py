@@ -59,7 +59,7 @@ class FlatBucket:
         self.device = first.device
         self.begins, self.ends = self.layout.section(self.way.rank, self.way.shards)
         self.values = self._flat_values() if self.way.sharded else None
-        self._mark = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+        self._marks = [self._new_mark() for _ in self.parameters]
         self.stopwatch = Stopwatch()
         self._works: list[Work] = []
         self._flat: Tensor | None = None
@@ -72,7 +72,8 @@ class FlatBucket:
     @property
     def _copies(self) -> int:
         """How many ranks' gradients are summed."""
-        return self.way.shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
+        shards = 1 if self.way.sharded else self.way.shards  # of a section, or of all
+        return shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
 
     @property
     def trains(self) -> bool:
@@ -109,7 +110,7 @@ class FlatBucket:
         for place, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 self._drop(place)
-            elif self._is_mark(parameter.grad):
+            elif self._is_mark(place, parameter.grad):
                 parameter.grad = None
             else:
                 self.collect(place)
@@ -119,16 +120,19 @@ class FlatBucket:
         elif scales:
             self._aside = self._take()
 
-    def _is_mark(self, gradient: Tensor) -> bool:
-        return gradient.data_ptr() == self._mark.data_ptr()
+    def _new_mark(self) -> Tensor:
+        return torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+
+    def _is_mark(self, place: int, gradient: Tensor) -> bool:
+        return gradient.data_ptr() == self._marks[place].data_ptr()
 
     def _clear_marks(self) -> None:
         """Whoever has written into a mark, to clear it, has cleared the gradient."""
-        if self._mark._version:
-            for parameter in self.parameters:
-                if parameter.grad is not None and self._is_mark(parameter.grad):
+        for place, parameter in enumerate(self.parameters):
+            if self._marks[place]._version:
+                if parameter.grad is not None and self._is_mark(place, parameter.grad):
                     parameter.grad = None
-            self._mark = torch.full_like(self._mark, float("nan"))
+                self._marks[place] = self._new_mark()
 
     def _drop(self, place: int) -> None:
         """The user has cleared the gradient of this parameter alone."""
@@ -290,9 +294,12 @@ class FlatBucket:
 
     def finish(self, summed: bool) -> None:
         """Gives each parameter that has a gradient its own, or the mark that there is one."""
-        if self._earlier is not None and (summed or not self.way.sharded):
+        if self._earlier is not None and (summed or self.way.zero < 2):
             # not summed now, it is in all the ranks' gradients, where users may clear it: each has its part of it
-            self._content(summed).add_(self._earlier, alpha=1.0 if summed else 1.0 / self._copies)
+            content = self._content(summed)
+            if self.way.zero == 1 and not summed:
+                content = content[self.begins : self.ends]
+            content.add_(self._earlier, alpha=1.0 if summed else 1.0 / self._copies)
             self._earlier = None
             self.present = [now or before for now, before in zip(self.present, self._had, strict=True)]
         self._summed = summed
@@ -302,7 +309,7 @@ class FlatBucket:
             if shows and before and not self.present[place]:
                 self._view(place).zero_()
             if self.present[place] or before:
-                parameter.grad = self._view(place) if shows else self._mark.expand(parameter.shape)
+                parameter.grad = self._view(place) if shows else self._marks[place].expand(parameter.shape)
             else:
                 parameter.grad = None
 

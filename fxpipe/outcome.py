@@ -52,7 +52,7 @@ def conclude(
     # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
     # large for less
     if step is not None:
-        _check_names(transport, names)
+        _check_alike(transport, step.is_sum, names)
         numbers = step.numbers(names, device)
         transport.all_reduce("data", numbers)
         total = torch.where(numbers[1] == 0, 1.0, numbers[1])
@@ -65,11 +65,15 @@ def conclude(
     return Outcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
 
 
-def _check_names(transport: Transport, names: tuple[str, ...]) -> None:
-    """Replicas add up their metrics, so they must have the same."""
+def _check_alike(transport: Transport, is_sum: bool, names: tuple[str, ...]) -> None:
+    """Replicas add up their losses and metrics, so they must have the same."""
     if transport.data_size == 1:
         return
-    digest = hashlib.blake2b("\0".join(names).encode(), digest_size=7).digest()
+    digest = hashlib.blake2b("\0".join([str(is_sum), *names]).encode(), digest_size=7).digest()
     if len(set(transport.gather_int("data", int.from_bytes(digest, "little")))) > 1:
-        everyone = transport.gather("data", names)
-        raise RunError(f"the replicas' losses come with different metrics: {everyone}; return the same on all")
+        everyone = transport.gather("data", (is_sum, names))
+        if len({one for one, _ in everyone}) > 1:
+            raise RunError("the loss is a fxpipe.Sum on one replica and a mean on another; return the same kind on all")
+        raise RunError(
+            f"the replicas' losses come with different metrics: {[one for _, one in everyone]}; return the same on all"
+        )
