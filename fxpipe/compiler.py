@@ -8,15 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxpipe.agreement import Options, call_signature, modes_of, pattern_of, plan_together
 from fxpipe.batch import BatchDim, describe, required_names
 from fxpipe.batch import bind as bind_call
 from fxpipe.broadcast import broadcast
 from fxpipe.connect import connect
-from fxpipe.data_axis import check_ties, check_zero, data_groups, way_of
-from fxpipe.engine import ForwardBackward
+from fxpipe.data_axis import Way, check_ties, check_zero, data_groups, way_of
+from fxpipe.engine import ForwardBackward, Holding
 from fxpipe.errors import RunError, nearest
 from fxpipe.ir import StageGraph, all_tensors
 from fxpipe.lower import pairs
@@ -25,7 +25,7 @@ from fxpipe.ownership import Ownership, RankModule, ownership, release
 from fxpipe.pipeline import Pass
 from fxpipe.plan import Pattern, Plan, Planner
 from fxpipe.precision import Precision, cast_parameters
-from fxpipe.reduce import Reducer, reducer_for
+from fxpipe.reduce import reducer_for
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family
 from fxpipe.stopwatch import clock_of
@@ -35,8 +35,6 @@ from fxpipe.transport import Transport, failing_together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from fxpipe.fully_sharded import FullyShardedGradients
 
 
 def compile(
@@ -93,6 +91,8 @@ def compile(
         raise RunError(f"microbatches={count}; at least 1 is needed")
     _check_options(model, loss_fn, batch_dim)
     check_zero(zero, zero_scope, bucket_cap_mb)
+    if precision is not None and not isinstance(precision, Precision):
+        raise RunError(f"precision is {precision!r}; write fxpipe.Precision(compute=torch.bfloat16)")
     connected = connect(topology)
     transport = Metered(connected, topology, clock_of(connected.device))
     notes = (
@@ -112,36 +112,13 @@ def compile(
                 check_ties(topology, transport, owners)
         device = _device(plan, owners, transport)
         module = _take_part(planner, plan, owners, transport)
-        originals: Mapping[str, Tensor] = {}
-        reducer: Reducer | FullyShardedGradients
         if zero == 3 and transport.data_size > 1:
-            from fxpipe.fully_sharded import fully_sharded  # it imports FSDP2, which takes its time
-
-            graph, mesh = planner.first.graph, topology.data_mesh(zero_scope)
-            reducer = fully_sharded(planner.module, graph, mesh, transport, owners, precision)
-            planner.let_go()
-            module = RankModule(planner.module, owners.names[transport.pipe_rank or 0])
+            holding = _sharded(planner, topology.data_mesh(zero_scope), transport, owners, precision)
         else:
-            if precision is not None:
-                originals = cast_parameters(planner.module, precision)
-            row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
             way = way_of(zero, transport, precision)
-            reducer = reducer_for(planner.first.graph, row, module, owners, transport, way, int(bucket_cap_mb * 2**20))
+            holding = _whole(planner, module, transport, owners, precision, way, int(bucket_cap_mb * 2**20))
         base_seed = _base_seed(transport)
-    return ForwardBackward(
-        planner,
-        planner.first,
-        topology,
-        transport,
-        module,
-        owners,
-        reducer,
-        precision,
-        originals,
-        options,
-        base_seed,
-        device,
-    )
+    return ForwardBackward(planner, topology, transport, holding, owners, options, base_seed, device)
 
 
 def _check_options(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | None, batch_dim: BatchDim) -> None:
@@ -221,6 +198,34 @@ def _take_part(planner: Planner, plan: Plan, owners: Ownership, transport: Trans
             release(stage.module, frozenset(name for name, t in all_tensors(stage.module).items() if id(t) in kept))
     planner.let_go()
     return RankModule(model, mine)
+
+
+def _sharded(
+    planner: Planner, mesh: DeviceMesh, transport: Transport, owners: Ownership, precision: Precision | None
+) -> Holding:
+    """A rank's shards of its parameters, with ``zero=3``."""
+    from fxpipe.fully_sharded import fully_sharded  # it imports FSDP2, which takes its time
+
+    reducer = fully_sharded(planner.module, planner.first.graph, mesh, transport, owners, precision)
+    planner.let_go()
+    return Holding(RankModule(planner.module, owners.names[transport.pipe_rank or 0]), reducer, precision, {})
+
+
+def _whole(
+    planner: Planner,
+    module: RankModule,
+    transport: Transport,
+    owners: Ownership,
+    precision: Precision | None,
+    way: Way,
+    capacity: int,
+) -> Holding:
+    """A rank's whole parameters, in buckets where others have them, too."""
+    originals = {} if precision is None else cast_parameters(planner.module, precision)
+    plan = planner.first
+    row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
+    reducer = reducer_for(plan.graph, row, module, owners, transport, way, capacity)
+    return Holding(module, reducer, precision, originals)
 
 
 def _base_seed(transport: Transport) -> int:

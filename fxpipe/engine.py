@@ -47,6 +47,17 @@ if TYPE_CHECKING:
     from fxpipe.fully_sharded import FullyShardedGradients
 
 
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """What a rank has of the model."""
+
+    module: RankModule
+    reducer: Reducer | FullyShardedGradients
+    precision: Precision | None
+    originals: Mapping[str, Tensor]
+    """Parameters as they were before ``precision`` rounded them, by name."""
+
+
 class ForwardBackward:
     """One function in place of forward and backward: ``loss = forward_backward(*args, **kwargs)``.
 
@@ -58,14 +69,10 @@ class ForwardBackward:
     def __init__(
         self,
         planner: Planner,
-        plan: Plan,
         topology: Topology,
         transport: Metered,
-        module: RankModule,
+        holding: Holding,
         owners: Ownership,
-        reducer: Reducer | FullyShardedGradients,
-        precision: Precision | None,
-        originals: Mapping[str, Tensor],
         options: Options,
         base_seed: int,
         device: torch.device,
@@ -73,9 +80,9 @@ class ForwardBackward:
         self.topology = topology
         self.metrics: dict[str, Tensor] = {}
         """The other scalars of a loss that came in a dict, averaged as the loss was, after each step."""
-        self._planner, self._plan, self._transport = planner, plan, transport
-        self._module, self._owners, self._reducer = module, owners, reducer
-        self._precision, self._originals = precision, originals
+        self._planner, self._plan, self._transport = planner, planner.first, transport
+        self._module, self._reducer, self._owners = holding.module, holding.reducer, owners
+        self._precision, self._originals = holding.precision, holding.originals
         self._optimizers: WeakSet[DistributedOptimizer] = WeakSet()
         self._options, self._base_seed = options, base_seed
         self._agreement = Agreement(planner, transport, options)

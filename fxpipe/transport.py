@@ -273,18 +273,18 @@ class DistributedTransport:
             raise PeerLost(f"{call.__name__} with rank {peer}: {error}") from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
-        items: list[Any] = [None] * len(self._ranks[scope])
-        _together(
-            f"an all-gather over {scope}", dist.all_gather_object, items, item, group=self._member(self._hosts, scope)
-        )
+        group, items = self._member(self._hosts, scope), [item] * len(self._ranks[scope])
+        if len(items) > 1:
+            _together(f"an all-gather over {scope}", dist.all_gather_object, items, item, group=group)
         return items
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
+        group = self._member(self._hosts, scope)
+        if len(self._ranks[scope]) == 1:
+            return (item,)
         items = torch.empty(len(self._ranks[scope]), dtype=torch.int64, device="cpu")
         mine = torch.tensor([item], device="cpu")
-        _together(
-            f"an all-gather over {scope}", dist.all_gather_single, items, mine, group=self._member(self._hosts, scope)
-        )
+        _together(f"an all-gather over {scope}", dist.all_gather_single, items, mine, group=group)
         return tuple(items.tolist())
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
@@ -293,11 +293,14 @@ class DistributedTransport:
         return groups[scope]
 
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
-        _together(f"an all-reduce over {scope}", dist.all_reduce, tensor, group=self._member(self._groups, scope))
+        group = self._member(self._groups, scope)
+        if len(self._ranks[scope]) > 1:
+            _together(f"an all-reduce over {scope}", dist.all_reduce, tensor, group=group)
 
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         root, group = self._ranks[scope][source], self._member(self._groups, scope)
-        _together(f"a broadcast over {scope}", dist.broadcast, tensor, root, group=group)
+        if len(self._ranks[scope]) > 1:
+            _together(f"a broadcast over {scope}", dist.broadcast, tensor, root, group=group)
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
         return self._beside.start(steps, what, ended)

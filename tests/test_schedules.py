@@ -198,7 +198,7 @@ def test_a_table_of_64_stages_and_1024_micro_batches_takes_four_times_as_long_as
     )
     few, many = map(float, done.stdout.split())
     assert many < 4
-    assert many <= 4.6 * few  # 16 where a step is quadratic
+    assert many <= 6 * few  # about 4 times, and 16 where a step is quadratic
 
 
 # --- families of one's own ---
