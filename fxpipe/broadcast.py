@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,15 @@ from fxpipe.transport import Transport
 
 def broadcast(tensors: Sequence[Tensor], transport: Transport, scope: Scope, source: int) -> None:
     """Overwrites the tensors by those of the group's rank number ``source``."""
+    # as bytes: a backend may not know every type
+    in_flat_buffers(tensors, lambda flat: transport.broadcast(scope, flat.view(torch.uint8), source))
+
+
+def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> None:
+    """Has ``call`` change the tensors in place: all of a type at once, as one flat buffer."""
     for group in _by_type([tensor.detach() for tensor in tensors]):
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        transport.broadcast(scope, flat.view(torch.uint8), source)  # bytes: a backend may not know every type
+        call(flat)
         offset = 0
         for tensor in group:
             tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))

@@ -270,6 +270,8 @@ class ForwardBackward:
     ) -> list[Executor]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
         step_number, replica = self._step, self._transport.data_rank
+        if self._precision is not None:
+            batches = cast_batch(batches, self._precision.compute)
         step = Step(
             batches,
             shares,
@@ -277,8 +279,6 @@ class ForwardBackward:
             training,
         )
         plan, rank = agreed.plan, self._transport.pipe_rank
-        if self._precision is not None:
-            step = dataclasses.replace(step, batches=cast_batch(step.batches, self._precision.compute))
         self._exchange.begin(agreed.kind)
         if rank is None:
             executors = [self._executor(plan, r, step) for r in range(len(plan.instructions))]

@@ -14,14 +14,15 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpipe.action import Action, Op
-from fxpipe.collective import Collective
+from fxpipe.broadcast import in_flat_buffers
+from fxpipe.collective import Collective, Scope
 from fxpipe.data_axis import Way
 from fxpipe.errors import RunError
 from fxpipe.flat import Piece
@@ -265,7 +266,7 @@ class FullyShardedGradients:
             self._transport.start([Collective("maximum", "flags", flags)], "which parameters were used").wait()
         anyone = dict(zip(trainable, map(bool, flags.tolist()), strict=True))
         whole = {n: call.local[n] if n in call.local else _zeros(p) for n, p in self._whole.items() if anyone.get(n)}
-        self._sum("data", whole.values())
+        self._sum("data", list(whole.values()))
         for name, parameter in trainable.items():
             if not anyone[name]:
                 parameter.grad = None
@@ -291,18 +292,9 @@ class FullyShardedGradients:
     def _flags(self, values: Sequence[bool]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._transport.device)
 
-    def _sum(self, scope: str | tuple[int, ...], tensors: Any) -> None:
-        """Sums tensors over a group, in place: one all-reduce for each type."""
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
-        for group in by_type.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            self._transport.all_reduce(scope, flat)
-            offset = 0
-            for tensor in group:
-                tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-                offset += tensor.numel()
+    def _sum(self, scope: Scope, tensors: Sequence[Tensor]) -> None:
+        """Sums tensors over a group, in place."""
+        in_flat_buffers(tensors, lambda flat: self._transport.all_reduce(scope, flat))
 
     def _add_earlier(self) -> None:
         for name, gradient in self._call.earlier.items():
