@@ -28,13 +28,15 @@ from fxpipe.topology import Topology
 
 if TYPE_CHECKING:
     from fxpipe import passes
-    from fxpipe.compiler import compile
+    from fxpipe.compiler import compile, preview
     from fxpipe.engine import ForwardBackward
+    from fxpipe.initialise import init_weights_of, reset_parameters
     from fxpipe.ir import StageGraph
     from fxpipe.loss import Sum
     from fxpipe.precision import Precision
     from fxpipe.trace import TRACERS
     from fxpipe.traffic import Traffic
+    from fxpipe.weights import Weights
     from fxpipe.world import init, launch
 
 __all__ = [
@@ -58,11 +60,15 @@ __all__ = [
     "TopologyError",
     "TraceError",
     "Traffic",
+    "Weights",
     "compare",
     "compile",
     "init",
+    "init_weights_of",
     "launch",
     "passes",
+    "preview",
+    "reset_parameters",
     "schedules",
     "stage_boundary",
 ]
@@ -75,10 +81,14 @@ _LATER = {
     "StageGraph": "ir",
     "Sum": "loss",
     "Traffic": "traffic",
+    "Weights": "weights",
     "compile": "compiler",
     "init": "world",
+    "init_weights_of": "initialise",
     "launch": "world",
     "passes": "passes",
+    "preview": "compiler",
+    "reset_parameters": "initialise",
 }
 
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from fxpipe.batch import BatchDim, Description, bind, describe, merge, row_count, split, split_rows
+from fxpipe.batch import BatchDim, Description, bind, cut_description, describe, merge, row_count, split, split_rows
+from fxpipe.captures import Modes, Pattern
 from fxpipe.errors import RunError
 from fxpipe.ir import StageGraph
-from fxpipe.plan import Modes, Pattern, Plan, Planner
+from fxpipe.items import NAME, Items, uses_items
+from fxpipe.modes import Autocast, ambient_autocast
+from fxpipe.plan import Plan, Planner
 from fxpipe.trace import Request
 from fxpipe.transport import Transport
 
@@ -32,6 +33,7 @@ class Options:
     batch_dim: BatchDim
     loss_weight: Callable[..., Any] | None
     loss_fn: Callable[..., Any] | None
+    items: Items | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Agreed:
     """Rows of each micro-batch."""
     has_loss: bool
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
+    sums: bool = False
+    """Whether the losses of the micro-batches are parts of a sum already: each divides by the whole batch's items."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class _Offer:
     training: bool
     split_evenly: bool
     modes: Modes
-    layout: tuple[Any, ...]
-    """What changes the messages, but not the plan: strides, gradients and devices of the inputs, autocast."""
+    autocast: tuple[Autocast, ...]
+    """What is on around the call."""
     given: tuple[Description, ...]
     error: str = ""
 
@@ -78,7 +82,8 @@ class Agreement:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
             return _Offer(training, split_evenly, modes, (), (), f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
-        return _Offer(training, split_evenly, modes, _layout(given), tuple(map(describe, given)), nothing), given
+        described = tuple(describe(values, self._planner.needs_shapes) for values in given)
+        return _Offer(training, split_evenly, modes, ambient_autocast(), described, nothing), given
 
     def settle(self, offer: _Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
@@ -97,6 +102,16 @@ class Agreement:
     def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This rank's inputs per micro-batch."""
         return split(given[0], self._options.batch_dim, agreed.sizes) if offer.split_evenly else given
+
+    def count_items(self, agreed: Agreed, batches: Sequence[dict[str, Any]]) -> None:
+        """Gives each micro-batch the number of the whole batch's items. A collective call of the data axis."""
+        if not agreed.sums or self._options.items is None:
+            return
+        if uses_items(agreed.plan.graph, self._transport.pipe_rank):
+            count = self._options.items.count(batches).to(self._transport.device)
+            self._transport.all_reduce("data", count)
+            for batch in batches:
+                batch[NAME] = count.clamp(min=1)
 
     def weights(self, agreed: Agreed, batches: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
         """The weight of each micro-batch, the same on every rank."""
@@ -120,6 +135,8 @@ class Agreement:
             if rank is None or graph.placement[stage.index] == rank
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
+        if NAME in used:
+            used = (used | {"labels"}) - {NAME}  # from which it is made
         return tuple(name for name in graph.inputs if name in used)
 
     def _signature_for(self, training: bool) -> inspect.Signature:
@@ -134,16 +151,17 @@ class Agreement:
         first = offers[0]
         merged = [merge([offer.given[place] for offer in offers]) for place in range(len(first.given))]
         sizes = self._sizes(merged, first)
-        patterns = [
-            pattern_of(description, len(sizes), first.training, self._options.loss_fn, first.modes)
-            for description in merged
-        ]
-        if len(set(patterns)) > 1:
-            raise RunError("the micro-batches of one step must have the same inputs")
-        plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, patterns[0]))
+        if first.split_evenly:
+            merged = [cut_description(merged[0], self._options.batch_dim, size) for size in sizes]
+        items = self._options.items if first.training else None
+        if items is not None:
+            merged = [items.described(description) for description in merged]
+        pattern = pattern_of(merged, first.training, self._options.loss_fn, first.modes, first.autocast)
+        plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
         self._check_required(plan, offers)
-        has_loss = patterns[0].with_loss or self._options.loss_fn is None
-        return Agreed(len(self._settled), patterns[0], plan, sizes, has_loss)
+        has_loss = pattern.with_loss or self._options.loss_fn is None
+        added = items is not None and all(not _gives(offer, NAME) for offer in offers)
+        return Agreed(len(self._settled), pattern, plan, sizes, has_loss, added and uses_items(plan.graph))
 
     def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
         counts = [row_count(description, self._options.batch_dim) for description in merged]
@@ -162,6 +180,10 @@ class Agreement:
                     raise RunError(f"pipe rank {rank} needs input {missing[0]!r}, but was given None")
 
 
+def _gives(offer: _Offer, name: str) -> bool:
+    return any(name == given and of.kind != "none" for description in offer.given for given, of in description)
+
+
 def _check_same_call(offers: Sequence[_Offer]) -> None:
     first = offers[0]
     for rank, offer in enumerate(offers):
@@ -169,6 +191,11 @@ def _check_same_call(offers: Sequence[_Offer]) -> None:
             raise RunError(offer.error if len(offers) == 1 else f"pipe rank {rank}: {offer.error}")
     for rank, offer in enumerate(offers):
         alike = offer.training == first.training and offer.split_evenly == first.split_evenly
+        if offer.autocast != first.autocast:
+            raise RunError(
+                f"pipe ranks 0 and {rank} call under different autocast, {list(first.autocast)} and "
+                f"{list(offer.autocast)}; enter the same on every rank"
+            )
         if not alike or offer.modes != first.modes or len(offer.given) != len(first.given):
             raise RunError(
                 f"pipe ranks 0 and {rank} differ in the call itself, in a module's training flag or in a "
@@ -178,24 +205,32 @@ def _check_same_call(offers: Sequence[_Offer]) -> None:
 
 
 def pattern_of(
-    description: Description,
-    microbatches: int,
+    microbatches: Sequence[Description],
     training: bool,
     loss_fn: Callable[..., Any] | None,
     modes: Modes,
+    autocast: tuple[Autocast, ...] = (),
 ) -> Pattern:
-    """The capture that a batch like this needs."""
-    has_target = any(name == "target" and given.kind != "none" for name, given in description)
+    """The capture that micro-batches like these need; RunError where they have different inputs."""
+    has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
     with_loss = loss_fn is not None and (training or has_target)
-    relevant = [(name, given) for name, given in description if with_loss or loss_fn is None or name != "target"]
-    return Pattern(
-        inputs=tuple(name for name, given in relevant if given.kind == "input"),
-        fixed=tuple((name, given.detail) for name, given in relevant if given.kind != "input"),
-        microbatches=microbatches,
-        with_loss=with_loss,
-        modes=modes,
-        training=training,
+    shapes = tuple(
+        tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
+        for description in microbatches
     )
+    facts = {(_inputs(description), _fixed(description)) for description in shapes}
+    if len(facts) > 1:
+        raise RunError("the micro-batches of one step must have the same inputs")
+    ((inputs, fixed),) = facts
+    return Pattern(inputs, fixed, len(shapes), with_loss, modes, training, shapes, autocast)
+
+
+def _inputs(description: Description) -> tuple[str, ...]:
+    return tuple(name for name, given in description if given.kind == "input")
+
+
+def _fixed(description: Description) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, given.detail) for name, given in description if given.kind != "input")
 
 
 def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[], Plan]) -> Plan:
@@ -233,13 +268,6 @@ def _difference(scope: str, odd: int, digests: Sequence[str], texts: Sequence[st
         f"differ in\n  rank 0: {lines[0]}\n  rank {odd}: {lines[1]}\nbuild the same model "
         "and ask for the same schedule on every rank"
     )
-
-
-def _layout(given: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-    devices = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
-    autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
-    return (*autocast, *((tensor.stride(), tensor.requires_grad, tensor.device.type) for tensor in tensors))
 
 
 def modes_of(model: nn.Module) -> Modes:

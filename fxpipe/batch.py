@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,23 +16,42 @@ from fxpipe.loss import Sum
 
 BatchDim = int | Mapping[str, int | None]
 
+_NUMBERS = (int, float, complex, str)
+"""What a capture that holds for one shape holds for alone; inside of containers strings, too."""
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a tensor is, without its numbers. ``device``: its type only. ``stride``: of the whole batch's tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: str
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Like:
+        return Like(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
 
 
 @dataclass(frozen=True)
 class Given:
     """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
-    ``detail``: the fixed value; or the container and each leaf's (shape, dtype), or its Python type.
+    ``detail``: the fixed value; or the container, and for each leaf a ``Like``, or the Python value that it is.
+    ``like``: an input with a ``Like`` in place of each tensor.
     """
 
     kind: str
     detail: Any = None
+    like: Any = field(default=None, compare=False)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         leaves = self.detail[1] if self.kind == "input" else ()
-        return [leaf[0] for leaf in leaves if isinstance(leaf, tuple)]
+        return [leaf.shape for leaf in leaves if isinstance(leaf, Like)]
 
 
 Description = tuple[tuple[str, Given], ...]
@@ -63,20 +82,53 @@ def required_names(signature: inspect.Signature) -> list[str]:
     ]
 
 
-def describe(values: Mapping[str, Any]) -> Description:
-    return tuple((name, _given(value)) for name, value in values.items())
+def describe(values: Mapping[str, Any], exact: bool = False) -> Description:
+    """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on."""
+    return tuple((name, _given(value, exact)) for name, value in values.items())
 
 
-def _given(value: Any) -> Given:
+def _given(value: Any, exact: bool) -> Given:
     if value is None:
         return Given("none")
     if isinstance(value, _FIXED):
         return Given("fixed", value)
     leaves, spec = pytree.tree_flatten(value)
-    described = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
+    likes = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    kept = (Like, *_NUMBERS) if exact else (Like,)
+    described = tuple(leaf if isinstance(leaf, kept) else type(leaf).__name__ for leaf in likes)
+    return Given("input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec))
+
+
+def is_exact(description: Description) -> bool:
+    """Whether Python's numbers are told."""
+    return all(
+        not isinstance(value, _NUMBERS) or isinstance(told, _NUMBERS)
+        for _, given in description
+        if given.kind == "input"
+        for value, told in zip(pytree.tree_leaves(given.like), given.detail[1], strict=True)
     )
-    return Given("input", ("" if spec.is_leaf() else str(spec), described))
+
+
+def cut_description(description: Description, batch_dim: BatchDim, size: int) -> Description:
+    """The description of a micro-batch of that many rows."""
+    return tuple((name, _cut_given(given, dimension(batch_dim, name), size)) for name, given in description)
+
+
+def _cut_given(given: Given, along: int | None, size: int) -> Given:
+    if given.kind != "input" or along is None:
+        return given
+    container, leaves = given.detail
+    cut = tuple(_cut_like(leaf, along, size) if isinstance(leaf, Like) else leaf for leaf in leaves)
+    like = pytree.tree_map_only(Like, lambda leaf: _cut_like(leaf, along, size), given.like)
+    return Given("input", (container, cut), like)
+
+
+def _cut_like(like: Like, along: int, size: int) -> Like:
+    if not like.shape:
+        return like
+    shape = list(like.shape)
+    shape[along] = size
+    return replace(like, shape=tuple(shape))
 
 
 def merge(descriptions: Sequence[Description]) -> Description:
@@ -87,12 +139,20 @@ def merge(descriptions: Sequence[Description]) -> Description:
             known = merged.get(name)
             if known is None or known[1].kind == "none":
                 merged[name] = rank, given
-            elif given.kind != "none" and given != known[1]:
+            elif given.kind != "none" and _kind(given) != _kind(known[1]):
                 raise RunError(
                     f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
                     f"{_show(known[1])}, rank {rank} has {_show(given)}; all of them pass the same batch"
                 )
     return tuple((name, given) for name, (_, given) in merged.items())
+
+
+def _kind(given: Given) -> Any:
+    """What must be the same on all ranks: anything but where a tensor is and how it lies there."""
+    if given.kind != "input":
+        return given
+    container, leaves = given.detail
+    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Like) else leaf for leaf in leaves)
 
 
 def _show(given: Given) -> str:
@@ -187,10 +247,16 @@ def _join_leaf(column: Sequence[Any], shares: Sequence[float], sizes: Sequence[i
 
 
 def _rows_along(column: Sequence[Tensor], sizes: Sequence[int], along: int) -> int:
-    """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first."""
+    """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
+
+    Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
+    """
     for place in (along, 0):
         if all(-t.dim() <= place < t.dim() and t.shape[place] == n for t, n in zip(column, sizes, strict=True)):
             return place
+    per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
+    if len(per_row) == 1 and per_row.pop()[1] == 0:
+        return 0
     shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
     raise RunError(
         f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "

@@ -175,7 +175,9 @@ def handoff(value: Any) -> Any:
 
 def private(value: Any) -> Any:
     """A copy that the stage may write into: what it received, or the caller's batch, stays as it was."""
-    return pytree.tree_map_only(Tensor, _Duplicate.apply, value)
+    # a compiler makes its own choice of kernels, and cannot look into how memory lies
+    copy = torch.clone if torch.compiler.is_compiling() else _Duplicate.apply
+    return pytree.tree_map_only(Tensor, copy, value)
 
 
 class _Duplicate(torch.autograd.Function):
@@ -188,6 +190,11 @@ class _Duplicate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
+
+
+def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of that kind for a call that reads no number of it; it takes no memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def setitem(target: Any, index: Any, value: Any) -> Any:

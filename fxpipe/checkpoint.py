@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from fxpipe.broadcast import broadcast
 from fxpipe.collective import Collective
+from fxpipe.dtensors import is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.ownership import Ownership, local
+from fxpipe.ownership import Ownership
 from fxpipe.transport import Transport
 
 
@@ -46,25 +47,16 @@ def _whole(tensor: Tensor, transport: Transport) -> Tensor:
     beyond the end of a world of processes.
     """
     own = local(tensor)
-    if own is tensor:
+    if not is_dtensor(tensor):
         return tensor
+    if not is_cut_over(tensor, transport.ranks("gather")):  # the user's own mesh, which parallelize= was given
+        return whole_of(tensor)
     ranks = len(transport.ranks("gather"))
     part = own.new_zeros((-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
     part[: len(own)] = own
     whole = part.new_empty((ranks * len(part), *tensor.shape[1:]))
     transport.start([Collective("all_gather", "gather", whole, part)], "a parameter for the state dict").wait()
     return whole[: tensor.shape[0]].clone()
-
-
-def _own_part(held: Tensor, given: Tensor) -> Tensor:
-    """The part of ``given``, a shard or whole, that goes where ``held``'s memory is."""
-    own = local(held)
-    if own is held or local(given) is not given:
-        return local(given)
-    mesh = getattr(held, "device_mesh")  # noqa: B009  (of a DTensor, whose module is not imported here)
-    chunk = -(-held.shape[0] // mesh.size())
-    (place,) = mesh.get_coordinate()
-    return given[place * chunk : place * chunk + len(own)]
 
 
 def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -86,4 +78,4 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
             )
     with torch.no_grad():
         for name, tensor in held.items():
-            local(tensor).copy_(_own_part(tensor, state[name]))
+            local(tensor).copy_(part_of(tensor, state[name]))

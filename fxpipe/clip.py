@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.dtensors import local
 from fxpipe.errors import RunError
 from fxpipe.flat import Piece
-from fxpipe.ownership import local
 from fxpipe.transport import Transport
 
 

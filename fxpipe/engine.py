@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -21,18 +22,20 @@ from fxpipe.batch import join
 from fxpipe.checkpoint import full_state_dict, load_into
 from fxpipe.clip import clip_grad_norm_
 from fxpipe.costs import Cost
+from fxpipe.dtensors import settle_foreach
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.groups import resolve_groups
+from fxpipe.holding import Holding
 from fxpipe.ir import StageGraph
 from fxpipe.lower import is_forward
 from fxpipe.metered import Metered
+from fxpipe.modes import within
 from fxpipe.outcome import Outcome, conclude
 from fxpipe.ownership import Ownership, RankModule
 from fxpipe.plan import Plan, Planner
-from fxpipe.precision import Precision, cast_batch
+from fxpipe.precision import cast_batch
 from fxpipe.recorder import Recorder
-from fxpipe.reduce import Reducer
 from fxpipe.run import Executor, Step
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family, with_costs
@@ -42,20 +45,6 @@ from fxpipe.topology import Topology
 from fxpipe.traffic import Traffic
 from fxpipe.transport import failing_together
 from fxpipe.zero import DistributedOptimizer
-
-if TYPE_CHECKING:
-    from fxpipe.fully_sharded import FullyShardedGradients
-
-
-@dataclasses.dataclass(frozen=True)
-class Holding:
-    """What a rank has of the model."""
-
-    module: RankModule
-    reducer: Reducer | FullyShardedGradients
-    precision: Precision | None
-    originals: Mapping[str, Tensor]
-    """Parameters as they were before ``precision`` rounded them, by name."""
 
 
 class ForwardBackward:
@@ -156,7 +145,7 @@ class ForwardBackward:
         held = dict(self.module.named_parameters(remove_duplicate=False))
         whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
         if not (self._reducer.way.sharded or self._precision or offload):
-            return cls(resolve_groups(params, held, whole), **kw)
+            return settle_foreach(cls(resolve_groups(params, held, whole), **kw))
         optimizer = DistributedOptimizer(
             cls,
             params,
@@ -215,7 +204,7 @@ class ForwardBackward:
             agreed, batches = self._agree([(args, kwargs)], split_evenly=True, training=False)
             with self._failing_together():
                 shares = _normalised(self._agreement.weights(agreed, batches))
-                with self._reducer.evaluating(agreed.plan.graph, self._actions(agreed.plan)):
+                with self._reducer.evaluating(agreed.plan.graphs, self._actions(agreed.plan)):
                     executors = self._run(agreed, batches, shares, training=False)
                 return self._collect(agreed, executors, shares, everywhere=outputs == "all")
 
@@ -245,12 +234,13 @@ class ForwardBackward:
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         agreed, batches = self._agree(calls, split_evenly, training=True)
         with self._failing_together(FxpipeError):
-            self._check_counts(agreed)
+            self._check_rows(agreed)
         with self._failing_together():
+            self._agreement.count_items(agreed, batches)
             shares = self._shares(agreed, self._agreement.weights(agreed, batches))
             known = self._outcomes.get(agreed.kind)
             scales = self._is_sum is not False
-            self._reducer.begin(agreed.plan.graph, self._actions(agreed.plan), self._sync, scales)
+            self._reducer.begin(agreed.plan.graphs, self._actions(agreed.plan), self._sync, scales)
             executors = self._run(agreed, batches, shares, training=True)
             self._reducer.flush()
             at_output = next((e.loss for e in executors if e.rank == agreed.plan.output_rank), None)
@@ -274,11 +264,17 @@ class ForwardBackward:
             batches = cast_batch(batches, self._precision.compute)
         step = Step(
             batches,
-            shares,
+            (1.0,) * len(shares) if agreed.sums else shares,
             lambda stage, microbatch: seed_of(self._base_seed, step_number, stage, microbatch, replica),
             training,
+            agreed.pattern.autocast,
+            shares if agreed.sums else None,
         )
-        plan, rank = agreed.plan, self._transport.pipe_rank
+        with within([region._replace(enabled=False) for region in step.autocast]):
+            return self._play(agreed, step)
+
+    def _play(self, agreed: Agreed, step: Step) -> list[Executor]:
+        plan, rank, training = agreed.plan, self._transport.pipe_rank, step.training
         self._exchange.begin(agreed.kind)
         if rank is None:
             executors = [self._executor(plan, r, step) for r in range(len(plan.instructions))]
@@ -297,7 +293,7 @@ class ForwardBackward:
         stopwatch = self._recorder.stopwatch()
         if step.training:
             self._reducer.watch(stopwatch)
-        return Executor(plan.graph, rank, self._exchange, self._device, step, self._reducer, stopwatch)
+        return Executor(plan.graphs, rank, self._exchange, self._device, step, self._reducer, stopwatch)
 
     def _actions(self, plan: Plan) -> Sequence[Action]:
         """What this process runs of the table."""
@@ -326,15 +322,28 @@ class ForwardBackward:
             )
         self._is_sum = outcome.is_sum
 
-    def _check_counts(self, agreed: Agreed) -> None:
-        """With zero=2 replicas sum after each micro-batch, so that they must have as many."""
-        if self._reducer.way.zero == 2:
+    def _check_rows(self, agreed: Agreed) -> None:
+        """With zero=2 replicas sum after each micro-batch, and with 3 behind each stage: they must run the same row."""
+        zero = self._reducer.way.zero
+        if zero < 2 or self._transport.data_size == 1:
+            return
+        if zero == 2:
             counts = self._transport.gather_int("data", len(agreed.sizes))
             if len(set(counts)) > 1:
                 raise RunError(
                     f"zero=2 sums gradients after each micro-batch, but the replicas have {list(counts)} of them; "
                     "give all as many (drop_last=True in a DataLoader), or write zero=1"
                 )
+        row = [str(action) for action in self._actions(agreed.plan)]
+        if zero == 3:  # only the order in which stages begin and end counts
+            steps = [action.rstrip("0123456789") for action in row]
+            row = [*dict.fromkeys(steps), *dict.fromkeys(reversed(steps))]
+        digest = hashlib.blake2b(" ".join(row).encode(), digest_size=7).digest()
+        if len(set(self._transport.gather_int("data", int.from_bytes(digest, "little")))) > 1:
+            raise RunError(
+                f"zero={zero} sums gradients in the order of the table, but the replicas' batches are of kinds with "
+                "tables of their own; give all replicas batches of one kind, or write zero=1"
+            )
 
     def _shares(self, agreed: Agreed, weights: Sequence[float]) -> tuple[float, ...]:
         """Each micro-batch's part of the weight of the step, over all replicas where the loss is made.

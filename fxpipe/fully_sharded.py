@@ -24,11 +24,12 @@ from fxpipe.action import Action, Op
 from fxpipe.broadcast import in_flat_buffers
 from fxpipe.collective import Collective, Scope
 from fxpipe.data_axis import Way
+from fxpipe.dtensors import local
 from fxpipe.errors import RunError
 from fxpipe.flat import Piece
 from fxpipe.fsdp_unit import Unit, accumulating, finish_setup
 from fxpipe.ir import Stage, StageGraph, all_tensors
-from fxpipe.ownership import Ownership, local
+from fxpipe.ownership import Ownership
 from fxpipe.precision import Precision
 from fxpipe.reduce import Claim
 from fxpipe.stopwatch import Stopwatch
@@ -40,13 +41,13 @@ if TYPE_CHECKING:
 
 def fully_sharded(
     model: nn.Module,
-    graph: StageGraph,
+    graphs: Sequence[StageGraph],
     mesh: DeviceMesh,
     transport: Transport,
     owners: Ownership,
     precision: Precision | None = None,
 ) -> FullyShardedGradients:
-    """Shards the parameters of this rank's stages, in ``model`` and in the stages' modules alike.
+    """Shards the parameters of this rank's stages, in ``model`` and in the modules of all ``graphs``' stages alike.
 
     A collective call of all ranks, after the broadcast at the start. ``mesh``: ``Topology.data_mesh``. ``transport``
     has the scopes "shard", "gather", "replica" and "flags" open. What has no dimension, and what no stage uses, stays
@@ -55,7 +56,7 @@ def fully_sharded(
     assert transport.pipe_rank is not None
     every, kept = _named_parameters(model), owners.names[transport.pipe_rank]
     names = {id(parameter): name for name, parameter in reversed(every.items())}
-    mine = [stage for stage in graph if graph.placement[stage.index] == transport.pipe_rank]
+    mine = _stages_of(graphs[0], transport.pipe_rank)
     _prepare([parameter for name, parameter in every.items() if name in kept], precision)
     units = [
         Unit(stages, {names[id(p)]: p for p in parameters}, mesh, transport, precision)
@@ -64,7 +65,7 @@ def fully_sharded(
     finish_setup([unit.shell for unit in units])
     shards = {name: shard for unit in units for name, shard in unit.shards().items()}
     new = {key: shards[name] for key, name in names.items() if name in shards}
-    for module in [model, *(stage.module for stage in mine if isinstance(stage.module, nn.Module))]:
+    for module in [model, *_modules_of(graphs, transport.pipe_rank)]:
         for home, old in list(_homes(module)):
             if id(old) in new and new[id(old)] is not old:
                 _put(home, new[id(old)])
@@ -104,22 +105,20 @@ class FullyShardedGradients:
 
     def begin(
         self,
-        graph: StageGraph,
+        graphs: Sequence[StageGraph],
         row: Sequence[Action],
         sync: bool = True,
         scales: bool = True,
         training: bool = True,
     ) -> None:
-        """Starts a call that runs this rank's row, or without ``training`` its forwards, on the stages of ``graph``.
+        """Starts a call that runs this rank's row, or without ``training`` its forwards, on the stages of ``graphs``.
 
         ``sync``: whether gradients are summed in it; alike on all ranks. ``scales`` changes nothing here.
         """
         row = [action for action in row if training or action.op is Op.F]
-        ranks = graph.placement
-        modules = [stage.module for stage in graph if ranks[stage.index] == self._transport.pipe_rank]
         self._call = call = _Call(training, sync, deferred=training and (self._behind or not sync))
-        for module in modules:
-            for home, parameter in _homes(module) if isinstance(module, nn.Module) else ():
+        for module in _modules_of(graphs, self._transport.pipe_rank):
+            for home, parameter in _homes(module):
                 if id(parameter) in self._names:
                     call.homes.setdefault(self._names[id(parameter)], []).append(home)
         for action in row:
@@ -345,9 +344,9 @@ class FullyShardedGradients:
         return Piece(name, parameter, start, stop, data, first, gradient)
 
     @contextlib.contextmanager
-    def evaluating(self, graph: StageGraph, row: Sequence[Action]) -> Iterator[None]:
+    def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> Iterator[None]:
         """A forward-only call."""
-        self.begin(graph, row, training=False)
+        self.begin(graphs, row, training=False)
         yield
         self.end()
 
@@ -393,6 +392,16 @@ class _Home:
 
     module: nn.Module
     name: str
+
+
+def _stages_of(graph: StageGraph, rank: int | None) -> list[Stage]:
+    return [stage for stage in graph if graph.placement[stage.index] == rank]
+
+
+def _modules_of(graphs: Sequence[StageGraph], rank: int | None) -> list[nn.Module]:
+    """The modules that a rank's stages run, each once."""
+    modules = [stage.module for graph in graphs for stage in _stages_of(graph, rank)]
+    return list({id(module): module for module in modules if isinstance(module, nn.Module)}.values())
 
 
 def _homes(module: nn.Module) -> Iterator[tuple[_Home, nn.Parameter]]:

@@ -16,9 +16,26 @@ from torch.utils import _pytree as pytree
 from fxpipe.callables import Backward, Forward
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.marker import boundary
+from fxpipe.modes import modes_restored
 
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 """The names in ``operator`` behind ``x += y`` and its like: each writes its first argument, and returns it."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a call of an opaque module does beside computing its result, as a capture saw it.
+
+    ``reads``, ``writes``: the model's parameters and buffers that it uses, and those of them that it writes, by name.
+    ``shares``: the places, among the tensors that it is given, of those whose memory its result shares; ``unread``: of
+    those whose numbers it neither reads nor returns.
+    """
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
+    draws_random: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,15 @@ class Program:
     graph: fx.Graph
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     tracer: str = ""
+    """The tracer's name."""
+    refusals: tuple[tuple[str, str], ...] = ()
+    """The tracers that were tried before it, and why they could not capture the model."""
+    result: pytree.TreeSpec | None = None
+    """How the flat values that the graph returns make the model's result; None: they are the result as they stand."""
+    opaque: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Modules that the graph calls and that are no submodules of the model, by the names under which it calls them."""
+    effects: Mapping[str, Effects] = field(default_factory=dict)
+    """What calls of opaque modules do, by node name."""
     copied: frozenset[str] = frozenset()
     """Nodes that every stage needing them computes for itself."""
     written: tuple[frozenset[str], ...] = ()
@@ -48,6 +74,8 @@ class Program:
         """What a ``get_attr`` or ``call_module`` node names."""
         if target in self.constants:
             return self.constants[target]
+        if target in self.opaque:
+            return self.opaque[target]
         owner, _, name = target.rpartition(".")
         return getattr(self.module.get_submodule(owner), name) if target else self.module
 
@@ -152,7 +180,8 @@ class Stage:
     name: str
     module: nn.Module | Callable[..., Any]
     function: Callable[..., tuple[Any, ...]]
-    """``function(*inputs)`` returns one value per outgoing edge, and on the output stage the model's result."""
+    """``function(*inputs)`` returns one value per outgoing edge, and on the output stage the model's result, or the
+    leaves of it where ``result`` tells how they make it."""
     inputs: tuple[str | Edge, ...]
     """A batch input by name, or the edge that a value arrives on; the order of the arguments."""
     outputs: tuple[Edge, ...]
@@ -162,6 +191,15 @@ class Stage:
     draws_random: bool
     has_backward: bool = False
     """Whether it, or a stage before it, has something to train."""
+    result: pytree.TreeSpec | None = None
+
+    def run(self, *inputs: Any) -> tuple[Any, ...]:
+        """One value per outgoing edge, and on the output stage the model's result."""
+        with modes_restored():
+            outputs = self.function(*inputs)
+        if self.result is None:
+            return outputs
+        return *outputs[:-1], pytree.tree_unflatten(outputs[-1], self.result)
 
     @property
     def batch_inputs(self) -> tuple[str, ...]:
@@ -181,7 +219,7 @@ class Stage:
     def forward(self) -> Forward:
         """``forward(*inputs) -> (outputs, saved)``; prints as code."""
         code = self.module.code.strip() if isinstance(self.module, fx.GraphModule) else repr(self.module)
-        return Forward(self.name, self.function, self._input_names(), self._output_names(), code)
+        return Forward(self.name, self.run, self._input_names(), self._output_names(), code)
 
     @cached_property
     def backward(self) -> Backward:

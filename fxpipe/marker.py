@@ -11,6 +11,7 @@ T = TypeVar("T")
 
 _recorder: Callable[[Any, str | None], Any] | None = None
 _recording_thread = 0
+_ignored = False
 
 
 def stage_boundary(value: T, *, name: str | None = None) -> T:
@@ -28,8 +29,8 @@ def stage_boundary(value: T, *, name: str | None = None) -> T:
 
 
 def _record(value: T, name: str | None) -> T:
-    if _recorder is None or threading.get_ident() != _recording_thread:
-        return value  # another thread's eager call while this process captures a model
+    if _recorder is None or _ignored or threading.get_ident() != _recording_thread:
+        return value  # or another thread's eager call while this process captures a model
     captured: T = _recorder(value, name)
     return captured
 
@@ -44,6 +45,17 @@ def recording(recorder: Callable[[Any, str | None], Any]) -> Iterator[None]:
         yield
     finally:
         _recorder, _recording_thread = previous
+
+
+@contextlib.contextmanager
+def ignored(on: bool = True) -> Iterator[None]:
+    """While it is open, boundaries mark nothing: where to cut is found in another way."""
+    global _ignored
+    before, _ignored = _ignored, on
+    try:
+        yield
+    finally:
+        _ignored = before
 
 
 def boundary(values: Sequence[Any], name: str | None = None) -> list[Any]:

@@ -82,13 +82,6 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; a plain tensor as it is."""
-    to_local = getattr(tensor, "to_local", None)  # by what it can do: torch.distributed may not be there
-    shard: Tensor = tensor if to_local is None else to_local()
-    return shard
-
-
 def release(model: nn.Module, keep: frozenset[str]) -> None:
     """Frees every parameter and buffer whose name is not kept: on the meta device it remains, without memory."""
     kept = {id(tensor) for name, tensor in all_tensors(model).items() if name in keep}

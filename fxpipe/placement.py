@@ -18,7 +18,7 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, int] | None) -> tu
         raise PartitionError(
             f"{ranks} pipe ranks, but the model has {len(graph)} stage{'s' * (len(graph) > 1)} "
             f"({', '.join(graph.names)}); {none}"
-            f"mark {ranks - len(graph)} more with fxpipe.stage_boundary, or use fewer ranks"
+            f"mark {ranks - len(graph)} more with fxpipe.stage_boundary or boundaries=, or use fewer ranks"
         )
     if wanted is None:
         return _balanced([1 + sum(p.numel() for p in stage.parameters.values()) for stage in graph], ranks)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fxpipe import passes as default_passes
 from fxpipe.action import Op
+from fxpipe.captures import Captured, Captures, Pattern
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.ir import StageGraph
+from fxpipe.likeness import alike, like
 from fxpipe.lower import Instruction, lower, pairs
-from fxpipe.pipeline import Pass, chain
 from fxpipe.placement import place
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family, Limited, build
-from fxpipe.trace import Request, capture
+from fxpipe.stage_function import compiled_lazily
 from fxpipe.verify import Step, execution_order
 
 WORTH_IT = 0.01
@@ -29,31 +27,13 @@ WORTH_IT = 0.01
 
 
 @dataclass(frozen=True)
-class Modes:
-    """The state of a model that a capture depends on: each module's training flag, each parameter's requires_grad."""
-
-    training: bytes
-    trainable: bytes
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """What a capture depends on: which inputs there are, the values fixed in it, the modes of the model."""
-
-    inputs: tuple[str, ...]
-    fixed: tuple[tuple[str, Any], ...]
-    microbatches: int
-    with_loss: bool
-    modes: Modes
-    training: bool = True
-    """Whether it is for a step; else for a forward-only run, where the user's own table need not fit."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """A stage graph, its schedule, and each rank's instructions for the values that pass between stages."""
 
     graph: StageGraph
+    """The stages, as they run the first micro-batch."""
+    graphs: tuple[StageGraph, ...]
+    """The same stages for each micro-batch: where shapes are a part of a capture, each shape has its own code."""
     schedule: Schedule
     instructions: tuple[tuple[Instruction, ...], ...]
     order: tuple[Step, ...]
@@ -71,6 +51,9 @@ class Plan:
         """The pipe rank that has the loss."""
         return self.graph.placement[self.graph.output_stage]
 
+    def __str__(self) -> str:
+        return f"{self.graph}\n{self.schedule}"
+
     @property
     def digest(self) -> str:
         return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
@@ -84,11 +67,13 @@ class Planner:
     ranks: int
     schedule: str | Family | Schedule
     placement: Mapping[str, int] | None
-    tracer: str
-    loss_fn: Callable[..., Any] | None
-    passes: Sequence[Pass] | None
+    captures: Captures | None = None
+    """Where the stages of a model come from; None for the user's own."""
     notes: str = ""
     """What else the ranks must have in common, in words."""
+    stage_compiler: Callable[..., Any] | None = None
+    adopt: Callable[[StageGraph], StageGraph] | None = None
+    """Puts the modules that ``parallelize`` has made into a graph's stages, once there are any."""
 
     def __post_init__(self) -> None:
         self._plans: dict[Pattern, Plan] = {}
@@ -102,19 +87,54 @@ class Planner:
         """The plan that was made first, whose stages all later ones must have."""
         return next(iter(self._plans.values()))
 
+    @property
+    def graphs(self) -> list[StageGraph]:
+        """The stages of all plans, each once."""
+        return list({id(graph): graph for plan in self._plans.values() for graph in plan.graphs}.values())
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
+        return any(pattern.shapes for pattern in self._plans)
+
     def plan(self, pattern: Pattern) -> Plan:
         """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none."""
-        if pattern not in self._plans:
-            plan = self._make(pattern)
-            if self._plans:
-                self._check_same_stages(plan)
-            self._plans[pattern] = plan
-        return self._plans[pattern]
+        known = self._plans.get(pattern) or self._plans.get(pattern.for_any_shape())
+        if known is not None:
+            return known
+        captured = self._captured(pattern)
+        graphs = self._placed(captured)
+        text = "\n".join(dict.fromkeys(one.text for one in captured))
+        plan = self._scheduled(graphs, pattern, f"{text}\n{self.notes}")
+        if self._plans:
+            self._check_same_stages(plan)
+        self._plans[pattern if captured[0].of_one_shape else pattern.for_any_shape()] = plan
+        return plan
 
-    def _make(self, pattern: Pattern) -> Plan:
-        graph, text = self._stage_graph(pattern)
-        graph = dataclasses.replace(graph, placement=place(graph, self.ranks, self._wanted(graph)))
-        return self._scheduled(graph, pattern, f"{text}\n{self.notes}")
+    def _captured(self, pattern: Pattern) -> list[Captured]:
+        if isinstance(self.model, StageGraph):
+            return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
+        assert self.captures is not None
+        return self.captures.of(pattern)
+
+    def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
+        """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
+        graphs = [one.graph for one in captured]
+        if self._plans:
+            graphs = _each_once(graphs, lambda graph: like(graph, self.first.graph))
+        first = graphs[0]
+        graphs = _each_once(graphs, lambda graph: alike(graph, first))
+        placement = place(first, self.ranks, self._wanted(first, captured[0].placement))
+        return tuple(_each_once(graphs, lambda graph: self._ready(dataclasses.replace(graph, placement=placement))))
+
+    def _ready(self, graph: StageGraph) -> StageGraph:
+        """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
+        if self.adopt is not None:
+            graph = self.adopt(graph)
+        if self.stage_compiler is None:
+            return graph
+        stages = tuple(compiled_lazily(stage, self.stage_compiler) for stage in graph)
+        return dataclasses.replace(graph, stages=stages)
 
     def rescheduled(self, family: Limited) -> Planner:
         """A planner with this family's tables for training; this very one where its table may stay.
@@ -125,47 +145,41 @@ class Planner:
         if isinstance(self.schedule, Limited):
             family = family.or_else(self.schedule)
         planner = dataclasses.replace(self, schedule=family)
-        planner._plans = dict(self._plans)
         for pattern, plan in self._plans.items():
-            if pattern.training:
-                planner._plans[pattern] = planner._scheduled(plan.graph, pattern, plan.program)
+            again = planner._scheduled(plan.graphs, pattern, plan.program) if pattern.training else plan
+            planner._plans[pattern] = again
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         stays = family.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
-
-    def _stage_graph(self, pattern: Pattern) -> tuple[StageGraph, str]:
-        if isinstance(self.model, StageGraph):
-            return self.model.with_backward(), f"{self.model}"
-        loss_fn = self.loss_fn if pattern.with_loss else None
-        request = Request(self.model, pattern.inputs, dict(pattern.fixed), loss_fn)
-        program = capture(request, self.tracer)
-        steps = default_passes.default() if self.passes is None else self.passes
-        program = chain(steps, program)
-        constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
-        text = "\n".join([type(self.model).__name__, str(program), *constants])
-        return default_passes.split(program), text
 
     def let_go(self) -> None:
         """Makes the plans hold what the module now holds, and nothing that it has let go of."""
         if isinstance(self.model, StageGraph):
             self.model = self.model.with_tensors_of_module()
         for pattern, plan in self._plans.items():
-            self._plans[pattern] = dataclasses.replace(plan, graph=plan.graph.with_tensors_of_module())
+            graphs = tuple(_each_once(plan.graphs, lambda graph: self._ready(graph.with_tensors_of_module())))
+            self._plans[pattern] = dataclasses.replace(plan, graph=graphs[0], graphs=graphs)
+        if self.captures is not None:
+            self.captures.let_go()
 
-    def _wanted(self, graph: StageGraph) -> Mapping[str, int] | None:
-        """The rank of each stage: as in the first plan, or as the user's table or ``placement`` says."""
+    def _wanted(self, graph: StageGraph, found: tuple[int, ...] | None) -> Mapping[str, int] | None:
+        """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
         ranks: Sequence[int] = self.schedule.placement if isinstance(self.schedule, Schedule) else ()
         if self._plans and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
-        if not ranks:
+        if not ranks and self.placement is not None:
             return self.placement
+        ranks = ranks or found or ()
+        if not ranks:
+            return None
         if len(ranks) != len(graph):
             raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
         return dict(zip(graph.names, ranks, strict=True))
 
-    def _scheduled(self, graph: StageGraph, pattern: Pattern, program: str) -> Plan:
-        """The plan that runs the table of this graph."""
+    def _scheduled(self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str) -> Plan:
+        """The plan that runs the table of these graphs."""
+        graph = graphs[0]
         schedule = self._schedule(graph, pattern)
         cell = next((action for row in schedule.rows for action in row if action.op in (Op.I, Op.W)), None)
         if cell is not None:
@@ -175,11 +189,15 @@ class Planner:
             )
         instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
         order = execution_order(instructions, graph.edges, schedule.backward)
-        return Plan(graph, schedule, instructions, tuple(order), program)
+        return Plan(graph, graphs, schedule, instructions, tuple(order), program)
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
         tied = self.first.graph.tied if self._plans else graph.tied  # who holds a copy must hear of its gradient
+        if self._plans and pattern.training:
+            known = self._known_table(graph, microbatches, backward)
+            if known is not None:
+                return known
         if not isinstance(self.schedule, Schedule) or not pattern.training:
             return build(
                 "1f1b" if isinstance(self.schedule, Schedule) else self.schedule,
@@ -201,22 +219,25 @@ class Planner:
         schedule.verify()
         return schedule
 
+    def _known_table(self, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
+        """The first plan's table, where it will do: replicas whose batches differ then reduce in one order."""
+        first = self.first
+        fits = (
+            set(graph.stage_edges) <= set(first.graph.stage_edges)
+            and (microbatches, backward) == (first.schedule.microbatches, first.schedule.backward)
+            and graph.placement == first.schedule.placement
+        )
+        return dataclasses.replace(first.schedule, edges=graph.stage_edges) if fits else None
+
     def _check_same_stages(self, plan: Plan) -> None:
         """A later capture must leave every stage and every tensor where it is."""
-        first, now = self.first.graph, plan.graph
-        if first.names != now.names or first.placement != now.placement:
-            raise PartitionError(
-                f"this kind of batch gives the stages {list(now.names)} on ranks {list(now.placement)}, the first "
-                f"kind gave {list(first.names)} on {list(first.placement)}; a model must keep its stages. "
-                "Use example_args= of the kind that uses most of it"
-            )
         new = set(pairs(plan.instructions)) - set(pairs(self.first.instructions))
         if new:
             raise PartitionError(
                 f"this kind of batch sends between pipe ranks {sorted(new)}, which the first kind did not; compile "
                 "again, or with example_args= of the kind that uses most of the model"
             )
-        for before, after in zip(first, now, strict=True):
+        for before, after in zip(self.first.graph, plan.graph, strict=True):
             moved = sorted(set(after.tensors) - set(before.tensors))
             if moved:
                 raise PartitionError(
@@ -225,10 +246,8 @@ class Planner:
                 )
 
 
-def _fingerprint(tensor: Tensor) -> str:
-    """A hash of a constant: ranks that have made it with different seeds must not go on."""
-    if tensor.is_meta:
-        return "on the meta device"
-    buffer = io.BytesIO()
-    torch.save(tensor.detach().cpu().clone(), buffer)
-    return f"constant {list(tensor.shape)} {hashlib.blake2b(buffer.getbuffer(), digest_size=8).hexdigest()}"
+def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> list[StageGraph]:
+    """Each graph changed; what was one object is one afterwards."""
+    changed = {id(graph): graph for graph in graphs}
+    changed = {key: change(graph) for key, graph in changed.items()}
+    return [changed[id(graph)] for graph in graphs]

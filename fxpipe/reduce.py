@@ -27,6 +27,7 @@ from fxpipe.action import Action, Op
 from fxpipe.bucket import Item, Kind, lay_out
 from fxpipe.collective import Collective, Work
 from fxpipe.data_axis import Way
+from fxpipe.dtensors import is_dtensor
 from fxpipe.errors import RunError
 from fxpipe.flat import FlatBucket, Piece
 from fxpipe.ir import StageGraph
@@ -162,8 +163,8 @@ class Reducer:
 
     # a call
 
-    def begin(self, graph: StageGraph, row: Sequence[Action], sync: bool, scales: bool) -> None:
-        """A call begins that runs this row of a graph's stages. ``sync``: whether gradients are summed in it.
+    def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
+        """A call begins that runs this row of the graphs' stages. ``sync``: whether gradients are summed in it.
         ``scales``: whether they will be multiplied by a factor, once it is known."""
         self._listen()
         self._lasts = {action.stage: action for action in row if action.op is not Op.F}
@@ -292,7 +293,9 @@ class Reducer:
         for parameter, gradient in self._earlier:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    def evaluating(self, graph: StageGraph, row: Sequence[Action]) -> contextlib.AbstractContextManager[None]:
+    def evaluating(
+        self, graphs: Sequence[StageGraph], row: Sequence[Action]
+    ) -> contextlib.AbstractContextManager[None]:
         """A forward-only call."""
         return contextlib.nullcontext()
 
@@ -361,10 +364,10 @@ def reducer_for(
     way: Way,
     capacity: int,
 ) -> Reducer:
-    """The reducer of a rank that runs ``row``, and holds ``module``'s parameters."""
+    """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors are left to others."""
     users: dict[int, list[int]] = {}  # parameter → the stages of this row that use it, in order of their last backward
-    names: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not is_dtensor(p)}
+    names: dict[int, str] = {id(parameter): name for name, parameter in reversed(parameters.items())}
     finished = list(dict.fromkeys(action.stage for action in reversed(row) if action.op is not Op.F))[::-1]
     others = [stage.index for stage in graph if stage.index not in finished]
     for stage in [*finished, *others]:

@@ -17,6 +17,7 @@ from fxpipe.exchange import Exchange
 from fxpipe.ir import Edge, Stage, StageGraph, bytes_in
 from fxpipe.loss import StepLoss, read_loss
 from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send
+from fxpipe.modes import Autocast, within
 from fxpipe.seeds import seeded
 from fxpipe.stopwatch import Stopwatch
 
@@ -24,12 +25,16 @@ from fxpipe.stopwatch import Stopwatch
 @dataclass(frozen=True)
 class Step:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
-    micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed."""
+    micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
+    ``metric_shares``: each micro-batch's part of the metrics beside the loss, where that is another.
+    ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
     seed: Callable[[int, int], int]
     training: bool
+    autocast: tuple[Autocast, ...] = ()
+    metric_shares: Sequence[float] | None = None
 
 
 class Parameters(Protocol):
@@ -49,7 +54,8 @@ class Parameters(Protocol):
 class Executor:
     """Executes one rank's instructions for one step."""
 
-    graph: StageGraph
+    graphs: Sequence[StageGraph]
+    """The stages, as they run each micro-batch."""
     rank: int
     exchange: Exchange
     device: torch.device
@@ -62,6 +68,7 @@ class Executor:
     bytes_of: dict[Edge, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.graph = self.graphs[0]
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
         self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
         self._saved: dict[tuple[int, int], Saved] = {}
@@ -94,8 +101,11 @@ class Executor:
     def _runs(self, op: Op, microbatch: int) -> bool:
         return op is Op.F or self.step.shares[microbatch] != 0
 
+    def _stage(self, action: Action) -> Stage:
+        return self.graphs[action.microbatch].stages[action.stage]
+
     def _forward(self, action: Action) -> None:
-        stage, microbatch = self.graph[action.stage], action.microbatch
+        stage, microbatch = self._stage(action), action.microbatch
         self.stopwatch.mark()
         inputs = [
             self.step.batches[microbatch][entry]
@@ -109,7 +119,7 @@ class Executor:
             if stage.draws_random
             else contextlib.nullcontext()
         )
-        with self._grad(), random:
+        with self._grad(), within(self.step.autocast), random:
             outputs, saved = stage.forward(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
@@ -128,10 +138,11 @@ class Executor:
         part = read_loss(result)
         if stage.has_backward and self._runs(Op.B, microbatch) and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
-        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch]))
+        of_metrics = None if self.step.metric_shares is None else self.step.metric_shares[microbatch]
+        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch], of_metrics))
 
     def _backward(self, action: Action) -> None:
-        stage, microbatch = self.graph[action.stage], action.microbatch
+        stage, microbatch = self._stage(action), action.microbatch
         self.stopwatch.mark()
         gradients = [
             self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.clip import gradient_of
+from fxpipe.dtensors import local
 from fxpipe.flat import Piece
-from fxpipe.ownership import local
 from fxpipe.precision import Precision
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fxpipe.clip import gradient_of
 from fxpipe.data_axis import Way
+from fxpipe.dtensors import local
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.flat import Piece
 from fxpipe.groups import resolve_groups
-from fxpipe.ownership import local
 from fxpipe.precision import Precision
 from fxpipe.reduce import Claim
 from fxpipe.target import Target, originals_of, target_of

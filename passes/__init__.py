@@ -9,6 +9,9 @@ if __name__ == "passes":
     raise ImportError("this folder is the package fxpipe.passes; import it by that name")
 
 from fxpipe.passes.alias_groups import alias_groups
+from fxpipe.passes.blocks import blocks
+from fxpipe.passes.erase_boundaries import erase_boundaries
+from fxpipe.passes.follow import follow
 from fxpipe.passes.mark_copies import mark_copies
 from fxpipe.passes.name_stages import name_stages
 from fxpipe.passes.order_writes import order_writes
@@ -22,4 +25,21 @@ def default() -> tuple[Pass, ...]:
     return order_writes, alias_groups, mark_copies, partition, name_stages
 
 
-__all__ = ["alias_groups", "default", "mark_copies", "name_stages", "order_writes", "partition", "split"]
+def before_balance() -> tuple[Pass, ...]:
+    """What stands in front of ``fxpipe.balance.balance``, which takes the place of ``partition``."""
+    return erase_boundaries, order_writes, alias_groups, mark_copies
+
+
+__all__ = [
+    "alias_groups",
+    "before_balance",
+    "blocks",
+    "default",
+    "erase_boundaries",
+    "follow",
+    "mark_copies",
+    "name_stages",
+    "order_writes",
+    "partition",
+    "split",
+]

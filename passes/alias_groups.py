@@ -5,25 +5,29 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, where
-from fxpipe.passes.effects import aliased, is_number, own_writes, written
+from fxpipe.ir import Effects, Program, before_boundary, is_boundary, is_boundary_value, where
+from fxpipe.passes.effects import aliased, is_number, own_writes, writes_apart, written
 from fxpipe.passes.union import Union
 
 
 def alias_groups(program: Program) -> Program:
     """Fills ``Program.written``; PartitionError where a private copy would hide a write from a later reader."""
-    shared = Union(program.graph.nodes)
+    memory = Union(program.graph.nodes)
+    together = Union(program.graph.nodes)  # and with it those who write into it, whatever they return
+    first_write: dict[fx.Node, fx.Node] = {}  # by what is written: the first of each memory
     for node in program.graph.nodes:
+        apart = writes_apart(program, node)
         for source in aliased(program, node):
-            shared.join(node, source)
-    groups = {shared.find(group[0]): group for group in shared.groups()}
-    first_write: dict[fx.Node, fx.Node] = {}  # the first of each group that is written
+            together.join(node, source)
+            if not apart:
+                memory.join(node, source)
     for node in program.graph.nodes:
         for target in written(program, node):
-            first_write.setdefault(shared.find(target), node)
-    written_groups = {write: groups[root] for root, write in first_write.items()}
-    _check_private_copies(program, shared, written_groups)
-    return program.replace(written=tuple(frozenset(n.name for n in group) for group in written_groups.values()))
+            first_write.setdefault(memory.find(target), node)
+    _check_private_copies(program, memory, first_write)
+    roots = {together.find(target) for target in first_write}
+    groups = [group for group in together.groups() if together.find(group[0]) in roots]
+    return program.replace(written=tuple(frozenset(node.name for node in group) for group in groups))
 
 
 def holders_of_written(program: Program) -> list[list[fx.Node]]:
@@ -35,48 +39,62 @@ def holders_of_written(program: Program) -> list[list[fx.Node]]:
         for tensor in _held(program, node):
             holders.setdefault(tensor, []).append(node)
         if node.op == "call_module":
-            changed |= {id(tensor) for tensor in own_writes(program.attribute(str(node.target)))}
+            changed |= _changed_by(program, node)
         elif node.op == "get_attr" and node.name in in_groups:
             changed |= _held(program, node)
     return [nodes for tensor, nodes in holders.items() if tensor in changed]
 
 
+def _changed_by(program: Program, node: fx.Node) -> set[int]:
+    """The parameters and buffers that the call of a module writes, by identity."""
+    known = program.effects.get(node.name, Effects())
+    seen = [program.attribute(name) for name in known.writes]
+    return {id(tensor) for tensor in (*own_writes(program.attribute(str(node.target))), *seen)}
+
+
 def _held(program: Program, node: fx.Node) -> set[int]:
-    """The parameters and buffers that a node names, or that the module it calls holds, by identity."""
+    """The parameters and buffers that a node names, or that the module it calls holds or uses, by identity."""
     if node.op == "get_attr":
         return {id(program.attribute(str(node.target)))}
     if node.op == "call_module":
         module = program.attribute(str(node.target))
-        return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        known = program.effects.get(node.name, Effects())
+        used = [program.attribute(name) for name in (*known.reads, *known.writes)]
+        return {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *used)}
     return set()
 
 
-def _check_private_copies(
-    program: Program, shared: Union[fx.Node], written_groups: dict[fx.Node, list[fx.Node]]
-) -> None:
+def _check_private_copies(program: Program, memory: Union[fx.Node], first_write: dict[fx.Node, fx.Node]) -> None:
     """A write behind a boundary acts on a private copy, so nobody may read what is still the original after it."""
     originals = Union(program.graph.nodes)  # what shares memory in the model itself, where a boundary copies nothing
     for node in program.graph.nodes:
-        originals.join(shared.find(node), node)
+        originals.join(memory.find(node), node)
         if is_boundary_value(node):
             originals.join(before_boundary(node), node)
-    memory = {originals.find(group[0]): group for group in originals.groups()}
-    for write, group in written_groups.items():
-        if not any(is_boundary_value(member) for member in group):
+    copies = {memory.find(group[0]): group for group in memory.groups()}
+    members = {originals.find(group[0]): group for group in originals.groups()}
+    for target, write in first_write.items():
+        if not any(is_boundary_value(member) for member in copies[target]):
             continue
-        for member in memory[originals.find(write)]:
-            if member.op == "get_attr" and not shared.same(member, write):
-                raise PartitionError(
-                    f"{write.name}{where(write)} writes {member.target} behind a stage boundary, on the later stage's "
-                    "own copy, so the model would keep the old value; write it in front of the boundary"
-                )
-            reader = next((user for user in member.users if _reads_after(write, user)), None)
-            if reader is not None and not shared.same(member, write):
-                raise PartitionError(
-                    f"{write.name}{where(write)} writes a value that crossed a stage boundary, and "
-                    f"{reader.name}{where(reader)} reads the old value afterwards; the write acts on the later "
-                    "stage's own copy, so write out of place, or read what was written"
-                )
+        for member in members[originals.find(target)]:
+            if not memory.same(member, target):
+                _check_original(member, write)
+
+
+def _check_original(member: fx.Node, write: fx.Node) -> None:
+    """``member`` has the memory that ``write`` would write if no boundary lay in between."""
+    if member.op == "get_attr":
+        raise PartitionError(
+            f"{write.name}{where(write)} writes {member.target} behind a stage boundary, on the later stage's "
+            "own copy, so the model would keep the old value; write it in front of the boundary"
+        )
+    reader = next((user for user in member.users if _reads_after(write, user)), None)
+    if reader is not None:
+        raise PartitionError(
+            f"{write.name}{where(write)} writes a value that crossed a stage boundary, and "
+            f"{reader.name}{where(reader)} reads the old value afterwards; the write acts on the later "
+            "stage's own copy, so write out of place, or read what was written"
+        )
 
 
 def _reads_after(write: fx.Node, user: fx.Node) -> bool:

@@ -6,7 +6,6 @@ would put it into the wrong stage. After this pass the order of writes and reads
 
 from __future__ import annotations
 
-import operator
 from functools import partial
 
 from torch import fx
@@ -14,7 +13,7 @@ from torch import fx
 from fxpipe.callables import setitem
 from fxpipe.errors import PartitionError
 from fxpipe.ir import Program, where
-from fxpipe.passes.effects import is_in_place, written
+from fxpipe.passes.effects import is_item_write, returns_written, written
 
 
 def order_writes(program: Program) -> Program:
@@ -41,20 +40,14 @@ def order_writes(program: Program) -> Program:
 
 def _as_expression(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """The node whose value is the tensor that ``node`` has written; None where it returns something else."""
-    if node.target is operator.setitem or node.target == "__setitem__":
+    if is_item_write(node):
         with graph.inserting_after(node):
             expression = graph.create_node("call_function", setitem, node.args, {}, name=f"{node.name}_written")
         expression.meta = dict(node.meta)
         expression.stack_trace = node.stack_trace
         graph.erase_node(node)
         return expression
-    returns_first = node.op == "call_module" or str(getattr(node.target, "__name__", node.target)).endswith("_")
-    return node if returns_first or getattr(node.target, "__module__", "") == "_operator" else _if_in_place(node)
-
-
-def _if_in_place(node: fx.Node) -> fx.Node | None:
-    """``F.relu(x, inplace=True)`` and ``torch.add(x, y, out=x)`` return what they write; ``F.batch_norm`` does not."""
-    return node if is_in_place(node) or isinstance(node.kwargs.get("out"), fx.Node) else None
+    return node if returns_written(node) else None
 
 
 def _comes_after(write: fx.Node, user: fx.Node) -> bool:

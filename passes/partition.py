@@ -21,7 +21,8 @@ from torch import fx
 from fxpipe.errors import PartitionError
 from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, is_compute, readers, where
 from fxpipe.passes.alias_groups import holders_of_written
-from fxpipe.passes.effects import is_number, written
+from fxpipe.passes.effects import is_number, writes_apart, written
+from fxpipe.passes.lone_writes import hosts_of_lone_writes
 from fxpipe.passes.union import Union
 
 
@@ -79,6 +80,8 @@ class _Flow:
         self._behind: dict[fx.Node, frozenset[fx.Node]] = {}  # the boundaries that a copied node or a number is behind
         self._markers = [node for node in program.graph.nodes if is_boundary(node)]
         self._join_written(program)
+        for write, host in hosts_of_lone_writes(program, self.units):
+            self.units.join(write, host)
         for node in program.graph.nodes:
             if is_boundary(node):
                 self._add_boundary(node)
@@ -88,7 +91,9 @@ class _Flow:
     def _join_written(self, program: Program) -> None:
         by_name = {node.name: node for node in program.graph.nodes}
         for group in program.written:
-            self._join([by_name[name] for name in sorted(group)])
+            members = [by_name[name] for name in sorted(group)]
+            copies = [node for node in members if is_boundary_value(node)]  # whoever reads one must see what is written
+            self._join([*members, *(reader for node in copies for reader in node.users)])
         for holders in holders_of_written(program):
             named = [node for node in holders if node.op == "get_attr"]
             self._join([*holders, *(reader for node in named for reader in readers(node))])
@@ -175,6 +180,8 @@ def _check_versions(program: Program, edges: list[_Edge]) -> None:
     group_of = {name: group for group in program.written for name in group}
     last_write = dict(_writes(program))
     for edge in edges:
+        if writes_apart(program, edge.source):
+            continue
         write = last_write.get(group_of.get(edge.source.name, frozenset()))
         elsewhere = program.stage_of[edge.source.name] != program.stage_of[edge.target.name]
         if write is not None and elsewhere and edge.target < write:

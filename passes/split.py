@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from fxpipe.callables import handoff, private
 from fxpipe.errors import PartitionError
 from fxpipe.ir import Edge, Program, Stage, StageGraph, all_tensors, is_boundary_value, is_compute, made_by
-from fxpipe.passes.effects import is_number, is_random
+from fxpipe.modes import Modes, enter_modes, leave_modes
+from fxpipe.passes.effects import is_number, is_random, writes_apart
 
 _Use = tuple[int, int]
 """A value's use: (program position, stage)."""
@@ -28,15 +29,17 @@ def split(program: Program) -> StageGraph:
                 index=builder.stage,
                 name=program.stage_names[builder.stage],
                 module=(module := builder.graph_module()),
-                function=module.forward,
+                function=module,
                 inputs=tuple(builder.inputs),
                 outputs=tuple(builder.outputs),
                 returns_result=builder.stage == plan.output_stage,
+                result=program.result if builder.stage == plan.output_stage else None,
                 tensors=builder.tensors(),
                 draws_random=builder.draws_random,
             )
         )
-    origin = f"the {program.tracer} tracer"
+    lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
+    origin = "\n".join([f"the {program.tracer} tracer", *lost])
     return StageGraph(tuple(stages), program.inputs, program.module, origin=origin).with_backward()
 
 
@@ -53,6 +56,7 @@ class _Plan:
         self.output_stage = program.output_stage
         self.rewritten = self._rewritten()
         self.kept = self._kept()
+        self.fresh = self._fresh()
         self.uses: dict[fx.Node, list[_Use]] = {}
         for node in self.nodes:
             stage = self.output_stage if node is output else self.stage_of(node)
@@ -72,6 +76,10 @@ class _Plan:
         """The nodes that are a buffer which is written, or share its memory: the next micro-batch writes it again."""
         named = {node.name for node in self.nodes if node.op == "get_attr"}
         return frozenset().union(*(group for group in self.program.written if not named.isdisjoint(group)))
+
+    def _fresh(self) -> frozenset[str]:
+        """Those of them whose own result is no part of the buffer, such as a batch norm."""
+        return frozenset(n.name for n in self.nodes if n.name in self.kept and writes_apart(self.program, n))
 
     def stage_of(self, node: fx.Node) -> int | None:
         return self.program.stage_of.get(node.name)
@@ -110,12 +118,15 @@ class _Builder:
         self._built: dict[fx.Node, fx.Node] = {}
         self._as_now: dict[fx.Node, fx.Node] = {}
         self._handed_off: dict[tuple[str, int | None], fx.Node] = {}
+        self._modes: Modes | None = None
+        self._entered: fx.Node | None = None
         self._members = self._needed()
         self._own_names = {node.name for node in self._members if is_compute(node)}
         self._add_inputs()
         handoffs = self._handoffs()
         for node in plan.nodes:
             if node in self._members:
+                self._change_modes(node)
                 self._built[node] = self.graph.node_copy(node, partial(self._read, node))
                 self._make_private(node)
                 if node.name in plan.kept:
@@ -124,6 +135,19 @@ class _Builder:
             for value in handoffs.get(plan.position[node], ()):
                 self._hand_off(value, node)
         self._add_output()
+
+    def _change_modes(self, node: fx.Node | None) -> None:
+        """Leaves the modes of the nodes before, and enters those of ``node``, where they are others."""
+        wanted = node.meta.get("modes") if node is not None else None
+        if wanted == self._modes or (node is not None and not is_compute(node)):
+            return
+        if self._entered is not None:
+            self.graph.call_function(leave_modes, (self._entered,))
+        self._entered = None
+        if wanted is not None:
+            regions = tuple(tuple(region) for region in wanted.autocast)  # plain tuples, which generated code can write
+            self._entered = self.graph.call_function(enter_modes, (wanted.grad, regions))
+        self._modes = wanted
 
     def _needed(self) -> set[fx.Node]:
         """This stage's own nodes, and the copied ones behind them."""
@@ -190,13 +214,14 @@ class _Builder:
 
     def _now(self, value: fx.Node) -> fx.Node:
         """What ``value`` is at this place, for a backward or another stage to have when the buffer is written again."""
-        if value.name not in self.plan.kept:
+        if value.name not in self.plan.kept or value.name in self.plan.fresh:
             return self._built[value]
         if value not in self._as_now:
             self._as_now[value] = self.graph.call_function(private, (self._built[value],))
         return self._as_now[value]
 
     def _add_output(self) -> None:
+        self._change_modes(None)
         by_name = {node.name: node for node in self._built}
         values: list[Any] = [
             self._handed_off.get((e.value, e.target)) or self._now(by_name[e.value]) for e in self.outputs
@@ -214,6 +239,9 @@ class _Builder:
                 continue
             if node.op == "get_attr":
                 found[str(node.target)] = self.plan.program.attribute(str(node.target))
+            elif node.op == "call_module" and str(node.target) in self.plan.program.opaque:
+                reads = self.plan.program.effects[node.name].reads
+                found |= {name: self.plan.program.attribute(name) for name in reads}
             elif node.op == "call_module":
                 found |= all_tensors(self.plan.program.attribute(str(node.target)), str(node.target))
         return found

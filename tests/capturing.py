@@ -50,7 +50,7 @@ def run_stages(graph: StageGraph, inputs: Mapping[str, Any]) -> Any:
     result = None
     for stage in graph:
         arguments = [inputs[entry] if isinstance(entry, str) else arrived[entry] for entry in stage.inputs]
-        outputs = stage.function(*arguments)
+        outputs = stage.run(*arguments)
         arrived |= dict(zip(stage.outputs, outputs, strict=False))
         result = outputs[-1] if stage.returns_result else result
     return result

@@ -536,7 +536,7 @@ class Parametrized(nn.Module):
 
 
 class CountedCalls(Chain):
-    """A buffer that is written and read by nobody: by the rule of the contract, a stage of its own."""
+    """A buffer that is written and read by nobody: it runs with what comes next in its module."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -897,7 +897,7 @@ CASES: dict[str, Case] = {
     "parametrized": Case(Parametrized, vectors, stages=3, ranks=3),
     "index writes": Case(IndexWrites, vectors, stages=3, ranks=3),
     "causal attention": Case(Causal, sequences, stages=3, ranks=3),
-    "counted calls": Case(CountedCalls, vectors),
+    "counted calls": Case(CountedCalls, vectors, stages=3, ranks=3),
     "shared mask": Case(SharedMask, vectors, stages=3, ranks=3),
     "write behind": Case(WriteBehind, vectors),
     "written input": Case(WrittenInput, vectors, stages=2, ranks=2),

@@ -160,7 +160,7 @@ class Rank:
         values: dict[Any, Any] = {}
         sends: list[Any] = []
         parts = x.chunk(len(shares))
-        self.gradients.begin(self.graph, row, sync)
+        self.gradients.begin([self.graph], row, sync)
         for action in row:
             if action.op is Op.F:
                 self.gradients.settle(action.stage)
@@ -238,7 +238,7 @@ def sharded(
     mine = owners.names[transport.pipe_rank]
     release(graph.module, mine)
     mesh = topology.data_mesh(scope)
-    gradients = fully_sharded(graph.module, graph, mesh, transport, owners, precision)
+    gradients = fully_sharded(graph.module, [graph], mesh, transport, owners, precision)
     graph = graph.with_tensors_of_module()
     return Rank(graph, schedule, transport, owners, RankModule(graph.module, mine), gradients)
 
@@ -400,7 +400,7 @@ def evaluated() -> None:
     for graph in (rank.graph, other):
         x = rank.part(batch())
         row = [action for action in rank.schedule.rows[0] if action.op is Op.F]
-        rank.gradients.begin(graph, rank.schedule.rows[0], training=False)
+        rank.gradients.begin([graph], rank.schedule.rows[0], training=False)
         values: dict[Any, Any] = {}
         with torch.no_grad():
             for action in row:

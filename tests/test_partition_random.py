@@ -100,7 +100,7 @@ def _node(graph: fx.Graph, place: int, item: Item, of: list[fx.Node]) -> fx.Node
         "parameter": ("get_attr", f"p{place}", lambda: ()),
         "op": ("call_function", operator.add, lambda: (of[0], of[1])),
         "view": ("call_method", "view", lambda: (of[0], -1)),
-        "random": ("call_function", torch.dropout, lambda: (of[0], 0.0, True)),  # by its name random
+        "random": ("call_function", torch.dropout, lambda: (of[0], 1e-30, True)),  # random, and drops nothing
         "write": ("call_method", "add_", lambda: (of[0], of[1])),
         "shape": ("call_function", getattr, lambda: (of[0], "shape")),
         "size": ("call_function", operator.getitem, lambda: (of[0], 0)),

@@ -1010,3 +1010,18 @@ def test_the_operator_of_a_boundary_carries_its_name() -> None:
 
     (marker,) = captured(Model()).graph.find_nodes(op="call_function", target=boundary)
     assert marker.args[1] == "text"
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.reentrant = nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_would_be_lost_is_refused(reentrant: bool) -> None:
+    with pytest.raises(TraceError, match=r"(?s)checkpoint.*would be lost; tracer='record' keeps it.*self\.reentrant"):
+        capture(Request(Checkpointing(reentrant), ("x",)), "symbolic")

@@ -1,4 +1,4 @@
-"""``TRACERS``: the front ends. A tracer is a function from a ``Capture`` to a ``Program``."""
+"""``TRACERS``: the front ends. A tracer is a function from a ``Request`` to a ``Program``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,48 @@ from types import MappingProxyType
 
 from fxpipe.errors import TraceError, nearest
 from fxpipe.ir import Program
-from fxpipe.trace.request import Request
+from fxpipe.trace.export import export
+from fxpipe.trace.record import record
+from fxpipe.trace.request import Cut, Request
 from fxpipe.trace.symbolic import symbolic
 
 Tracer = Callable[[Request], Program]
 
-TRACERS: Mapping[str, Tracer] = MappingProxyType({"symbolic": symbolic, "auto": symbolic})
+
+def auto(request: Request) -> Program:
+    """The first of the tracers, in the order of ``TRACERS``, that captures the model; TraceError with all reasons."""
+    refusals: list[tuple[str, str]] = []
+    for name, tracer in TRACERS.items():
+        if tracer is auto:
+            continue
+        if name in NEED_SHAPES and request.example is None:
+            break
+        try:
+            return tracer(request).replace(refusals=tuple(refusals))
+        except TraceError as error:
+            refusals.append((name, str(error)))
+    hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
+    raise TraceError("\n".join(f"{name}: {reason}" for name, reason in refusals) + hint)
+
+
+TRACERS: Mapping[str, Tracer] = MappingProxyType(
+    {"symbolic": symbolic, "export": export, "record": record, "auto": auto}
+)
+NEED_SHAPES = frozenset({"export", "record"})
+"""The tracers whose programs hold for micro-batches of one shape."""
+_ASK_FOR_EXAMPLE = (
+    "the tracers export and record need the shapes of a batch: pass example_args= or example_kwargs= to "
+    "fxpipe.compile, one batch as it will be passed in calls"
+)
 
 
 def capture(request: Request, tracer: str = "auto") -> Program:
     """Captures a model with the tracer of that name; TraceError where it is unknown or must refuse."""
     if tracer not in TRACERS:
         raise TraceError(f"unknown tracer {tracer!r}{nearest(tracer, TRACERS)}")
+    if tracer in NEED_SHAPES and request.example is None:
+        raise TraceError(_ASK_FOR_EXAMPLE)
     return TRACERS[tracer](request)
 
 
-__all__ = ["TRACERS", "Request", "Tracer", "capture"]
+__all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "capture"]

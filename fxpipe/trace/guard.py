@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.errors import TraceError
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 from fxpipe.trace.source import current_line, definition
+
+KEEPS = "tracer='record' keeps it"
 
 
 def refuse(fact: str, instead: str) -> TraceError:
@@ -56,6 +59,7 @@ class Guard:
                 patched(nn.Module, "__setattr__", self._guarded_setattr()),
                 patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
                 patched(torch.autocast, "__enter__", _refuse_autocast),
+                no_checkpoints(),
             ):
                 yield
                 self.check()
@@ -169,6 +173,20 @@ _FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
 
 def _devices() -> list[str]:
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@contextlib.contextmanager
+def no_checkpoints() -> Iterator[None]:
+    """Refuses activation checkpointing; torch offers no way to see it but by what it calls itself."""
+    with (
+        patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _refuse_checkpoint),
+        patched(torch.utils.checkpoint.CheckpointFunction, "apply", _refuse_checkpoint),
+    ):
+        yield
+
+
+def _refuse_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    raise refuse("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
 
 
 @contextlib.contextmanager

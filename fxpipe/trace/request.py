@@ -6,12 +6,17 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
+from fxpipe.modes import Autocast
+
+Cut = Literal["before", "after", "both"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,10 @@ class Request:
     """A model, an optional loss function on its output, and which of its inputs are fixed.
 
     ``inputs``: the names that become inputs of the program, in call order. ``fixed``: inputs whose value is a part of
-    the program (None, bools, strings: what Python code branches on).
+    the program (None, bools, strings: what Python code branches on). ``example``: what tracers that need shapes know
+    of a micro-batch; each input with a ``Like`` in place of each tensor. ``cuts``: submodule path → where a boundary
+    is put, as if the user had marked it. ``training``: of what the model returns, only the loss and the scalars beside
+    it are wanted. ``autocast``: what is on around the call.
     """
 
     module: nn.Module
@@ -27,6 +35,12 @@ class Request:
     fixed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     loss_fn: Callable[..., Any] | None = None
     target: str = "target"
+    example: Mapping[str, Any] | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=lambda: MappingProxyType({}))
+    training: bool = True
+    autocast: tuple[Autocast, ...] = ()
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
+    """Where the model will run, for parameters that are on no device yet."""
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -53,3 +67,35 @@ class Request:
         parameters = list(signature.parameters.values())
         tail = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
         return signature.replace(parameters=[*(p for p in parameters if p not in tail), extra, *tail])
+
+    def call(self, values: Mapping[str, Any]) -> Any:
+        """Calls the model, and the loss function on what it returns, with a value for each of ``inputs``.
+
+        By place where that can be, as hooks expect it; through ``__call__``, so that hooks run.
+        """
+        given = {**values, **self.fixed}
+        signature = inspect.signature(self.module.forward)
+        target = given.get(self.target)
+        if self.loss_fn and self.target not in signature.parameters:
+            given.pop(self.target, None)
+        leading = []
+        for p in signature.parameters.values():
+            if p.kind is not p.POSITIONAL_ONLY or (p.name not in given and p.default is p.empty):
+                break
+            leading.append(given.pop(p.name, p.default))
+        bound = signature.bind(*leading, **given)
+        output = self.module(*bound.args, **bound.kwargs)
+        return self.loss_fn(output, target) if self.loss_fn else output
+
+    def wanted(self, output: Any) -> Any:
+        """What of the model's result the program returns: in training, only the loss and the scalars beside it.
+
+        Whatever else there is, such as a cache of keys and values, would be sent to the output's stage for nothing.
+        """
+        if not (self.training and isinstance(output, Mapping) and "loss" in output):
+            return output
+        return {name: value for name, value in output.items() if name == "loss" or _is_scalar(value)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, (Real, torch.SymInt, torch.SymFloat))

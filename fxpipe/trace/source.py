@@ -20,6 +20,11 @@ def is_users(filename: str) -> bool:
     return not filename.startswith((*_LIBRARIES, "<"))
 
 
+def is_torchs(filename: str) -> bool:
+    """Whether a file is a part of torch."""
+    return filename.startswith(_LIBRARIES[0])
+
+
 def current_line() -> str:
     """The innermost line of user code that runs now, in traceback form; empty where there is none."""
     frame: FrameType | None = sys._getframe(1)

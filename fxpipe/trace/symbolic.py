@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.ir import IN_PLACE_NAMES, Program, is_boundary
 from fxpipe.marker import boundary, recording, stage_boundary
+from fxpipe.trace.cuts import cutting
 from fxpipe.trace.guard import Guard, patched, plain_modes, refuse
 from fxpipe.trace.request import Request
 from fxpipe.trace.source import current_line, definition, line_of, mentions
@@ -27,7 +27,12 @@ def symbolic(request: Request) -> Program:
     _refuse_parameters_of_loss(request)
     tracer = _Tracer(request)
     try:
-        with tracer.guard.watching(), recording(tracer.record_boundary), _proxied_factories(tracer):
+        with (
+            tracer.guard.watching(),
+            recording(tracer.record_boundary),
+            cutting(request.module, request.cuts),
+            _proxied_factories(tracer),
+        ):
             graph = tracer.trace(request.module)
             tracer.check_boundaries()
     except TraceError:
@@ -124,25 +129,9 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[[], Any], list[Any]]:
-        """Placeholders for the request's inputs; the call goes through ``__call__``, so that hooks are seen."""
+        """Placeholders for the request's inputs."""
         values = {name: self.create_proxy("placeholder", name, (), {}) for name in self.request.inputs}
-        values |= self.request.fixed
-        signature = inspect.signature(self.request.module.forward)
-        target = values.get(self.request.target)
-        if self.request.loss_fn and self.request.target not in signature.parameters:
-            values.pop(self.request.target, None)
-        leading = []
-        for p in signature.parameters.values():
-            if p.kind is not p.POSITIONAL_ONLY or (p.name not in values and p.default is p.empty):
-                break
-            leading.append(values.pop(p.name, p.default))
-        bound = signature.bind(*leading, **values)  # by place where that can be, as hooks expect it
-
-        def call() -> Any:
-            output = self.root(*bound.args, **bound.kwargs)
-            return self.request.loss_fn(output, target) if self.request.loss_fn else output
-
-        return call, []
+        return lambda: self.request.call(values), []
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         self.guard.check()
@@ -159,6 +148,7 @@ class _Tracer(fx.Tracer):
         known = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
         if known and self.is_leaf_module(m, ""):
             _refuse_hidden_boundary(m)
+            self._refuse_hidden_cut(m)
         else:
             _refuse_backward_hooks(m)
         if not known:
@@ -170,6 +160,17 @@ class _Tracer(fx.Tracer):
         return not isinstance(m, nn.Sequential) and all(
             part.__module__.startswith(("torch.nn", "torch.ao.nn")) for part in m.modules()
         )
+
+    def _refuse_hidden_cut(self, module: nn.Module) -> None:
+        """A torch.nn module is kept whole: a cut around it is right, one inside it would be lost."""
+        for path in self.request.cuts:
+            inner = self.request.module.get_submodule(path)
+            if inner is not module and any(inner is part for part in module.modules()):
+                raise refuse(
+                    f"boundaries= names {path}, which is a part of a {type(module).__name__} that a symbolic trace "
+                    "keeps whole",
+                    "name that module itself, or give an example batch, so that another tracer can look inside",
+                )
 
     # tensors
 

@@ -1,0 +1,133 @@
+"""Boundaries from outside: what ``compile(boundaries=...)`` is given, as submodules and where each of them is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import Any, TypeAlias, get_args
+
+from torch import nn
+
+from fxpipe.errors import PartitionError, nearest
+from fxpipe.trace.request import Cut
+
+Boundaries: TypeAlias = (
+    str
+    | Sequence[str]
+    | Set[str]
+    | Mapping[str, Cut | Mapping[str, int | Cut]]
+    | Callable[[dict[str, nn.Module]], "Boundaries"]
+)
+AUTO = "auto"
+_EXAMPLES = (
+    'a list of names, ["encoder.block.2"], a dict, {"head": "after"} or {"model.layers.*": {"every": 4}}, or a '
+    "function of dict(model.named_modules()) that returns one of them"
+)
+
+
+def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
+    """Submodule path → where a boundary is put, in the order of the model.
+
+    ``boundaries``: one or several names, each cut before; a dict of name → ``"before"``, ``"after"``, ``"both"``, or
+    ``{"every": n, "cut": "before"}``, which cuts between groups of n; or a function from the dict of all submodules to
+    either. A name may be a pattern, ``"model.layers.*"``: each part of it matches one part of a path. What is said of
+    a submodule twice adds up. ``"auto"`` names nothing. PartitionError for what names no submodule that can be cut.
+
+    >>> resolve(nn.Sequential(*(nn.Identity() for _ in range(6))), {"*": {"every": 2}})
+    {'2': 'before', '4': 'before'}
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if callable(boundaries):
+        boundaries = boundaries(dict(modules))
+    found: dict[str, set[Cut]] = {}
+    for name, rule in _rules(boundaries):
+        for path, cut in _cuts(name, rule, _matching(modules, name)):
+            found.setdefault(path, set()).add(cut)
+    for path in found:
+        _check_called(path, modules[path])
+    return {path: found[path].pop() if len(found[path]) == 1 else "both" for path in modules if path in found}
+
+
+def _rules(boundaries: Any) -> Iterator[tuple[str, Any]]:
+    """Pairs of name and rule, whatever form they are given in."""
+    if isinstance(boundaries, str):
+        boundaries = [] if boundaries == AUTO else [boundaries]
+    if not isinstance(boundaries, (Mapping, Sequence, Set)):
+        raise PartitionError(f"boundaries= is {boundaries!r:.80}; give {_EXAMPLES}")
+    rules = boundaries.items() if isinstance(boundaries, Mapping) else [(name, "before") for name in boundaries]
+    for name, rule in rules:
+        if not isinstance(name, str):
+            raise PartitionError(f"boundaries= holds {name!r:.80}, which is no name; give {_EXAMPLES}")
+        yield name, rule
+
+
+def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
+    """The paths that a name or pattern means, in the order of the model."""
+    if not name:
+        raise PartitionError("boundaries= names '', the model itself; name the submodules where it is to be cut")
+    if name in modules:
+        return [name]
+    parts = name.split(".")
+    found = [path for path in modules if path and _matches(path.split("."), parts)]
+    if not found:
+        what = "matches no submodule" if any(sign in name for sign in "*?[") else "is no submodule of the model"
+        raise PartitionError(f"boundaries= names {name!r}, which {what}{_hint(modules, name)}")
+    return found
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    return len(path) == len(pattern) and all(map(fnmatchcase, path, pattern))
+
+
+def _hint(modules: Mapping[str, nn.Module], name: str) -> str:
+    """The nearest path, or what there is at the first level where the name goes wrong."""
+    hint = nearest(name, [path for path in [*modules, AUTO] if path])
+    if "did you mean" in hint:
+        return hint
+    owner = name
+    while owner not in modules:
+        owner = owner.rpartition(".")[0]
+    children = [f"{owner}.{child}" if owner else child for child, _ in modules[owner].named_children()]
+    more = ", ..." if len(children) > 12 else ""
+    return (nearest("", islice(children, 12)) or f'; "{owner}" has no submodules') + more
+
+
+def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[tuple[str, Cut]]:
+    """Where the submodules of one name are cut."""
+    if isinstance(rule, Mapping):
+        return _cuts_between_groups(name, rule, paths)
+    if rule not in get_args(Cut):
+        raise PartitionError(
+            f'boundaries= gives {rule!r:.80} for {name!r}; give "before", "after", "both" or {{"every": 4}}'
+        )
+    sides: tuple[Cut, ...] = ("before", "after") if rule == "both" else (rule,)
+    return [(path, side) for path in paths for side in sides]
+
+
+def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str]) -> Iterable[tuple[str, Cut]]:
+    """``{"every": n}``: before the first submodule of each group of n but the first; or after the last of each but the
+    last."""
+    every, cut = rule.get("every"), rule.get("cut", "before")
+    known = cut in ("before", "after") and set(rule) <= {"every", "cut"}
+    if not (known and isinstance(every, int) and every > 0) or every is True:
+        raise PartitionError(
+            f'boundaries= gives {dict(rule)!r:.80} for {name!r}; give {{"every": 4}}, a whole number, or '
+            '{"every": 4, "cut": "after"}'
+        )
+    firsts = range(0, len(paths), every)[1:]
+    if not firsts:
+        raise PartitionError(
+            f"boundaries= cuts between groups of {every} submodules that match {name!r}, and there are {len(paths)}: "
+            f'that cuts nothing; give a smaller "every"'
+        )
+    return [(paths[first if cut == "before" else first - 1], cut) for first in firsts]
+
+
+def _check_called(path: str, module: nn.Module) -> None:
+    """A list or dict of modules is never called."""
+    if getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module):
+        raise PartitionError(
+            f"boundaries= names {path!r}, a {type(module).__name__}, which is never called itself; name what it holds, "
+            f'such as "{path}.{next((child for child, _ in module.named_children()), "*")}", or all of it, "{path}.*"'
+        )

@@ -1,0 +1,198 @@
+"""Captures: from a pattern of inputs to the stages of a model, traced, cut and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe import passes as default_passes
+from fxpipe.batch import Description, is_exact
+from fxpipe.errors import RunError, TraceError
+from fxpipe.ir import Program, StageGraph
+from fxpipe.marker import ignored
+from fxpipe.modes import Autocast
+from fxpipe.pipeline import Pass, chain
+from fxpipe.progress import progress, tell
+from fxpipe.schedules import Family
+from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
+
+if TYPE_CHECKING:
+    from fxpipe.balance import Balanced
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The state of a model that a capture depends on: each module's training flag, each parameter's requires_grad."""
+
+    training: bytes
+    trainable: bytes
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a capture depends on: which inputs there are, the values fixed in it, the modes of the model."""
+
+    inputs: tuple[str, ...]
+    fixed: tuple[tuple[str, Any], ...]
+    microbatches: int
+    with_loss: bool
+    modes: Modes
+    training: bool = True
+    """Whether it is for a step; else for a forward-only run, where the user's own table need not fit."""
+    shapes: tuple[Description, ...] = ()
+    """Each micro-batch, described, for tracers that need it; () where no batch has been seen yet."""
+    autocast: tuple[Autocast, ...] = ()
+    """What is on around the call."""
+
+    def for_any_shape(self) -> Pattern:
+        """The pattern without what only tracers that need shapes depend on."""
+        return dataclasses.replace(self, shapes=(), autocast=())
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The stages of one capture, and its program in words. ``of_one_shape``: whether they hold for no other."""
+
+    graph: StageGraph
+    text: str
+    of_one_shape: bool = False
+    placement: tuple[int, ...] | None = None
+    """The rank of each stage, where it was searched for."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the cut (``cuts``) or the placement of stages is searched for; see ``fxpipe.balance``."""
+
+    ranks: int
+    schedule: str | Family
+    memory_per_rank: float | None
+    cuts: bool
+
+
+@dataclass
+class Captures:
+    """Captures a model as it is asked to, each pattern once."""
+
+    model: nn.Module
+    tracer: str = "auto"
+    loss_fn: Callable[..., Any] | None = None
+    passes: Sequence[Pass] | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Boundaries named from outside: submodule path → where it is cut."""
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
+    """Where a model that is on no device yet will run."""
+    search: Search | None = None
+    """None: stages are cut where they are marked, and placed by who asks."""
+
+    def __post_init__(self) -> None:
+        self._kept: dict[Pattern, Captured] = {}
+        self._first: Program | None = None
+        if self.search is not None and self.search.cuts and self.passes is not None:
+            raise RunError('boundaries="auto" cuts in place of the pass partition; leave passes= out')
+
+    def of(self, pattern: Pattern) -> list[Captured]:
+        """The stages for each micro-batch of a pattern; one object where nothing depends on their shapes."""
+        shapes = pattern.shapes or (None,) * pattern.microbatches
+        return [self._of_one(pattern, shape) for shape in shapes]
+
+    def _of_one(self, pattern: Pattern, shape: Description | None) -> Captured:
+        this = dataclasses.replace(pattern, microbatches=1, shapes=() if shape is None else (shape,))
+        known = self._kept.get(this) or self._kept.get(this.for_any_shape())
+        if known is not None:
+            return known
+        program = self._traced(pattern, shape)
+        of_one_shape = program.tracer in NEED_SHAPES
+        if of_one_shape and shape is not None and not is_exact(shape):
+            raise TraceError(
+                f"a Python number is a part of what {program.tracer} captures, and the first kind of batch was "
+                'captured by a tracer for which it is not; compile with tracer="export" or "record", or pass a tensor'
+            )
+        made = self._cut(program, pattern, shape, of_one_shape)
+        self._kept[this if of_one_shape else this.for_any_shape()] = made
+        return made
+
+    def _traced(self, pattern: Pattern, shape: Description | None) -> Program:
+        request = Request(
+            self.model,
+            pattern.inputs,
+            dict(pattern.fixed),
+            self.loss_fn if pattern.with_loss else None,
+            example=None if shape is None else _example(pattern, shape),
+            cuts=self.cuts,
+            training=pattern.training,
+            autocast=pattern.autocast,
+            device=self.device,
+        )
+        finds_cuts = self.search is not None and self.search.cuts
+        with progress(f"capturing {type(self.model).__name__}"), ignored(finds_cuts):
+            return capture(request, self.tracer)
+
+    def _cut(self, program: Program, pattern: Pattern, shape: Description | None, of_one_shape: bool) -> Captured:
+        search, first, placement = self.search, self._first, None
+        if search is not None and search.cuts:
+            program = chain(default_passes.before_balance(), program)
+            if first is None:
+                found = self._searched(program, pattern, shape, search)
+                program, placement = found.program, found.placement
+            else:
+                program = default_passes.follow(program, first)
+            program = chain((default_passes.name_stages,), program)
+        else:
+            program = chain(default_passes.default() if self.passes is None else self.passes, program)
+            more = search is not None and len(program.stage_names) > search.ranks > 1
+            if search is not None and more and first is None and shape is not None:
+                placement = self._searched(program, pattern, shape, search).placement
+        self._first = first or program
+        return Captured(default_passes.split(program), _told(self.model, program), of_one_shape, placement)
+
+    def _searched(self, program: Program, pattern: Pattern, shape: Description | None, search: Search) -> Balanced:
+        """The best cut or placement found, which is told."""
+        from fxpipe.balance import balance, costs_from_shapes, place_stages  # it simulates a lot, which few need
+
+        if shape is None:
+            raise RunError(
+                'boundaries="auto" needs the shapes of a batch: pass example_args= or example_kwargs=, one batch as it '
+                "will be passed in calls"
+            )
+        with progress("balancing the stages"):
+            costs = costs_from_shapes(program, _example(pattern, shape), self.device, pattern.autocast)
+            search_for = balance if search.cuts else place_stages
+            found = search_for(
+                program, search.ranks, pattern.microbatches, costs, search.schedule, search.memory_per_rank
+            )
+        if found.others:
+            tell(str(found))
+        return found
+
+    def let_go(self) -> None:
+        """Makes the stages hold what the model now holds, and nothing that it has let go of."""
+        self._kept = {
+            key: dataclasses.replace(captured, graph=captured.graph.with_tensors_of_module())
+            for key, captured in self._kept.items()
+        }
+
+
+def _example(pattern: Pattern, shape: Description) -> dict[str, Any]:
+    return {name: given.like for name, given in shape if name in pattern.inputs}
+
+
+def _told(model: nn.Module, program: Program) -> str:
+    constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
+    return "\n".join([type(model).__name__, str(program), *constants])
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    """A hash of a constant: ranks that have made it with different seeds must not go on."""
+    if tensor.is_meta:
+        return "on the meta device"
+    buffer = io.BytesIO()
+    torch.save(tensor.detach().cpu().clone(), buffer)
+    return f"constant {list(tensor.shape)} {hashlib.blake2b(buffer.getbuffer(), digest_size=8).hexdigest()}"

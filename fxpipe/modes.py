@@ -1,0 +1,88 @@
+"""Modes: gradients on or off, and autocast, as they stand where an operation runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Autocast(NamedTuple):
+    """The state of autocast on one type of device. ``cache``: whether a weight is cast once in a region."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool = True
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What forward has changed around an operation; None and () stand for what holds around the call.
+
+    ``region`` numbers the ``with`` blocks of a capture, so that two blocks of the same modes remain two.
+    """
+
+    grad: bool | None = None
+    autocast: tuple[Autocast, ...] = ()
+    region: int = 0
+
+
+def ambient_autocast(devices: Sequence[str] = ("cpu", "cuda")) -> tuple[Autocast, ...]:
+    """Autocast as it is now on each type of device where it is on."""
+    return tuple(
+        Autocast(device, True, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+        for device in devices
+        if torch.is_autocast_enabled(device)
+    )
+
+
+@contextlib.contextmanager
+def within(autocast: Sequence[Autocast]) -> Iterator[None]:
+    """A region of autocast of its own, with a cache of its own, on each of the devices."""
+    with contextlib.ExitStack() as stack:
+        for region in autocast:
+            stack.enter_context(torch.autocast(region.device, region.dtype, region.enabled, cache_enabled=region.cache))
+        yield
+
+
+class _Entered(threading.local):
+    """What this thread has entered and not left yet."""
+
+    def __init__(self) -> None:
+        self.stacks: list[contextlib.ExitStack] = []
+
+
+_entered = _Entered()
+
+
+def enter_modes(grad: bool | None, autocast: Sequence[tuple[str, bool, torch.dtype, bool]]) -> contextlib.ExitStack:
+    """Enters the modes that a ``Modes`` says; an operator of a stage's graph. ``leave_modes`` of the result leaves."""
+    stack = contextlib.ExitStack()
+    _entered.stacks.append(stack)
+    stack.enter_context(within([Autocast(*region) for region in autocast]))
+    if grad is not None:
+        # gradients that are off around the call stay off: evaluation needs none
+        stack.enter_context(torch.set_grad_enabled(grad and torch.is_grad_enabled()))
+    return stack
+
+
+def leave_modes(stack: contextlib.ExitStack) -> None:
+    """Leaves what ``enter_modes`` entered; an operator of a stage's graph."""
+    _entered.stacks.remove(stack)
+    stack.close()
+
+
+@contextlib.contextmanager
+def modes_restored() -> Iterator[None]:
+    """Whatever is entered inside is left afterwards, also where an error comes between."""
+    before = len(_entered.stacks)
+    try:
+        yield
+    finally:
+        while len(_entered.stacks) > before:
+            _entered.stacks.pop().close()

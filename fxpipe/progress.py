@@ -1,0 +1,37 @@
+"""Progress: a line on stderr for what takes long enough to make one wonder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+PATIENCE = 2.0
+"""Seconds after which something is told to be under way."""
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Tells, once ``PATIENCE`` is over, that ``what`` is under way, and at the end how long it took."""
+    start = time.perf_counter()
+    stream = sys.stderr  # which what is under way may redirect
+    timer = threading.Timer(PATIENCE, tell, [f"fxpipe: {what} …", stream])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        seconds = time.perf_counter() - start
+        if seconds >= PATIENCE:
+            tell(f"fxpipe: {what} took {seconds:.1f} s", stream)
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Prints to stderr, or to a stream; of several processes only rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=stream or sys.stderr, flush=True)

@@ -1,0 +1,289 @@
+"""Calls that a recorder sees as wholes: submodules, and autograd functions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.batch import Like
+from fxpipe.trace.attributes import WatchedAttributes
+from fxpipe.trace.emit import effects_of
+from fxpipe.trace.fake import is_fake, outside
+from fxpipe.trace.functions import functions_watched
+from fxpipe.trace.guard import patched
+from fxpipe.trace.opaque import Applied
+from fxpipe.trace.recorder import Frame, NeedsValues, Recorder
+from fxpipe.trace.rehearsal import Given, Rehearsed, rehearse
+from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.source import definition
+from fxpipe.trace.tape import PLAIN, Operation, Source, Touched, paths, tensors
+
+
+class Calls:
+    """Patches what calls go through, for the time of a run, and decides which are kept whole.
+
+    ``real``: the model's own tensors by name. ``descend``: submodules that are not kept whole. ``limit``: how many
+    bytes of parameters a submodule may hold that is kept whole.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        module: nn.Module,
+        real: Mapping[str, Tensor],
+        descend: frozenset[str],
+        limit: int | None,
+    ) -> None:
+        self.opaque: dict[str, nn.Module] = {}
+        self._recorder, self._descend, self._limit = recorder, descend, limit
+        self._paths = {id(vars(part)): path for path, part in module.named_modules()}
+        self._owners = {type(part): _call_owner(type(part)) for part in module.modules()}
+        self._root = module
+        self._thread = threading.get_ident()
+        self._attributes = WatchedAttributes(self._paths, self._is_ours)
+        self._buffers = self._attributes.buffers
+        stand_ins = [*module.named_parameters(), *module.named_buffers()]
+        self._real_of = {id(tensor): real[name] for name, tensor in stand_ins}
+        self.storages: dict[int, str] = {}
+        """The memory of the model's tensors, and their first names."""
+        for name, tensor in stand_ins:
+            self.storages.setdefault(storage_of(tensor), name)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While it is open, calls are seen; boundaries from outside belong around it."""
+        with contextlib.ExitStack() as stack:
+            owners: list[type[nn.Module]] = [nn.Module, *self._owners.values()]
+            for owner in dict.fromkeys(owners):
+                stack.enter_context(patched(owner, "__call__", self._call_of(owner)))
+            stack.enter_context(functions_watched(self._recorder, self._is_ours, self._apply))
+            stack.enter_context(self._attributes.watched())
+            stack.enter_context(self._recorder.blocks.counting())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(patched(torch, "_check_tensor_all_with", _unchecked))
+            yield
+            self._check_backward_hooks("", self._root)
+
+    @property
+    def lines(self) -> Mapping[str, str]:
+        """Where forward has set an attribute last, by its name in the model."""
+        return self._attributes.lines
+
+    def write_buffers(self) -> None:
+        """Writes the buffers that forward has set."""
+        self._buffers.write(self._recorder.on_line)
+
+    def _is_ours(self) -> bool:
+        recorder = self._recorder
+        return threading.get_ident() == self._thread and not recorder.paused and not recorder.is_running
+
+    # submodules
+
+    def _call_of(self, owner: type[nn.Module]) -> Callable[..., Any]:
+        original = vars(owner)["__call__"]
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = functools.partial(original, module)
+            path = self._paths.get(id(vars(module)))
+            if not path or self._owners.get(type(module)) is not owner or not self._is_ours():
+                return inner(*args, **kwargs)
+            return self._call_module(path, module, inner, args, kwargs)
+
+        return call
+
+    def _call_module(
+        self, path: str, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        recorder = self._recorder
+        frame = recorder.enter(path, module, args, kwargs, self._buffers.count)
+        around, recorder.stack = recorder.stack, {**recorder.stack, path: type(module)}
+        try:
+            with recorder.touched.noting() as touched:
+                result = inner(*args, **kwargs)
+        except NeedsValues as error:
+            recorder.stack = around
+            return self._rehearsed(frame, inner, args, kwargs, path, error)
+        finally:
+            recorder.stack = around
+        recorder.check_random()
+        if self._is_whole(frame, result, touched) and self._may_be_kept(frame):
+            self._keep_whole(frame, result, touched)
+        else:
+            self._check_backward_hooks(path, module)
+        return result
+
+    def _may_be_kept(self, frame: Frame) -> bool:
+        assert frame.module is not None
+        held = sum(tensor.numel() * tensor.element_size() for tensor in frame.module.parameters())
+        return frame.path not in self._descend and (self._limit is None or held <= self._limit)
+
+    def _keep_whole(self, frame: Frame, result: Any, touched: Touched) -> None:
+        recorder = self._recorder
+        assert frame.module is not None
+        made = [tensor for tensor in tensors(result) if id(tensor) not in frame.given]
+        hooked = _has_hooks(frame.module)
+        if not made and not hooked and len(recorder.tape) == frame.start:
+            return
+        effects = effects_of(touched, frame.tensors, result, self.storages)
+        if hooked:  # they may keep what they are given, and read it later
+            effects = replace(effects, unread=())
+        recorder.collapse(frame, frame.path, result, touched, effects, kept=bool(effects.writes or hooked or not made))
+
+    def _check_backward_hooks(self, path: str, module: nn.Module) -> None:
+        if module._backward_hooks or module._backward_pre_hooks:
+            hook = next(iter([*module._backward_hooks.values(), *module._backward_pre_hooks.values()]))
+            self._recorder.problem(
+                f"{path or type(module).__name__} has backward hooks and is traced through, so they would never run",
+                f"put the hook on a submodule that holds no boundary\n{definition(hook)}",
+            )
+
+    # autograd functions
+
+    def _apply(
+        self,
+        function: type[torch.autograd.Function],
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        recorder = self._recorder
+        inner = functools.partial(apply, function)
+        name = f"{function.__name__}_{len(self.opaque)}"
+        frame = recorder.enter(function.__name__, None, args, kwargs, self._buffers.count)
+        self.opaque[name] = Applied(function)
+        try:
+            with recorder.touched.noting() as touched:
+                result = inner(*args, **kwargs)
+        except NeedsValues as error:
+            return self._rehearsed(frame, inner, args, kwargs, name, error)
+        if self._is_whole(frame, result, touched):
+            effects = effects_of(touched, frame.tensors, result, self.storages)
+            recorder.collapse(frame, name, result, touched, effects, kept=False)
+        else:
+            recorder.problem(
+                f"torch.autograd.Function {function.__name__} is applied in a way that cannot be recorded: it uses or "
+                "writes a tensor beside those that it returns, or is given what is no tensor and no plain value",
+                "apply it inside a submodule that holds no boundary, which then runs as a whole",
+            )
+        return result
+
+    # what looks at values
+
+    def _rehearsed(
+        self,
+        frame: Frame,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: str,
+        error: NeedsValues,
+    ) -> Any:
+        """The result of a call that cannot run on fake tensors; the error where it cannot be kept whole either."""
+        recorder = self._recorder
+        once = error.asked or not error.tried  # an error of the user's would be met again and again
+        if not self._is_untouched(frame) or frame.path in self._descend or not once:
+            raise error
+        error.tried = True
+        recorder.paused = True
+        try:
+            found = rehearse(inner, args, kwargs, frame.module, self._real_of, outside)
+        except Exception as failure:
+            if not error.asked:
+                raise error from failure
+            fact = f"{frame.path} cannot run by itself on made-up inputs, either: {failure}"
+            raise NeedsValues(f"{error}\n{fact}") from failure
+        finally:
+            recorder.paused = False
+        if not self._is_untouched(frame) or self._writes_elsewhere(frame, found.touched):
+            raise error
+        result = self._faked(frame, found)
+        effects = effects_of(found.touched, frame.tensors, (), self.storages)
+        effects = replace(effects, shares=found.shares, unread=())
+        recorder.collapse(frame, target, result, found.touched, effects, kept=True)
+        return result
+
+    def _faked(self, frame: Frame, found: Rehearsed) -> Any:
+        def faked(leaf: Any) -> Any:
+            if isinstance(leaf, Given):
+                return frame.tensors[leaf.place]
+            return self._recorder.fake.made(leaf) if isinstance(leaf, Like) else leaf
+
+        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (Like, Given)))
+
+    # what can be kept whole
+
+    def _is_untouched(self, frame: Frame) -> bool:
+        """Whether a call has done nothing yet that forbids to keep it whole."""
+        return (frame.boundaries, frame.assigned) == (self._recorder.boundaries, self._buffers.count) and frame.opaque
+
+    def _is_whole(self, frame: Frame, result: Any, touched: Touched) -> bool:
+        """Whether a call can be one operation: tensors and plain values go in and out, by arguments and result."""
+        return (
+            self._is_untouched(frame)
+            and frame.place.modes == self._recorder.place().modes
+            and touched.reads & set(self.storages) <= self._reachable(frame)
+            and not self._writes_elsewhere(frame, touched)
+            and self._is_closed(frame)
+            and all(self._can_leave(frame, leaf) for _, leaf in paths(result))
+        )
+
+    def _reachable(self, frame: Frame) -> set[int]:
+        """The memory that a call may read: what its submodule holds, and what it is given."""
+        return self._own(frame) | {storage_of(tensor) for tensor in frame.tensors}
+
+    def _own(self, frame: Frame) -> set[int]:
+        if frame.module is None:
+            return set()
+        return {storage_of(tensor) for tensor in (*frame.module.parameters(), *frame.module.buffers())}
+
+    def _writes_elsewhere(self, frame: Frame, touched: Touched) -> bool:
+        foreign = (set(self.storages) - self._own(frame)) | {storage_of(tensor) for tensor in frame.tensors}
+        return bool(touched.writes & foreign)
+
+    def _is_closed(self, frame: Frame) -> bool:
+        """Whether its operations use no value from outside that it was not given."""
+        recorder = self._recorder
+        given = {recorder.value_of(tensor).key for tensor in frame.tensors}
+        for operation in recorder.tape[frame.start :]:
+            for value in operation.values if isinstance(operation, Operation) else ():
+                maker = value.maker
+                inside = maker.kind == "get_attr" if isinstance(maker, Source) else maker.serial >= frame.serial
+                if not inside and value.key not in given:
+                    return False
+        return True
+
+    def _can_leave(self, frame: Frame, leaf: Any) -> bool:
+        """Whether something may be a part of what a call returns."""
+        if not isinstance(leaf, Tensor):
+            return isinstance(leaf, PLAIN)
+        if id(leaf) in frame.given:
+            return True
+        value = self._recorder.known(leaf)
+        if value is None:  # made by what no torch function mode sees, such as TorchScript
+            return is_fake(leaf)
+        made_here = isinstance(value.maker, Operation) and value.maker.serial >= frame.serial
+        return made_here and storage_of(leaf) not in self.storages
+
+
+def _unchecked(error: type[Exception], condition: Tensor, message: Any = None) -> None:
+    """Assertions on the values of tensors are not a part of the program."""
+
+
+def _call_owner(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module's outermost ``__call__`` is written in."""
+    return next(base for base in kind.__mro__ if "__call__" in vars(base))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        for part in module.modules()
+    )

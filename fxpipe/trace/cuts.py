@@ -1,0 +1,146 @@
+"""Cuts from outside: while a model is captured, submodules that are named behave as if their calls were marked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import TraceError
+from fxpipe.marker import stage_boundary
+from fxpipe.trace.guard import patched, refuse
+from fxpipe.trace.request import Cut
+
+
+@contextlib.contextmanager
+def cutting(module: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[None]:
+    """While it is open, each call of a submodule that ``cuts`` names is cut as by ``stage_boundary``.
+
+    "before": all tensors among its arguments cross one boundary, which opens a stage of the submodule's name; "after":
+    the tensors in what it returns do. A boundary lies outside of everything else that the call does: the submodule's
+    hooks, and a ``__call__`` of its own class. Every call is cut where there are several.
+
+    It belongs inside ``recording``, and around the call of the model: one for each run of it. Classes are patched, and
+    put back. TraceError where a named submodule was never called, or fills a list that it was given.
+    """
+    plan = _Plan(module, cuts)
+    with contextlib.ExitStack() as stack:
+        for owner in plan.classes:
+            stack.enter_context(patched(owner, "__call__", plan.call_of(owner)))
+        yield
+    plan.check_called()
+
+
+@dataclass
+class _Named:
+    """A submodule that is cut. ``path``: the first name under which it was given."""
+
+    path: str
+    module: nn.Module
+    before: bool = False
+    after: bool = False
+    calls: int = 0
+
+
+@dataclass
+class _Plan:
+    """Who is cut where, and what is the model's own: parameters and buffers cross no boundary.
+
+    Submodules are told by the dict of their attributes: torch.export calls stand-ins that share it.
+    """
+
+    module: nn.Module
+    cuts: Mapping[str, Cut]
+    _named: dict[int, _Named] = field(default_factory=dict)
+    _own: dict[int, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        modules = dict(self.module.named_modules(remove_duplicate=False))  # attributes may give stand-ins
+        for path, cut in self.cuts.items():
+            submodule = modules[path]
+            named = self._named.setdefault(id(vars(submodule)), _Named(path, submodule))
+            named.before |= cut in ("before", "both")
+            named.after |= cut in ("after", "both")
+
+    @property
+    def classes(self) -> list[type[nn.Module]]:
+        return list(dict.fromkeys(type(named.module) for named in self._named.values()))
+
+    def call_of(self, owner: type[nn.Module]) -> Callable[..., Any]:
+        """``owner.__call__`` for the time of the capture."""
+        own = vars(owner).get("__call__")
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
+            inner = own.__get__(module) if own is not None else super(owner, module).__call__  # type: ignore[misc]
+            named = self._named.get(id(vars(module)))
+            if named is None or type(named.module) is not owner:  # its own class is further out
+                return inner(*args, **kwargs)
+            return self._cut(named, inner, args, kwargs)
+
+        return call
+
+    def _cut(self, named: _Named, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        named.calls += 1
+        if not named.before:
+            output = inner(*args, **kwargs)
+        else:
+            leaves, spec = self._cross((tuple(args), dict(kwargs)), named.path, f"{named.path} is given")
+            args, kwargs = behind = pytree.tree_unflatten(leaves, spec)
+            output = inner(*args, **kwargs)
+            _check_unchanged(behind, leaves, spec, named.path)
+        if not named.after:
+            return output
+        return pytree.tree_unflatten(*self._cross(output, None, f"{named.path} returns"))
+
+    def _cross(self, value: Any, name: str | None, fact: str) -> tuple[list[Any], pytree.TreeSpec]:
+        """The leaves of ``value``, its tensors behind one boundary, and how they are put together."""
+        leaves, spec = pytree.tree_flatten(value, is_leaf=_is_leaf)
+        places = [place for place, leaf in enumerate(leaves) if self._may_cross(leaf)]
+        if not places:
+            raise refuse(f"{fact} no tensor that could cross a boundary", "name another submodule in boundaries=")
+        for place, behind in zip(places, stage_boundary([leaves[i] for i in places], name=name), strict=True):
+            leaves[place] = behind
+        return leaves, spec
+
+    def _may_cross(self, leaf: Any) -> bool:
+        if isinstance(leaf, fx.Proxy):
+            return leaf.node.op != "get_attr"
+        return isinstance(leaf, Tensor) and id(leaf) not in self._own_tensors()
+
+    def _own_tensors(self) -> dict[int, Tensor]:
+        """By id; found at the first call, when stand-ins for them are in place."""
+        if self._own is None:
+            self._own = {id(tensor): tensor for tensor in [*self.module.parameters(), *self.module.buffers()]}
+        return self._own
+
+    def check_called(self) -> None:
+        never = [named.path for named in self._named.values() if not named.calls]
+        if never:
+            raise TraceError(
+                f"boundaries= names {', '.join(never)}, which {type(self.module).__name__}.forward never calls; name "
+                "submodules that run in every forward"
+            )
+
+
+def _is_leaf(value: Any) -> bool:
+    """Containers are tuples, lists and dicts that hold something.
+
+    Others, such as a cache of keys and values, and what is empty, may be there to be filled: the callee gets them.
+    """
+    return not isinstance(value, (tuple, list, dict)) or not value
+
+
+def _check_unchanged(value: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, path: str) -> None:
+    """A list or dict that held tensors is the callee's own behind a boundary: what it puts there, its caller misses."""
+    given = {id(leaf) for leaf in leaves}
+    now, shape = pytree.tree_flatten(value, is_leaf=lambda part: _is_leaf(part) or id(part) in given)
+    if shape != spec or any(one is not other for one, other in zip(now, leaves, strict=True)):
+        raise refuse(
+            f"{path} changes a list or dict that it is given, which would be lost behind a boundary",
+            "return what is new, or put stage_boundary on the tensors where forward makes them",
+        )

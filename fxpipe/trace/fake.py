@@ -1,0 +1,144 @@
+"""Fake tensors: a model and a micro-batch without numbers, for tracers that need shapes.
+
+torch has no public way to make a fake tensor of a chosen device, to tell one, or to do without the modes of a capture
+for a while; the private imports stand here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxpipe.batch import Like
+
+_META = torch.device("meta")
+
+
+@dataclass
+class FakeModel:
+    """What stands for the model's tensors during a capture. ``names``: a fake tensor's id → its first name."""
+
+    mode: FakeTensorMode
+    device: torch.device
+    """What stands for the meta device."""
+    names: dict[int, str] = field(default_factory=dict)
+
+    def inputs(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        """The example's inputs, with a fake tensor for each ``Like``."""
+        return {name: pytree.tree_map_only(Like, self._fake, value) for name, value in example.items()}
+
+    def bare(self, value: Any) -> Any:
+        """A value with each tensor replaced by one like it, without the autograd graph behind it."""
+        return pytree.tree_map_only(Tensor, lambda tensor: self._fake(Like.of(tensor)), value)
+
+    def made(self, like: Like) -> Tensor:
+        """A fake tensor as an operation would return it."""
+        fake = self._fake(like)
+        with torch.enable_grad():
+            return fake.view_as(fake) if like.requires_grad else fake
+
+    def _fake(self, like: Like) -> Tensor:
+        memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
+        device = self.device if like.device == "meta" else torch.device(like.device)
+        return FakeTensor(self.mode, memory, device).requires_grad_(like.requires_grad)
+
+
+@contextlib.contextmanager
+def fake_model(module: nn.Module, device: torch.device) -> Iterator[FakeModel]:
+    """While it is open, fake tensors stand in for the module's parameters and buffers, tied ones for tied ones.
+
+    Those on the meta device are taken to be on ``device``. Afterwards the module holds the very tensors that it held,
+    none of which has been touched. Nothing is allocated.
+    """
+    fake = FakeModel(FakeTensorMode(allow_non_fake_inputs=True), device)
+    stand_ins: dict[int, Tensor] = {}
+    held: list[tuple[dict[str, Any], str, Tensor]] = []
+    for prefix, submodule in module.named_modules(remove_duplicate=True):
+        for table in (submodule._parameters, submodule._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                held.append((table, name, tensor))
+                if id(tensor) not in stand_ins:
+                    stand_in = stand_ins[id(tensor)] = _stand_in(fake.mode, tensor, device)
+                    fake.names[id(stand_in)] = f"{prefix}.{name}" if prefix else name
+    try:
+        for table, name, tensor in held:
+            table[name] = stand_ins[id(tensor)]
+        yield fake
+    finally:
+        for table, name, tensor in held:
+            table[name] = tensor
+
+
+def _stand_in(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
+    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    fake = FakeTensor(mode, memory, device if tensor.is_meta else tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no numbers; so for what ``torch.vmap`` and its like make of one, too."""
+    return isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """No torch function mode sees what is computed."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Real tensors inside of a capture: no mode of any kind sees what is computed."""
+    with unrecorded(), _disable_current_modes():
+        yield
+
+
+def needs_values(error: BaseException) -> bool:
+    """Whether an operation on fake tensors failed for want of numbers: to branch on, to size a result, to hand on."""
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+    return isinstance(error, kinds) or (
+        isinstance(error, (RuntimeError, TypeError, NotImplementedError))
+        and any(words in str(error) for words in _WITHOUT_NUMBERS)
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch logs where an operation fails on fake tensors: whoever makes them decides what follows."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+_WITHOUT_NUMBERS = (
+    "FakeTensor",
+    "data pointer",
+    "meta tensor",
+    "Meta tensor",
+    "tensor subclasses",
+    "not allocated yet",
+)
+"""In the messages of operations that reach for a tensor's memory: ``.numpy()``, kernels of the user's own."""

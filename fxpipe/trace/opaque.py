@@ -1,0 +1,44 @@
+"""Opaque modules: what a graph calls as a whole although it is no submodule of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from fxpipe.modes import modes_restored
+
+
+class Applied(nn.Module):
+    """A ``torch.autograd.Function``, with the backward that its author wrote."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return self.function.__qualname__
+
+
+class Checkpointed(nn.Module):
+    """A checkpointed part of forward, recorded: its activations are computed again in backward.
+
+    ``body`` takes the tensors that the part has used, parameters included where no submodule holds them for it.
+    """
+
+    def __init__(self, body: nn.Module, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.body = body
+        self.options = dict(options)
+
+    def forward(self, *inputs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(self._run, *inputs, **self.options)
+
+    def _run(self, *inputs: Any) -> Any:
+        with modes_restored():  # what is computed again may stop in the middle
+            return self.body(*inputs)

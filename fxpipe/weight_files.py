@@ -1,0 +1,185 @@
+"""Weight files: each kind of checkpoint on disk, and how a tensor is copied out of it.
+
+A file is mapped into memory while a piece of a tensor is copied, and no longer: a process that reads a part of a
+checkpoint holds that part, and a piece.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import CheckpointError
+
+PIECE = 8 * 2**20
+"""Bytes that are read at a time; a single row of more than that is read at once."""
+
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+class Source(Protocol):
+    """A file of tensors, or a folder of torch.distributed.checkpoint."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and type of each tensor in it."""
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Copies a tensor into one of the same shape."""
+
+
+def sources(path: Path) -> Iterator[Source]:
+    """The files that a checkpoint is made of; CheckpointError where it is none."""
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint at {path}")
+    if path.is_dir():
+        yield from _sources_in(path)
+    elif path.name.endswith(".index.json"):
+        yield from _indexed(path)
+    elif path.suffix == ".safetensors":
+        yield _Safetensors(path)
+    else:
+        yield _TorchFile(path)
+
+
+def _sources_in(folder: Path) -> Iterable[Source]:
+    """What a folder holds, the first of: an index, safetensors files, what torch.distributed saved, one torch file."""
+    for name in _INDICES:
+        if (folder / name).exists():
+            return _indexed(folder / name)
+    if tensors := sorted(folder.glob("*.safetensors")):
+        return map(_Safetensors, tensors)
+    if (folder / ".metadata").exists():
+        return [_Distributed(folder)]
+    files = sorted(file for file in folder.iterdir() if file.suffix in _TORCH_SUFFIXES)
+    if len(files) != 1:
+        kinds = ", ".join(("*.safetensors", *_INDICES, ".metadata"))
+        found = f"{len(files)} torch files" if files else "none of them, and no torch file"
+        raise CheckpointError(f"{folder} holds {found}, so that it is no checkpoint ({kinds}); name the file to read")
+    return map(_TorchFile, files)
+
+
+def _indexed(index: Path) -> Iterator[Source]:
+    """The files that a Hugging Face index names."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of weights: it has no weight_map, tensor → file") from error
+    for name in names:
+        if not (index.parent / name).exists():
+            raise CheckpointError(f"{index} names {name}, which is not in {index.parent}; fetch all of its files")
+        yield from sources(index.parent / name)
+
+
+# --- how each kind is read
+
+
+@dataclass(frozen=True)
+class _Safetensors:
+    path: Path
+
+    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        with self._open() as file:
+            return {name: self._entry(file, name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        for rows in _pieces(target):
+            with self._open() as file:
+                if rows is None:
+                    target.copy_(file.get_tensor(name))
+                else:
+                    target[rows].copy_(file.get_slice(name)[rows])
+
+    @staticmethod
+    def _entry(file: Any, name: str) -> tuple[torch.Size, torch.dtype]:
+        part = file.get_slice(name)
+        shape = torch.Size(part.get_shape())
+        return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
+
+    def _open(self) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open  # an extra, only for who has such files
+        except ImportError as error:
+            raise CheckpointError(f"{self.path} needs the safetensors library: pip install safetensors") from error
+        try:
+            return safe_open(self.path, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path} is no safetensors file, or a part of one: {error}") from error
+
+
+@dataclass(frozen=True)
+class _TorchFile:
+    path: Path
+
+    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        state = self._load()
+        return {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        for rows in _pieces(target):
+            tensor = self._load()[name]
+            if rows is None:
+                target.copy_(tensor)
+            else:
+                target[rows].copy_(tensor[rows])
+            del tensor  # before the file is mapped anew
+
+    def _load(self) -> Mapping[str, Any]:
+        try:
+            state = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read as a state dict: {str(error).splitlines()[0]} Write it with "
+                "torch.save(model.state_dict(), path)"
+            ) from error
+        if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+            entries = f", with the entries {', '.join(map(repr, state))}" if isinstance(state, Mapping) else ""
+            raise CheckpointError(
+                f"{self.path} holds a {type(state).__name__}{entries}, and no tensors by name; save the state dict "
+                "alone: torch.save(model.state_dict(), path)"
+            )
+        return state
+
+
+@dataclass(frozen=True)
+class _Distributed:
+    """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in."""
+
+    path: Path
+
+    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        saved = FileSystemReader(self.path).read_metadata().state_dict_metadata
+        tensors = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+        return {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        tensor = target.detach()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*in a single process", category=UserWarning)
+            load({name: tensor}, checkpoint_id=self.path, no_dist=True)
+
+
+def _pieces(tensor: Tensor) -> Iterator[slice | None]:
+    """The rows of a tensor, ``PIECE`` bytes or one row at a time; None for a number."""
+    if not tensor.dim():
+        yield None
+        return
+    in_row = max(1, tensor[:1].numel() * tensor.element_size())
+    step = max(1, PIECE // in_row)
+    for start in range(0, len(tensor), step):
+        yield slice(start, start + step)

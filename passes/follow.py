@@ -1,0 +1,86 @@
+"""Follow: cuts a later capture of a model as an earlier one was cut, where no boundary says where."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpipe.ir import Program, is_compute, made_by
+from fxpipe.passes.union import Union
+
+
+def follow(program: Program, first: Program) -> Program:
+    """Fills ``Program.stage_of``: each node in the stage that it, or its parameters, are in in ``first``.
+
+    For batches of another shape, whose program has the very nodes of the first, this is the first's cut. In others, as
+    in evaluation, a node that the first has not goes with what it is computed from.
+    """
+    nodes = [node for node in program.graph.nodes if is_compute(node) and node.name not in program.copied]
+    if {node.name for node in nodes} == set(first.stage_of):
+        return program.replace(stage_of=first.stage_of)
+    owner = _owners(first)
+    known = _known(first, nodes)
+    together = Union(nodes)
+    for group in program.written:
+        members = [node for node in nodes if node.name in group]
+        for member in members[1:]:
+            together.join(members[0], member)
+    stages = _behind(program, nodes, owner, known, together)
+    number = {stage: place for place, stage in enumerate(sorted(set(stages.values())))}
+    return program.replace(stage_of={node.name: number[stages[node]] for node in nodes})
+
+
+def _known(first: Program, nodes: list[fx.Node]) -> dict[str, int]:
+    """Node name → stage, of those that ``first`` has too, as far as a name and an operation tell."""
+    before = {node.name: node for node in first.graph.nodes if node.name in first.stage_of}
+    return {
+        node.name: first.stage_of[node.name]
+        for node in nodes
+        if node.name in before and before[node.name].target == node.target
+    }
+
+
+def _owners(first: Program) -> dict[int, int]:
+    """The stage of each parameter and buffer, by identity: the first that uses it."""
+    found: dict[int, int] = {}
+    for node in first.graph.nodes:
+        if node.name in first.stage_of:
+            for tensor in _tensors(first, node):
+                found.setdefault(tensor, first.stage_of[node.name])
+    return found
+
+
+def _behind(
+    program: Program,
+    nodes: list[fx.Node],
+    owner: dict[int, int],
+    known: dict[str, int],
+    together: Union[fx.Node],
+) -> dict[fx.Node, int]:
+    """For each node the last of its stages in the first program: its own, its parameters', those of what it uses and
+    of what it must be with."""
+    least: dict[fx.Node, int] = {}  # of each group that is together
+    changed = True
+    while changed:  # once, unless a group spans nodes that depend on each other
+        changed = False
+        for node in nodes:
+            used = [least.get(together.find(made_by(o)), 0) for o in node.all_input_nodes if made_by(o) in together]
+            held = [owner[tensor] for tensor in _tensors(program, node) if tensor in owner]
+            root = together.find(node)
+            now = max([least.get(root, 0), known.get(node.name, 0), *used, *held])
+            changed, least[root] = changed or now != least.get(root), now
+    return {node: least[together.find(node)] for node in nodes}
+
+
+def _tensors(program: Program, node: fx.Node) -> set[int]:
+    """The parameters and buffers that a node uses itself, by identity."""
+    found = {
+        id(program.attribute(str(source.target)))
+        for source in map(made_by, node.all_input_nodes)
+        if source.op == "get_attr"
+    }
+    if node.op == "call_module" and str(node.target) in program.opaque:
+        found |= {id(program.attribute(name)) for name in program.effects[node.name].reads}
+    elif node.op == "call_module":
+        module = program.attribute(str(node.target))
+        found |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return found

@@ -1,0 +1,156 @@
+"""A modality that is absent from a batch, None, leaves out its tower's work; nobody waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import stage_boundary
+from tests.harness import assert_same, engine_of, gradients_of, replica_of
+from tests.pool import Pool
+
+WIDTH = 6
+ENGINES = ["local", "strict 1", "distributed"]
+
+
+class MaybeImage(nn.Module):
+    """image → image0 → image1 ∥ text → meet; a text alone meets nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image0, self.image1 = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.text, self.join = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, text: Tensor, image: Tensor | None = None) -> Tensor:
+        t = stage_boundary(torch.tanh(self.text(text)), name="meet")
+        if image is None:
+            return self.join(t).square().mean()
+        h = stage_boundary(torch.relu(self.image0(image)), name="image1")
+        v = stage_boundary(self.image1(h), name="meet")
+        return F.mse_loss(self.join(v + t), t)
+
+
+def model() -> MaybeImage:
+    torch.manual_seed(0)
+    return MaybeImage()
+
+
+def batches() -> list[dict[str, Any]]:
+    """With an image, without, with, without."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for step in range(4):
+        batch: dict[str, Any] = {"text": torch.randn(8, WIDTH, generator=generator)}
+        batch["image"] = None if step % 2 else torch.randn(8, WIDTH, generator=generator)
+        made.append(batch)
+    return made
+
+
+def compiled(topology: fxpipe.Topology) -> fxpipe.ForwardBackward:
+    return fxpipe.compile(model(), topology, microbatches=4, example_kwargs=batches()[0])
+
+
+def steps(data: int) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+    topology = fxpipe.Topology([("pipe", 4 // data), ("data", data)])
+    replica = replica_of(topology) if data > 1 else 0
+    forward_backward = compiled(topology)
+    ran = []
+    for batch in batches():
+        forward_backward.zero_grad()
+        part = {name: None if value is None else value.chunk(data)[replica] for name, value in batch.items()}
+        loss = forward_backward(**part)
+        ran.append((loss, gradients_of(forward_backward.named_parameters())))
+    return ran
+
+
+def reference(batch: dict[str, Any], parts: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+    plain = model()
+    total = torch.zeros(())
+    for place in range(parts):
+        part = {name: None if value is None else value.chunk(parts)[place] for name, value in batch.items()}
+        loss = plain(**part) / parts
+        loss.backward()
+        total = total + loss.detach()
+    return total, gradients_of(plain.named_parameters())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_its_tower_gets_no_gradient_and_the_rest_is_plain_pytorchs(engine: str, request: pytest.FixtureRequest) -> None:
+    for rank, ran in enumerate(engine_of(engine, lambda: request.getfixturevalue("pool"))(4, steps, 1)):
+        for batch, (loss, gradients) in zip(batches(), ran, strict=True):
+            wanted_loss, wanted = reference(batch, 4)
+            assert_same(loss, wanted_loss, f"rank {rank}: loss")
+            for name, gradient in gradients.items():
+                assert_same(gradient, wanted[name], f"rank {rank}: {name}")
+
+
+@pytest.mark.parametrize("engine", ["strict 2", "distributed"])
+def test_beside_a_data_axis(engine: str, request: pytest.FixtureRequest) -> None:
+    for rank, ran in enumerate(engine_of(engine, lambda: request.getfixturevalue("pool"))(4, steps, 2)):
+        for batch, (loss, gradients) in zip(batches(), ran, strict=True):
+            wanted_loss, wanted = reference(batch, 8)
+            assert_same(loss, wanted_loss, f"rank {rank}: loss", 1e-6)
+            for name, gradient in gradients.items():
+                assert_same(gradient, wanted[name], f"rank {rank}: {name}", 1e-6)
+
+
+def test_its_stages_do_nothing_in_the_table_of_such_a_batch() -> None:
+    """They keep their places in it, so that replicas whose batches differ reduce in one order."""
+    forward_backward = compiled(fxpipe.Topology([("pipe", 4)]))
+    forward_backward(**batches()[1])
+    agreed = forward_backward._agreement._settled.popitem()[1]
+    idle = [stage for stage in agreed.plan.graph if not stage.inputs]
+    assert [stage.name for stage in idle] == ["image0", "image1"]
+    assert all(stage.run() == () and not stage.tensors for stage in idle)
+    assert agreed.plan.schedule.rows == forward_backward.schedule.rows
+    assert len(agreed.plan.graph.edges) < len(forward_backward.stages.edges)
+
+
+def of_different_kinds(zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Steps in which one replica has images and the other has none, in turns."""
+    topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
+    replica = replica_of(topology)
+    part = {name: value.chunk(2)[replica] for name, value in batches()[0].items()}
+    forward_backward = fxpipe.compile(model(), topology, microbatches=4, zero=zero, example_kwargs=part)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        absent = {"image": None} if (step + replica) % 2 else {}
+        losses.append(forward_backward(**part | absent))
+        optimizer.step()
+    return losses, forward_backward.state_dict(full=True)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_may_differ_in_it(zero: int, pool: Pool) -> None:
+    plain, wanted = model(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for place in range(8):  # four micro-batches of the first replica, four of the second
+            part = {name: value.chunk(8)[place] for name, value in batches()[0].items()}
+            absent = {"image": None} if (step + place // 4) % 2 else {}
+            (loss := plain(**part | absent) / 8).backward()
+            total = total + loss.detach()
+        wanted.append(total)
+        optimizer.step()
+    for losses, state in pool.run(of_different_kinds, zero):
+        for loss, wanted_loss in zip(losses, wanted, strict=True):
+            assert_same(loss, wanted_loss, "loss", 1e-6)
+        for name, tensor in plain.state_dict().items():
+            assert_same(state[name], tensor, name, 1e-6)
+
+
+def test_a_batch_that_needs_more_than_the_first_kind_is_refused() -> None:
+    forward_backward = fxpipe.compile(
+        model(), fxpipe.Topology([("pipe", 2)]), microbatches=2, example_kwargs=batches()[1]
+    )
+    with pytest.raises(fxpipe.PartitionError, match="uses most of it"):
+        forward_backward(**batches()[0])

@@ -1,0 +1,150 @@
+"""``boundaries="auto"`` and ``placement=None`` through compile: what is found runs as plain PyTorch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import PartitionError, RunError, stage_boundary
+from tests.harness import assert_same, engine_of, gradients_of
+
+TRACERS = ["symbolic", "export", "record"]
+
+
+def layers(width: int, depth: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for _ in range(depth):
+        parts += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*parts)
+
+
+class Lopsided(nn.Module):
+    """A deep image tower beside a tiny text tower; a boundary that auto does not heed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.join = layers(64, 12), layers(8, 1), nn.Linear(8, 64)
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        v = self.image(image)
+        t = F.dropout(self.join(stage_boundary(self.text(text))), 0.0, self.training)
+        return {"loss": F.mse_loss(v, t), "image": v}
+
+
+def model() -> Lopsided:
+    torch.manual_seed(0)
+    return Lopsided()
+
+
+def batch(rows: int = 16) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return {"image": torch.randn(rows, 64, generator=generator), "text": torch.randn(rows, 8, generator=generator)}
+
+
+def compiled(tracer: str, ranks: int, **options: Any) -> fxpipe.ForwardBackward:
+    topology = fxpipe.Topology([("pipe", ranks)])
+    defaults: dict[str, Any] = {"boundaries": "auto", "microbatches": 4, "example_kwargs": batch()}
+    return fxpipe.compile(model(), topology, tracer=tracer, **defaults | options)
+
+
+def steps(tracer: str) -> tuple[list[Tensor], list[dict[str, Tensor | None]], Any, tuple[int, ...], tuple[str, ...]]:
+    forward_backward = compiled(tracer, 4)
+    losses, gradients = [], []
+    for rows in (16, 10):
+        forward_backward.zero_grad()
+        losses.append(forward_backward(**batch(rows)))
+        gradients.append(gradients_of(forward_backward.named_parameters()))
+    output = forward_backward.evaluate(**batch(), outputs="all")
+    stages = forward_backward.stages
+    return losses, gradients, output["image"], stages.placement, stages.names
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("engine", ["local", "strict 1", "distributed"])
+def test_it_trains_and_evaluates_as_plain_pytorch(engine: str, tracer: str, request: pytest.FixtureRequest) -> None:
+    ranks = engine_of(engine, lambda: request.getfixturevalue("pool"))(4, steps, tracer)
+    for step, rows in enumerate((16, 10)):
+        plain, total = model(), torch.zeros(())
+        for image, text in zip(*(part.tensor_split(4) for part in batch(rows).values()), strict=True):
+            (loss := plain(image, text)["loss"] * (len(image) / rows)).backward()
+            total = total + loss.detach()
+        wanted = gradients_of(plain.named_parameters())
+        for losses, gradients, *_ in ranks:
+            assert_same(losses[step], total, "loss")
+            for name, gradient in gradients[step].items():
+                assert_same(gradient, wanted[name], name)
+    plain = model().eval()
+    with torch.no_grad():
+        parts = zip(*(tensor.chunk(4) for tensor in batch().values()), strict=True)
+        wanted_output = torch.cat([plain(*part)["image"] for part in parts])
+    for _, _, output, placement, _ in ranks:
+        assert_same(output, wanted_output, "output")
+        assert set(placement) == set(range(4))
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_tiny_tower_shares_a_rank_with_a_part_of_the_large_one(tracer: str) -> None:
+    stages = compiled(tracer, 2).stages
+    homes = {name: stages.placement[stage.index] for stage in stages for name in stage.parameters}
+    with_text = homes["text.0.weight"]
+    assert any(rank == with_text for name, rank in homes.items() if name.startswith("image."))
+
+
+def test_it_tells_its_choice_and_what_came_next(capsys: pytest.CaptureFixture[str]) -> None:
+    compiled("export", 2)
+    told = capsys.readouterr().err
+    lines = [line.split("  ")[0] for line in told.splitlines()]
+    assert "chosen" in lines
+    assert [line for line in lines if line.startswith("runner-up")] == ["runner-up 1", "runner-up 2", "runner-up 3"]
+    assert "makespan" in told
+    assert "peak of a rank" in told
+
+
+def test_a_limit_of_memory_that_nothing_keeps_within_is_refused_with_the_least_found() -> None:
+    with pytest.raises(PartitionError, match=r"fits into 1,000 bytes a rank; the least that one was found to take is"):
+        compiled("export", 2, memory_per_rank=1000.0)
+
+
+class Chain(nn.Module):
+    """Six marked stages, of which the first is as costly as the rest together, though it has no more parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for _ in range(5):
+            h = torch.tanh(self.parts[0](h))
+        for part in list(self.parts)[1:]:
+            h = part(stage_boundary(h))
+        return h.square().mean()
+
+
+def test_marked_stages_are_placed_by_what_simulates_best_where_shapes_are_known() -> None:
+    topology = fxpipe.Topology([("pipe", 2)])
+    x = torch.randn(64, 32)
+    by_costs = fxpipe.compile(Chain(), topology, microbatches=4, example_args=(x,)).stages.placement
+    by_parameters = fxpipe.compile(Chain(), topology, microbatches=4).stages.placement
+    assert by_parameters == (0, 0, 0, 1, 1, 1)
+    first = by_costs[0]
+    assert sum(rank == first for rank in by_costs) < 3
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"placement": {"image": 0}}, "leave placement= out"),
+        ({"passes": fxpipe.passes.default()}, "leave passes= out"),
+        ({"example_kwargs": None}, "needs the shapes of a batch"),
+        ({"schedule": fxpipe.schedules.build("1f1b", [(0, 1)], 4)}, "name a family"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(RunError, match=told):
+        compiled("symbolic", 2, **options)

@@ -1,0 +1,749 @@
+"""The automatic balance: it keeps the model's meaning, and no cut that was thought of by hand is better."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import passes
+from fxpipe.balance import Balanced, Hardware, NodeCosts, balance, costs_from_shapes, place_stages
+from fxpipe.balance.candidates import numbered
+from fxpipe.balance.coarse import coarsened
+from fxpipe.balance.layout import Judge, Layout
+from fxpipe.balance.node_costs import Held
+from fxpipe.balance.orders import orders, towers
+from fxpipe.balance.search import search
+from fxpipe.balance.segments import Line, Room, cut, least_bound, least_greatest, lightest
+from fxpipe.balance.work import Block, Value, Work, work_of_program, work_of_stages
+from fxpipe.batch import Like
+from fxpipe.errors import PartitionError
+from fxpipe.ir import Program, StageGraph, is_boundary, is_compute
+from fxpipe.passes.blocks import Blocks, blocks
+from fxpipe.pipeline import chain, check
+from fxpipe.placement import place
+from fxpipe.schedules import with_costs
+from fxpipe.trace import Request, capture
+from tests.capturing import run_stages
+
+FLOPS = Hardware(flops=1e9, flops_16=1e9, bandwidth=1e30, launch=0.0, link=1e12, latency=1e-9)
+"""Products count, hops hardly."""
+
+
+def like(*shape: int, dtype: torch.dtype = torch.float32) -> Like:
+    return Like(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", False)
+
+
+def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:
+    names = Request.signature(model, None).parameters
+    example = example or {name: like(4, 8) for name in names}
+    request = Request(model, tuple(example), example=example)
+    return chain(passes.before_balance(), capture(request, tracer), callbacks=())
+
+
+def balanced(model: nn.Module, ranks: int, microbatches: int = 8, **options: Any) -> Balanced:
+    """The balance of a model of inputs x, and y where it takes two, of 4 rows of 8 numbers."""
+    names = Request.signature(model, None).parameters
+    example = {name: like(4, 8) for name in names}
+    program = program_of(model, **example)
+    hardware = options.pop("hardware", FLOPS)
+    return balance(program, ranks, microbatches, costs_from_shapes(program, example, hardware=hardware), **options)
+
+
+def stage_graph(found: Balanced) -> StageGraph:
+    program = chain((passes.name_stages,), found.program, callbacks=())
+    check(program, "balance")
+    return passes.split(program)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+# --- models ---
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 8, factor: int = 1) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, factor * width),
+            nn.Linear(factor * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Towers(nn.Module):
+    """Two towers and a join. ``factor``: how many times as wide as the text's an image layer is."""
+
+    def __init__(self, image: int, text: int, factor: int = 1) -> None:
+        super().__init__()
+        self.image = nn.ModuleList(Layer(factor=factor) for _ in range(image))
+        self.text = nn.ModuleList(Layer() for _ in range(text))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.image:
+            x = layer(x)
+        for layer in self.text:
+            y = layer(y)
+        return (x @ y.t()).square().mean()
+
+
+class Marked(nn.Module):
+    """Its marks cut it badly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fxpipe.stage_boundary(self.layers[0](x), name="early")
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x.square().mean()
+
+
+class InPlace(nn.Module):
+    """Writes that a cut must not separate from what reads around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        early = h * 2
+        view = h[:, :4]
+        view.mul_(3)
+        k = self.b(h) + early
+        k[:, 0] = 1.0
+        return self.d(torch.tanh(self.c(k))).square().mean()
+
+
+class Statistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4))
+        self.shared = nn.BatchNorm1d(8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.shared(self.shared(x) * 2).square().mean()
+
+
+class Shapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        rows = h.shape[0]
+        k = self.b(h).reshape(rows, 2, 4)
+        mask = torch.ones(rows, 1) * (x[:, :1] > -1)
+        return (self.c(k.reshape(rows, 8)) * mask).sum() / rows
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.middle:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+class Decoder(nn.Module):
+    """Every layer of the second half reads what the first half made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Layer() for _ in range(4))
+        self.decoder = nn.ModuleList(Layer() for _ in range(4))
+        self.keys = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.encoder:
+            x = layer(x)
+        for layer, key in zip(self.decoder, self.keys, strict=True):
+            y = layer(y + key(x))
+        return y.square().mean()
+
+
+MODELS: dict[str, Any] = {
+    "chain": lambda: Chain(6),
+    "towers": lambda: Towers(4, 3),
+    "marked": Marked,
+    "in place": InPlace,
+    "statistics": Statistics,
+    "shapes": Shapes,
+    "tied": Tied,
+    "decoder": Decoder,
+}
+SEVERAL_USES = {"decoder"}
+"""Where a value is used more than once by another stage than its maker's, its gradient is a sum in another order."""
+
+
+# --- meaning ---
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_balanced_model_computes_what_the_model_computes(name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain, cut_up = MODELS[name](), MODELS[name]()
+    cut_up.load_state_dict(plain.state_dict())
+    found = balanced(cut_up, ranks)
+    graph = stage_graph(found)
+    assert sorted(set(found.placement)) == list(range(ranks))
+    assert len(found.placement) == len(graph)
+    inputs = {name: torch.randn(4, 8) for name in graph.inputs}
+    expected = plain(**{name: value.clone() for name, value in inputs.items()})
+    result = run_stages(graph, inputs)
+    assert torch.equal(result, expected)
+    expected.backward()
+    result.backward()
+    for parameter, gradient in gradients(cut_up).items():
+        wanted = gradients(plain)[parameter]
+        assert (gradient is None) == (wanted is None)
+        if gradient is not None and name in SEVERAL_USES:
+            torch.testing.assert_close(gradient, wanted)
+        elif gradient is not None and wanted is not None:
+            assert torch.equal(gradient, wanted), parameter
+    for buffer, value in cut_up.named_buffers():
+        assert torch.equal(value, plain.get_buffer(buffer)), buffer
+
+
+@pytest.mark.parametrize("tracer", ["export", "record"])
+@pytest.mark.parametrize("name", ["towers", "in place", "statistics", "decoder"])
+def test_programs_of_every_tracer_can_be_balanced(name: str, tracer: str) -> None:
+    torch.manual_seed(0)
+    plain, cut_up = MODELS[name](), MODELS[name]()
+    cut_up.load_state_dict(plain.state_dict())
+    example = {name: like(4, 8) for name in Request.signature(plain, None).parameters}
+    program = program_of(cut_up, tracer, **example)
+    graph = stage_graph(balance(program, 2, 8, costs_from_shapes(program, example)))
+    inputs = {name: torch.randn(4, 8) for name in graph.inputs}
+    assert torch.equal(run_stages(graph, inputs), plain(**{name: value.clone() for name, value in inputs.items()}))
+
+
+def test_marks_in_the_model_do_not_matter() -> None:
+    found = balanced(Marked(), 2)
+    assert not any(is_boundary(node) for node in found.program.graph.nodes)
+    forward = found.costs.forward
+    assert max(forward) < 0.6 * sum(forward)  # the mark is behind the first of eight layers
+
+
+def test_copied_nodes_have_no_stage() -> None:
+    found = balanced(Shapes(), 2)
+    assert found.program.copied
+    assert found.program.copied.isdisjoint(found.program.stage_of)
+
+
+def test_an_error_names_the_boundary_that_is_left() -> None:
+    program = capture(Request(Marked(), ("x",)))
+    with pytest.raises(PartitionError, match=r"boundary is a boundary.*erase_boundaries first"):
+        balance(program, 2, 8, NodeCosts({}))
+
+
+def test_more_ranks_than_pieces() -> None:
+    with pytest.raises(PartitionError, match=r"9 pipe ranks, but the program has \d pieces"):
+        balanced(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), 9)
+
+
+# --- quality ---
+
+
+def test_equal_layers_are_cut_equally() -> None:
+    found = balanced(Chain(8), 4, schedule="1f1b")
+    layers = [forward / sum(found.costs.forward) for forward in found.costs.forward]
+    if len(found.placement) == 4:
+        assert layers == pytest.approx([0.25] * 4, abs=1e-6)
+    m, whole = 8, sum(found.costs.forward) + sum(found.costs.backward)
+    assert found.makespan <= (m + 3) * whole / 4 * 1.001  # a chain's 1F1B: (m + p − 1)(F + B)
+
+
+def test_two_equal_towers_run_beside_each_other() -> None:
+    found = balanced(Towers(4, 4), 4)
+    m, whole = 8, sum(found.costs.forward) + sum(found.costs.backward)
+    assert found.makespan < 0.95 * (m + 3) * whole / 4  # less than the chain of them takes
+
+
+def test_a_tiny_tower_shares_a_rank_with_a_part_of_the_large_one() -> None:
+    model = Towers(8, 2, factor=16)
+    found = balanced(model, 4)
+    graph = stage_graph(found)
+    on_rank: list[set[str]] = [set() for _ in range(4)]
+    for stage, rank in zip(graph, found.placement, strict=True):
+        on_rank[rank] |= {name.split(".")[0] for name in stage.parameters}
+    (shared,) = [towers_here for towers_here in on_rank if "text" in towers_here]
+    assert "image" in shared
+
+
+def test_tied_layers_stay_together_where_that_costs_nothing() -> None:
+    """Two sources and two sinks of equal time: which source shares a rank with which sink is all the same."""
+    for sink in (2, 3):
+        work = work_of([2.0] * 4, [(0, 2), (1, 2), (0, 3), (1, 3)], tied=[(0, sink)], size=10**6, result=(2, 3))
+        rank_of = search(work, 2, 4, with_costs("1f1b"), None, keep=True).best.layout.rank_of
+        assert rank_of[0] == rank_of[sink]
+
+
+def test_a_frozen_tower_is_reckoned_without_its_backward() -> None:
+    model = Towers(6, 6)
+    model.image.requires_grad_(False)
+    found = balanced(model, 2)
+    assert found.makespan < balanced(Towers(6, 6), 2).makespan
+    backward = found.outcome.schedule.backward
+    assert any(not has for has in backward) or min(found.costs.backward) == 0 or len(set(found.placement)) == 2
+
+
+@pytest.mark.parametrize("family", ["1f1b", "gpipe", "greedy", "interleaved_1f1b", "zb_h1"])
+def test_the_family_that_is_going_to_run_is_the_one_that_is_simulated(family: str) -> None:
+    found = balanced(Towers(4, 3), 3, schedule=family)
+    graph = stage_graph(found)
+    table = fxpipe.schedules.build(
+        with_costs(family, found.costs),
+        graph.stage_edges,
+        8,
+        found.placement,
+        backward=[stage.has_backward for stage in graph],
+        tied=graph.tied,
+    )
+    assert table.simulate(found.costs).makespan == pytest.approx(found.makespan)
+
+
+def test_the_same_program_is_balanced_alike_every_time() -> None:
+    one, two = (balanced(Towers(5, 3), 3) for _ in range(2))
+    assert one.placement == two.placement
+    assert one.program.stage_of == two.program.stage_of
+
+
+def test_what_is_printed_is_the_choice_and_three_others_with_time_and_bytes() -> None:
+    text = str(balanced(Towers(5, 3), 3)).splitlines()
+    assert "makespan, ms" in text[0]
+    assert "peak of a rank, MiB" in text[0]
+    assert [line.split("  ")[0] for line in text[2:6]] == ["chosen", "runner-up 1", "runner-up 2", "runner-up 3"]
+    times = [float(line.split()[-3]) for line in text[2:6]]
+    assert times == sorted(times)
+    assert "16 bytes for each trained parameter" in text[6]
+
+
+# --- memory ---
+
+
+def test_peak_bytes_are_parameters_with_their_state_and_what_is_in_flight() -> None:
+    model = Chain(4)
+    found = balanced(model, 1, microbatches=4)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    saved = sum(found.costs.activation_bytes or ())
+    assert found.peak_bytes == (16 * parameters + saved,)  # 1F1B on one rank holds one micro-batch
+
+
+def test_a_frozen_parameter_takes_its_own_bytes() -> None:
+    model = Chain(4).requires_grad_(False)
+    model.layers[3].down.requires_grad_(True)
+    found = balanced(model, 1)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in model.parameters()) - trained
+    assert found.peak_bytes[0] - sum(found.costs.activation_bytes or ()) == 16 * trained + 4 * frozen
+
+
+def test_a_limit_of_memory_is_kept_at_the_cost_of_time() -> None:
+    free = balanced(Towers(8, 4, factor=4), 4)
+    most = max(free.peak_bytes)
+    tight = balanced(Towers(8, 4, factor=4), 4, memory_per_rank=0.9 * most)
+    assert max(tight.peak_bytes) <= 0.9 * most
+    assert tight.makespan >= free.makespan
+
+
+def test_where_nothing_fits_the_least_that_was_found_is_told() -> None:
+    with pytest.raises(
+        PartitionError, match=r"no balance fits into 1,000 bytes a rank; the least .* [\d,]+ bytes"
+    ) as e:
+        balanced(Chain(6), 3, memory_per_rank=1000)
+    least = float(str(e.value).split("take is ")[1].split(" bytes")[0].replace(",", ""))
+    assert max(balanced(Chain(6), 3, memory_per_rank=least + 1).peak_bytes) <= least + 1
+
+
+# --- given stages ---
+
+
+class FiveStages(nn.Module):
+    """Stages with many parameters and little work, and the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Linear(8, 256)
+        self.squeeze = nn.Linear(256, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fxpipe.stage_boundary(self.squeeze(self.words(x[:1])).expand(4, 8) + x)
+        for layer in self.layers[:-1]:
+            for _ in range(8):
+                x = layer(x)
+            x = fxpipe.stage_boundary(x)
+        return self.layers[-1](x).square().mean()
+
+
+def given_stages(model: nn.Module, ranks: int, **options: Any) -> tuple[Balanced, StageGraph]:
+    example = {name: like(4, 8) for name in Request.signature(model, None).parameters}
+    program = chain(passes.default(), capture(Request(model, tuple(example), example=example)), callbacks=())
+    costs = costs_from_shapes(program, example, hardware=FLOPS)
+    return place_stages(program, ranks, 8, costs, **options), passes.split(program)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_given_stages_are_placed_by_cost_and_not_by_parameters(ranks: int) -> None:
+    found, graph = given_stages(FiveStages(), ranks)
+    assert sorted(set(found.placement)) == list(range(ranks))
+    judge = Judge(work_of_stages(found.program, costs_of_program(found.program)), with_costs("1f1b"), 8, None)
+    by_parameters = judge.outcome(Layout(tuple(range(5)), place(graph, ranks, None)))
+    assert by_parameters is not None
+    assert found.makespan <= by_parameters.seconds
+    if 1 < ranks < 4:
+        assert found.makespan < by_parameters.seconds
+
+
+def costs_of_program(program: Program) -> NodeCosts:
+    return costs_from_shapes(program, {name: like(4, 8) for name in program.inputs}, hardware=FLOPS)
+
+
+def test_given_stages_and_every_placement_of_them() -> None:
+    found, _ = given_stages(FiveStages(), 2)
+    judge = Judge(work_of_stages(found.program, costs_of_program(found.program)), with_costs("1f1b"), 8, None)
+    every = [
+        judge.outcome(Layout(tuple(range(5)), ranks))
+        for ranks in itertools.product(range(2), repeat=5)
+        if len(set(ranks)) == 2 and ranks[0] == 0
+    ]
+    assert found.makespan == pytest.approx(min(outcome.seconds for outcome in every if outcome is not None))
+
+
+def test_fewer_given_stages_than_ranks() -> None:
+    with pytest.raises(PartitionError, match="6 pipe ranks, but the model has 5 stages"):
+        given_stages(FiveStages(), 6)
+
+
+def test_a_stage_is_reckoned_with_its_own_copies() -> None:
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.scale = nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.scale @ self.scale
+            h = fxpipe.stage_boundary(self.a(x) @ scale)
+            return (self.b(h) @ scale).sum()
+
+    found, _ = given_stages(Copies(), 2)
+    work = work_of_stages(found.program, costs_of_program(found.program))
+    assert [sum(node.startswith("matmul") for node in block.nodes) for block in work.blocks] == [2, 2]
+
+
+# --- blocks ---
+
+
+def block_with(found: Blocks, node: str) -> tuple[str, ...]:
+    return next(names for names in found.nodes if node in names)
+
+
+def test_blocks_are_every_node_once_and_acyclic() -> None:
+    for name in MODELS:
+        program = program_of(MODELS[name]())
+        found = blocks(program)
+        names = [node for block in found.nodes for node in block]
+        expected = [n.name for n in program.graph.nodes if is_compute(n) and n.name not in program.copied]
+        assert sorted(names) == sorted(expected)
+        work = Work(
+            tuple(plain_block(0.0) for _ in found.nodes),
+            tuple(Value(s, t, 0) for _, s, t in found.values),
+            found.result,
+            {},
+            {},
+        )
+        assert numbered(work, range(len(work)), range(len(work))) is not None
+
+
+def test_who_reads_a_value_before_it_is_written_stays_with_the_write() -> None:
+    found = blocks(program_of(InPlace()))
+    assert {"a", "mul", "mul_"} <= set(block_with(found, "mul_"))
+    assert "c" not in block_with(found, "mul_")
+
+
+def test_a_module_that_writes_its_buffers_twice_is_one_block_with_what_lies_between() -> None:
+    found = blocks(program_of(Statistics()))
+    assert {"shared", "mul", "shared_1"} <= set(block_with(found, "shared"))
+    assert "layers_0_0" not in block_with(found, "shared")
+
+
+def test_what_nobody_uses_goes_with_what_it_is_made_from() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            k = self.b(h)
+            torch.relu(torch.tanh(k))
+            return self.c(k).sum()
+
+    assert set(block_with(blocks(program_of(Unused())), "b")) == {"b", "tanh", "relu"}
+
+
+def test_erasing_boundaries_changes_nothing_else() -> None:
+    program = capture(Request(Marked(), ("x",)))
+    erased = passes.erase_boundaries(program)
+    kept = [node.name for node in program.graph.nodes if is_compute(node)]
+    assert [node.name for node in erased.graph.nodes if is_compute(node)] == kept
+    assert any(is_boundary(node) for node in program.graph.nodes)
+    x = torch.randn(4, 8)
+    assert torch.equal(torch.fx.GraphModule(program.module, erased.graph)(x), program.module(x))
+
+
+# --- orders and segments, against all there are ---
+
+
+def plain_block(seconds: float, parameters: frozenset[int] = frozenset(), name: str = "") -> Block:
+    return Block((name,), seconds / 3, seconds * 2 / 3, 0.0, frozenset(), parameters, True)
+
+
+def work_of(
+    seconds: Sequence[float],
+    edges: Sequence[tuple[int, int]],
+    tied: Sequence[tuple[int, ...]] = (),
+    size: int = 8,
+    result: tuple[int, ...] = (),
+) -> Work:
+    """A work of blocks of so many seconds; the last makes the result, or ``result``. ``tied``: groups that share a
+    parameter of that size."""
+    held = {key: Held(str(key), size, size // 4, True) for key in range(len(tied))}
+    made = [
+        plain_block(time, frozenset(key for key, group in enumerate(tied) if number in group))
+        for number, time in enumerate(seconds)
+    ]
+    values = tuple(
+        Value(source, tuple(target for start, target in edges if start == source), size)
+        for source in range(len(seconds))
+        if any(start == source for start, _ in edges)
+    )
+    return Work(tuple(made), values, result or (len(seconds) - 1,), {}, held, Hardware(link=1e6, latency=0.0))
+
+
+def random_work(draw: random.Random, count: int) -> Work:
+    edges = [(a, b) for a in range(count) for b in range(a + 1, count) if draw.random() < 0.4 or b == count - 1]
+    return work_of([draw.choice([1.0, 2.0, 5.0]) for _ in range(count)], edges)
+
+
+def test_orders_are_topological_and_complete() -> None:
+    draw = random.Random(1)
+    for _ in range(50):
+        work = random_work(draw, draw.randint(1, 9))
+        for order in orders(work):
+            place_of = {block: position for position, block in enumerate(order)}
+            assert sorted(order) == list(range(len(work)))
+            assert all(place_of[v.source] < place_of[target] for v in work.values for target in v.targets)
+
+
+def two_towers() -> Work:
+    """0-1-2 and 3-4-5 meet in 6."""
+    return work_of([1.0] * 7, [(0, 1), (1, 2), (2, 6), (3, 4), (4, 5), (5, 6)])
+
+
+def test_towers_are_found_and_each_comes_first_in_some_order() -> None:
+    work = two_towers()
+    assert towers(work) == [frozenset({0, 1, 2}), frozenset({3, 4, 5})]
+    assert {(0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 0, 1, 2, 6)} <= set(orders(work))
+
+
+def test_three_towers_come_in_every_order() -> None:
+    work = work_of([1.0] * 7, [(0, 1), (2, 3), (4, 5), (1, 6), (3, 6), (5, 6)])
+    wanted = {(*sum(chosen, ()), 6) for chosen in itertools.permutations([(0, 1), (2, 3), (4, 5)])}
+    assert wanted <= set(orders(work))
+
+
+def test_small_sources_of_a_tower_make_no_tower_of_their_own() -> None:
+    work = work_of([10.0, 0.01, 10.0, 10.0, 0.01, 10.0, 1.0], [(0, 2), (1, 2), (3, 5), (4, 5), (2, 6), (5, 6)])
+    assert towers(work) == [frozenset({0, 1, 2}), frozenset({3, 4, 5})]
+
+
+def test_what_is_used_late_stands_late() -> None:
+    """Block 1 needs only 0, and only the last one needs it: it belongs there and not behind 0."""
+    work = work_of([1.0] * 5, [(0, 1), (0, 2), (2, 3), (3, 4), (1, 4)])
+    assert (0, 2, 3, 1, 4) in orders(work)
+
+
+def cut_choices(count: int, segments: int) -> list[tuple[int, ...]]:
+    return [(*ends, count) for ends in itertools.combinations(range(1, count), segments - 1)]
+
+
+def test_the_greatest_segment_is_as_small_as_in_any_cut() -> None:
+    draw = random.Random(2)
+    for _ in range(60):
+        count = draw.randint(1, 9)
+        line = Line(random_work(draw, count), tuple(range(count)))
+        segments = draw.randint(1, count)
+        best = min(
+            max(line.time[end] - line.time[start] for start, end in itertools.pairwise((0, *ends)))
+            for ends in cut_choices(count, segments)
+        )
+        assert least_greatest(line.time, segments) == pytest.approx(best, rel=1e-5)
+
+
+def test_a_cut_has_the_least_hops_that_its_bound_allows() -> None:
+    draw = random.Random(3)
+    for _ in range(60):
+        count = draw.randint(2, 9)
+        work = random_work(draw, count)
+        line = Line(work, tuple(range(count)))
+        segments = draw.randint(1, count)
+        bound = least_greatest(line.time, segments) * draw.choice([1.001, 1.3, 2.0])
+        allowed = [
+            sum(line.crossing[end] for end in ends[:-1])
+            for ends in cut_choices(count, segments)
+            if all(line.time[b] - line.time[a] <= bound for a, b in itertools.pairwise((0, *ends)))
+        ]
+        ends = cut(line, segments, bound)
+        assert ends is not None
+        assert sum(line.crossing[end] for end in ends[:-1]) == min(allowed)
+
+
+def test_what_crosses_a_position_are_the_values_made_before_and_used_behind_it() -> None:
+    line = Line(two_towers(), tuple(range(7)))
+    assert line.crossing == [0, 8, 8, 8, 16, 16, 16, 0]
+
+
+def test_segments_fit_their_room_with_what_they_hold_in_flight() -> None:
+    work = work_of([1.0] * 6, [(a, a + 1) for a in range(5)])
+    kept = [
+        Block(b.nodes, b.forward, b.backward, 0.0, frozenset({n}), b.parameters, True)
+        for n, b in enumerate(work.blocks)
+    ]
+    work = Work(tuple(kept), work.values, work.result, dict.fromkeys(range(6), 100), {}, work.hardware)
+    line = Line(work, tuple(range(6)))
+    assert cut(line, 2, 6.0, room=Room(400, 8)) == (2, 6)  # 2 blocks × 2 in flight, 4 × 1
+    assert cut(line, 2, 6.0, room=Room(300, 8)) is None
+
+
+def test_the_lightest_cut_is_that_of_the_least_fullest_rank() -> None:
+    draw = random.Random(6)
+    for _ in range(20):
+        count = draw.randint(2, 8)
+        sizes = {number: draw.choice([1, 10, 100]) for number in range(count)}
+        kept = [Block(("",), 1.0, 2.0, 0.0, frozenset({number}), frozenset(), True) for number in range(count)]
+        line = Line(Work(tuple(kept), (), (count - 1,), sizes, {}), tuple(range(count)))
+        segments = draw.randint(1, count)
+
+        def fullest(ends: tuple[int, ...], line: Line = line) -> float:
+            pairs = list(itertools.pairwise((0, *ends)))
+            return max(line.memory(start, end, len(pairs) - place) for place, (start, end) in enumerate(pairs))
+
+        ends = lightest(line, segments, 8)
+        assert ends is not None
+        assert fullest(ends) == pytest.approx(min(map(fullest, cut_choices(count, segments))), rel=1e-3)
+
+
+def test_a_coarse_work_is_acyclic_and_has_all_the_time() -> None:
+    draw = random.Random(4)
+    count = 700
+    edges = {(max(0, b - draw.randint(1, 6)), b) for b in range(1, count) for _ in range(2)}
+    work = work_of([draw.random() for _ in range(count)], sorted(edges))
+    pieces = coarsened(work, 4)
+    coarse = work.merged(pieces)
+    assert len(coarse) < 400
+    assert coarse.seconds == pytest.approx(work.seconds)
+    assert numbered(coarse, range(len(coarse)), range(len(coarse))) is not None
+
+
+def test_no_cut_in_program_order_is_better() -> None:
+    draw = random.Random(5)
+    for _ in range(12):
+        count, ranks = draw.randint(4, 8), draw.randint(2, 3)
+        work = random_work(draw, count)
+        found = search(work, ranks, 6, with_costs("1f1b"), None, keep=False)
+        judge = Judge(work, with_costs("1f1b"), 6, None)
+        for ends in cut_choices(count, ranks):
+            stage_of = tuple(sum(block >= end for end in ends) for block in range(count))
+            outcome = judge.outcome(Layout(stage_of, tuple(range(ranks))))
+            assert outcome is not None
+            assert found.best.seconds <= outcome.seconds * 1.0001
+
+
+def test_a_parameter_on_two_ranks_costs_its_sum() -> None:
+    work = work_of([1.0, 1.0], [(0, 1)], tied=[(0, 1)], size=10**6)
+    judge = Judge(work, with_costs("1f1b"), 4, None)
+    apart = judge.outcome(Layout((0, 1), (0, 1)))
+    assert apart is not None
+    assert apart.seconds == pytest.approx(apart.schedule.simulate(apart.costs).makespan + 10**6 / 1e6)
+    assert apart.peak_bytes == (16 * 250_000, 16 * 250_000)
+
+
+def test_a_step_takes_no_less_than_its_busiest_link() -> None:
+    """Two values of 5 MB from rank 0 to rank 1 in each of 4 micro-batches, over a link of 1 MB a second."""
+    work = work_of([1.0, 1.0, 1.0], [(0, 2), (1, 2)], size=5 * 10**6)
+    outcome = Judge(work, with_costs("1f1b"), 4, None).outcome(Layout((0, 1, 2), (0, 0, 1)))
+    assert outcome is not None
+    assert outcome.seconds == 4 * 10
+
+
+def test_no_cut_is_made_whose_message_takes_longer_than_a_segment() -> None:
+    """Between the blocks 1 and 2 as much passes as would take 50 seconds; the cut there would be the most even."""
+    blocks_, values = work_of([1.0] * 4, []).blocks, [Value(0, (1,), 8), Value(1, (2,), 50 * 10**6), Value(2, (3,), 8)]
+    work = Work(blocks_, tuple(values), (3,), {}, {}, Hardware(link=1e6, latency=0.0))
+    line = Line(work, (0, 1, 2, 3))
+    assert least_greatest(line.time, 2) == pytest.approx(2.0)
+    assert least_bound(line, 2) == pytest.approx(3.0)
+    assert search(work, 2, 4, with_costs("1f1b"), None, keep=False).best.seconds < 20
+
+
+# --- speed ---
+
+
+@pytest.mark.timeout(300)
+def test_five_thousand_nodes_are_balanced_within_ten_seconds() -> None:
+    model = Towers(500, 333)
+    example = {"x": like(4, 8), "y": like(4, 8)}
+    program = program_of(model, **example)
+    assert len(program.graph.nodes) > 4000
+    start = time.process_time()
+    found = balance(program, 8, 32, costs_from_shapes(program, example))
+    assert time.process_time() - start < 10
+    assert len(set(found.placement)) == 8
+
+
+def test_the_finest_work_has_the_time_of_all_nodes() -> None:
+    program = program_of(Towers(4, 3), x=like(4, 8), y=like(4, 8))
+    costs = costs_of_program(program)
+    work = work_of_program(program, costs)
+    names = [node.name for node in program.graph.nodes if is_compute(node) and node.name not in program.copied]
+    assert work.seconds == pytest.approx(sum(costs[name].forward + costs[name].backward for name in names))

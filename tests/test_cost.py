@@ -1,0 +1,324 @@
+"""What nodes cost, told from shapes: against counting by hand, and against what autograd really keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpipe import passes
+from fxpipe.balance import Hardware, NodeCosts, costs_from_shapes, costs_measured
+from fxpipe.batch import Like
+from fxpipe.errors import PartitionError
+from fxpipe.ir import Program
+from fxpipe.modes import Autocast
+from fxpipe.pipeline import chain
+from fxpipe.trace import Request, capture
+
+PLAIN = Hardware(flops=1.0, flops_16=1.0, bandwidth=1e30, launch=0.0)
+"""On which a product takes as many seconds as it has operations, and all else takes none."""
+MEMORY = Hardware(flops=1e30, flops_16=1e30, bandwidth=1.0, launch=0.0)
+"""On which an operator takes as many seconds as it moves bytes."""
+
+
+def like(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Like:
+    return Like(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", grad)
+
+
+def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:
+    return chain(
+        passes.before_balance(), capture(Request(model, tuple(example), example=example), tracer), callbacks=()
+    )
+
+
+def costs_of(model: nn.Module, hardware: Hardware = PLAIN, tracer: str = "symbolic", **example: Any) -> NodeCosts:
+    return costs_from_shapes(program_of(model, tracer, **example), example, hardware=hardware)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x))).sum()
+
+
+def test_a_linear_layer_is_two_operations_for_each_weight_and_row() -> None:
+    costs = costs_of(Two(), x=like(5, 8))
+    assert costs["first"].flops == 2 * 5 * 8 * 16
+    assert costs["second"].flops == 2 * 5 * 16 * 4
+    assert costs["first"].forward == costs["first"].flops
+
+
+def test_backward_is_a_product_for_each_factor_that_needs_a_gradient() -> None:
+    costs = costs_of(Two(), x=like(5, 8))
+    first, second = costs["first"], costs["second"]
+    assert first.backward == first.weight == first.forward  # its input needs none
+    assert second.backward == 2 * second.forward
+    assert second.weight == second.forward
+
+
+def test_frozen_layers_cost_less() -> None:
+    model = Two()
+    model.first.requires_grad_(False)
+    costs = costs_of(model, x=like(5, 8))
+    assert costs["first"].backward == 0
+    assert not costs["first"].trains
+    assert costs["first"].saved == costs["relu"].saved == frozenset()
+    assert costs["second"].backward == costs["second"].weight == costs["second"].forward
+
+
+def test_a_frozen_layer_behind_a_trained_one_makes_the_gradient_of_its_input_alone() -> None:
+    model = Two()
+    model.second.requires_grad_(False)
+    second = costs_of(model, x=like(5, 8))["second"]
+    assert second.backward == second.forward
+    assert second.weight == 0
+
+
+def test_attention_counts_its_two_products_and_five_in_backward() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v).sum()
+
+    shape = like(2, 3, 7, 8, grad=True)
+    attention = costs_of(Attention(), q=shape, k=shape, v=shape)["scaled_dot_product_attention"]
+    assert attention.flops == 2 * 2 * (2 * 3 * 7 * 7 * 8)
+    assert attention.backward == 2.5 * attention.forward
+
+
+def test_a_convolution_is_counted_over_its_output() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 6, 4, stride=4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).sum()
+
+    assert costs_of(Convolution(), x=like(2, 3, 16, 16))["layer"].flops == 2 * (2 * 4 * 4 * 6) * (3 * 4 * 4)
+
+
+def test_what_is_no_product_takes_the_bytes_that_it_moves_and_a_view_takes_nothing() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x.transpose(0, 1)).sum()
+
+    costs = costs_of(Plain(), MEMORY, x=like(4, 6))
+    assert costs["transpose"].forward == 0
+    assert costs["relu"].forward == 2 * 4 * 6 * 4
+    assert costs["relu"].bytes_out == 4 * 6 * 4
+
+
+def test_an_embedding_reads_the_rows_that_it_returns_and_its_gradient_is_as_large_as_its_table() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(100, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x).sum()
+
+    table = costs_of(Words(), MEMORY, x=like(3, dtype=torch.long))["table"]
+    row_bytes = 3 * 8 * 4
+    assert table.forward == 2 * row_bytes
+    assert table.backward == table.weight == 100 * 8 * 4 + row_bytes
+
+
+def test_types_of_two_bytes_have_a_peak_of_their_own() -> None:
+    hardware = Hardware(flops=1.0, flops_16=4.0, bandwidth=1e30, launch=0.0)
+    model = Two()
+    example = {"x": like(5, 8)}
+    program = program_of(model, **example)
+    plain = costs_from_shapes(program, example, hardware=hardware)
+    within = costs_from_shapes(program, example, autocast=(Autocast("cpu", True, torch.bfloat16),), hardware=hardware)
+    assert within["first"].forward == plain["first"].forward / 4
+
+
+class Mixed(nn.Module):
+    """Several kinds of layers; ``relu`` keeps what the next layer keeps, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        h = torch.softmax(h @ h.transpose(0, 1), -1) @ h
+        y = x + self.second(torch.relu(self.first(h)))
+        return (F.gelu(y) * y).mean()
+
+
+def kept_by_autograd(model: nn.Module, *inputs: Tensor) -> int:
+    """Bytes of the memory that a forward keeps for backward, parameters excluded."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            alive.append(tensor)
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = model(*inputs)
+    del result
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("model", [Two, Mixed], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_what_is_kept_for_backward_is_what_autograd_keeps(model: type[nn.Module], tracer: str) -> None:
+    module = model()
+    program = program_of(module, tracer, x=like(5, 8))
+    costs = costs_from_shapes(program, {"x": like(5, 8)})
+    names = [node.name for node in program.graph.nodes]
+    assert costs.saved_bytes(names) == kept_by_autograd(module, torch.randn(5, 8))
+
+
+def test_what_two_nodes_keep_is_counted_once() -> None:
+    costs = costs_of(Two(), x=like(5, 8))
+    activation = 5 * 16 * 4
+    assert costs.saved_bytes(["relu"]) == costs.saved_bytes(["relu", "second"]) == activation
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_keeps_its_input_and_computes_again(reentrant: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(8, 8), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.first(x)).sum()
+
+    model = Model()
+    program = program_of(model, "record", x=like(5, 8))
+    costs = costs_from_shapes(program, {"x": like(5, 8)}, hardware=PLAIN)
+    (block,) = [cost for cost in costs.nodes.values() if cost.flops == 3 * 2 * 5 * 8 * 8]
+    assert sum(costs.memory[key] for key in block.saved) == 5 * 8 * 4
+    assert block.backward == 3 * block.forward
+
+
+def test_tied_parameters_are_one_and_belong_to_both_nodes() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x)).sum()
+
+    costs = costs_of(Tied(), x=like(5, 8))
+    assert sum(held.count for held in costs.parameters.values()) == 8 * 8 + 8 + 8
+    (shared,) = costs["one"].parameters & costs["two"].parameters
+    assert costs.parameters[shared].size == 8 * 8 * 4
+
+
+@pytest.mark.parametrize("tracer", ["export", "record"])
+def test_tracers_agree_on_what_a_model_costs(tracer: str) -> None:
+    def total(name: str) -> tuple[float, float]:
+        costs = costs_of(Mixed(), PLAIN, name, x=like(5, 8))
+        nodes = costs.nodes.values()
+        return sum(node.flops for node in nodes), sum(node.backward for node in nodes)
+
+    assert total(tracer) == total("symbolic")
+
+
+def test_costs_of_a_model_on_the_meta_device_are_those_of_the_real_one() -> None:
+    with torch.device("meta"):
+        model = Mixed()
+    unreal = costs_of(model, x=like(5, 8))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    real = costs_of(Mixed(), x=like(5, 8))
+    assert [node.forward for node in unreal.nodes.values()] == [node.forward for node in real.nodes.values()]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    program = program_of(model, input=like(5, 8))
+    state = torch.get_rng_state()
+    costs_from_shapes(program, {"input": like(5, 8)})
+    costs_measured(program, {"input": like(5, 8)})
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert id(tensor) == before[name][0]
+        assert torch.equal(tensor, before[name][1])
+
+
+def test_measured_costs_have_the_same_nodes_and_the_ratios_of_backward() -> None:
+    program = program_of(Mixed(), x=like(5, 8))
+    told, measured = (make(program, {"x": like(5, 8)}) for make in (costs_from_shapes, costs_measured))
+    assert told.nodes.keys() == measured.nodes.keys()
+    assert measured["first"].forward > 0
+    ratio = told["first"].backward / told["first"].forward
+    assert measured["first"].backward == pytest.approx(ratio * measured["first"].forward)
+    assert measured["first"].saved == frozenset() or measured.memory
+
+
+def test_measured_costs_tell_a_large_product_from_a_small_one() -> None:
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = nn.Linear(16, 1024), nn.Linear(1024, 4096)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.large(self.small(x)).sum()
+
+    program = program_of(Uneven(), x=like(64, 16))
+    costs = costs_measured(program, {"x": like(64, 16)})
+    assert costs["large"].forward > 3 * costs["small"].forward
+
+
+def test_a_model_on_the_meta_device_cannot_be_measured() -> None:
+    with torch.device("meta"):
+        model = Two()
+    program = program_of(model, x=like(5, 8))
+    with pytest.raises(PartitionError, match=r"first\.weight is on the meta device.*costs from shapes"):
+        costs_measured(program, {"x": like(5, 8)})
+
+
+def test_an_input_without_an_example_is_named() -> None:
+    with pytest.raises(PartitionError, match=r"example of every input; \['x'\] are missing"):
+        costs_from_shapes(program_of(Two(), x=like(5, 8)), {})
+
+
+def test_a_node_that_looks_at_numbers_is_reckoned_from_what_its_capture_saw() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * 2 if bool((x > 0).any()) else self.layer(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.looks = nn.Linear(8, 8), Looks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.looks(self.first(x)).sum()
+
+    costs = costs_of(Model(), PLAIN, "record", x=like(5, 8))
+    looks = next(costs[name] for name in costs.nodes if name.startswith("looks"))
+    parameters = 8 * 8 + 8
+    assert looks.forward == 2 * 5 * parameters
+    assert looks.trains

@@ -1,0 +1,94 @@
+"""Every model of the tests trains as plain PyTorch does, whichever tracer captures it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxpipe
+from fxpipe import TraceError
+from fxpipe.trace import NEED_SHAPES
+from tests.harness import Run, assert_run, assert_same, local, reference, replica_of, trained
+from tests.models import CASES, RANDOM, Callables, Case, Inputs
+from tests.pool import Pool
+
+STEPS = 2
+every_tracer = pytest.mark.parametrize("tracer", sorted(NEED_SHAPES))
+TRACED: Mapping[str, Case] = {name: case for name, case in CASES.items() if case.build is not Callables}
+REFUSED = {("BatchNorm", "export"): "branches on the value of a tensor, or asks for it"}
+"""With momentum=None its share in the running mean is one over a number of calls, which is a tensor's value."""
+
+
+def batches_of(case: Case) -> list[Inputs]:
+    return [case.batch(number) for number in range(STEPS)]
+
+
+def train(case: Case, tracer: str) -> Run:
+    batches = batches_of(case)
+    options: dict[str, Any] = {"tracer": tracer, "example_kwargs": batches[0]}
+    return trained(case, batches, **options)
+
+
+@every_tracer
+@pytest.mark.parametrize("name", TRACED)
+def test_two_steps_equal_plain_pytorch(name: str, tracer: str) -> None:
+    case = TRACED[name]
+    if (name, tracer) in REFUSED:
+        with pytest.raises(TraceError, match=REFUSED[name, tracer]):
+            train(case, tracer)
+        return
+    assert_run(local(case.ranks, train, case, tracer), reference(case, batches_of(case))[0], case.tolerance)
+
+
+@every_tracer
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_those_of_the_symbolic_tracer(name: str, tracer: str) -> None:
+    """Whose numbers are those of a loop that is reseeded for each stage and micro-batch; see test_transparency."""
+    case = RANDOM[name]
+    (wanted,) = local(case.ranks, train, case, "symbolic")
+    assert_run(local(case.ranks, train, case, tracer), wanted, case.tolerance)
+
+
+def train_replica(name: str, tracer: str, zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Three steps and an evaluation on a grid of 2 pipe ranks and 2 replicas; the last batch has another shape."""
+    case, topology = CASES[name], fxpipe.Topology([("pipe", 2), ("data", 2)])
+    replica = replica_of(topology)
+    example = {key: value.chunk(2)[replica] for key, value in case.batch(rows=8).items()}
+    forward_backward = fxpipe.compile(
+        case.model(), topology, microbatches=2, tracer=tracer, zero=zero, example_kwargs=example
+    )
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.01)
+    losses = []
+    for step, rows in enumerate((8, 8, 12)):
+        batch = {key: value.chunk(2)[replica] for key, value in case.batch(step, rows=rows).items()}
+        optimizer.zero_grad()
+        losses.append(forward_backward(**batch))
+        optimizer.step()
+        forward_backward.evaluate(**batch)
+    return losses, forward_backward.state_dict(full=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "tracer"),
+    [
+        ("tied", 0, "record"),
+        ("tied", 1, "export"),
+        ("tied", 2, "record"),
+        ("written buffer", 3, "export"),
+        ("written buffer", 3, "record"),
+    ],
+)
+def test_over_replicas_it_trains_as_with_the_symbolic_tracer(name: str, zero: int, tracer: str, pool: Pool) -> None:
+    """Which is compared with DDP, ZeroRedundancyOptimizer and FSDP2 elsewhere."""
+    symbolic = pool.run(train_replica, name, "symbolic", zero)
+    for (losses, state), (wanted_losses, wanted) in zip(
+        pool.run(train_replica, name, tracer, zero), symbolic, strict=True
+    ):
+        for loss, wanted_loss in zip(losses, wanted_losses, strict=True):
+            assert_same(loss, wanted_loss, "loss", 1e-6)
+        for key, tensor in wanted.items():
+            assert_same(state[key], tensor, key, 1e-5)

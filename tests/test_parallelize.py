@@ -1,0 +1,863 @@
+"""compile(parallelize=): tensor parallelism, FSDP2 and wrappers inside of stages, against plain PyTorch."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fxpipe
+from fxpipe import StageGraph, Topology
+from fxpipe.dtensors import settle_foreach, whole_of
+from fxpipe.errors import RunError
+from tests.pool import Pool
+
+WIDTH, ROWS, PARTS, STEPS = 6, 8, 4, 2
+PIPE_TENSOR = [("pipe", 2), ("tensor", 2)]
+PIPE_DATA = [("pipe", 2), ("data", 2)]
+DATA_TENSOR = [("data", 2), ("tensor", 2)]
+
+
+# --- models of stages ---
+
+
+class Block(nn.Module):
+    """A residual block: a norm, and two linear layers that a tensor-parallel plan cuts by columns and by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Ends(Block):
+    """A block and the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().sum(-1).mean()
+
+
+class EndsInSum(Block):
+    """A block and a loss that says how many items it is over: its gradients are scaled behind the step."""
+
+    def forward(self, x: Tensor) -> fxpipe.Sum:
+        items = super().forward(x).square().sum(-1)
+        return fxpipe.Sum(items.sum(), (x[:, 0] > 0).sum() + 1)
+
+
+class Square(nn.Module):
+    """A loss without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum(-1).mean()
+
+
+class Counting(Block):
+    """Counts its calls by a hook that was there before compile, and keeps a running sum in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.add_(x.shape[0])
+        return super().forward(self.drop(x))
+
+
+def graph_of(last: Callable[[], nn.Module] = Ends, first: Callable[[], nn.Module] = Block) -> StageGraph:
+    torch.manual_seed(0)
+    return StageGraph.from_callables({"a": first(), "b": last()}, [("a", "b")], {"a": ["x"]})
+
+
+class Traced(nn.Module):
+    """Two blocks with a boundary between them, and a tensor that is no parameter and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Counting(), Block()
+        self.shift = torch.linspace(0, 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(fxpipe.stage_boundary(self.a(x) + self.shift)).square().sum(-1).mean()
+
+
+class TakenApart(nn.Module):
+    """Runs a block's parts in training, and the block itself in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.a(x), name="b")
+        out = self.b.norm(self.b.down(self.b.up(h))) if self.training else self.b(h)
+        return out.square().sum(-1).mean()
+
+
+class TiedEnds(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.table, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.table(x))).square().sum(-1).mean()
+
+
+def tied_graph() -> StageGraph:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    return StageGraph.from_callables({"a": first, "b": TiedEnds(first[0].weight)}, [("a", "b")], {"a": ["x"]})
+
+
+# --- what parallelize does ---
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def tensor_parallel(stage: nn.Module, mesh: Any) -> None:
+    parallelize_module(stage, mesh["tensor"], PLAN)
+
+
+def norms_too(stage: nn.Module, mesh: Any) -> None:
+    """The norm's parameters are replicated DTensors, whose gradients come as partial sums."""
+    norm, rows = (
+        stage.get_submodule("norm"),
+        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=False),
+    )
+    parallelize_module(norm, mesh["tensor"], rows)
+    parallelize_module(norm, mesh["tensor"], SequenceParallel(sequence_dim=0))
+    parallelize_module(stage, mesh["tensor"], PLAN | {"up": ColwiseParallel(input_layouts=Shard(0))})
+
+
+def fully_sharded(stage: nn.Module, mesh: Any) -> None:
+    fully_shard(stage.get_submodule("up"), mesh=mesh["data"], reshard_after_forward=True)
+    fully_shard(stage, mesh=mesh["data"])
+
+
+def parts_sharded(stage: nn.Module, mesh: Any) -> None:
+    """No root, and one layer stays whole."""
+    for name in ("norm", "down"):
+        fully_shard(stage.get_submodule(name), mesh=mesh["data"])
+
+
+def up_sharded(stage: nn.Module, mesh: Any) -> None:
+    fully_shard(stage.get_submodule("up"), mesh=mesh["data"])
+
+
+def both(stage: nn.Module, mesh: Any) -> None:
+    tensor_parallel(stage, mesh)
+    fully_sharded(stage, mesh)
+
+
+def sharded_and_checkpointed(stage: nn.Module, mesh: Any) -> None:
+    for name in ("up", "down"):
+        setattr(stage, name, checkpoint_wrapper(stage.get_submodule(name)))
+    fully_shard(stage, mesh=mesh["data"])
+
+
+def tables_by_columns(stage: nn.Module, mesh: Any) -> None:
+    """The tied weight is cut alike on both ranks that own it."""
+    table = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(
+        stage, mesh["tensor"], {"0": table, "table": table, "out": ColwiseParallel(output_layouts=Replicate())}
+    )
+
+
+def all_sharded(stage: nn.Module, mesh: Any) -> None:
+    fully_shard(stage, mesh=mesh["data"])
+
+
+def blocks_tensor_parallel(stage: nn.Module, mesh: Any) -> None:
+    parallelize_module(stage, mesh["tensor"], {f"{block}.{name}": way for block in "ab" for name, way in PLAN.items()})
+
+
+def blocks_checkpointed(stage: nn.Module, mesh: Any) -> None:
+    """Wrapped and sharded, each block by itself, inside of what the tracer keeps whole."""
+    for module in list(stage.modules()):
+        if isinstance(module, Block):
+            module.up = checkpoint_wrapper(module.up)
+            fully_shard(module, mesh=mesh["data"])
+
+
+def nothing(stage: nn.Module, mesh: Any) -> None:
+    pass
+
+
+# --- fxpipe and plain PyTorch ---
+
+
+def in_a_new_world(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that a worker runs: DTensor keeps meshes, which it takes for equal to those of earlier worlds."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _clear_sharding_prop_cache()
+        fxpipe.init()
+        return function(*args, **kwargs)
+
+    return run
+
+
+def replica_of(topology: Topology) -> int:
+    return topology.coordinate(torch.distributed.get_rank()).get("data", 0)
+
+
+def batch(step: int, replica: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + replica))
+
+
+def run_of(graph: StageGraph, x: Tensor) -> Any:
+    for stage in graph:
+        x = stage.module(x)
+    return x
+
+
+def plain(
+    build: Callable[[], StageGraph], replicas: int, weights: Sequence[float] = ()
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses and gradient norms of the steps, and the parameters at the end.
+
+    ``weights``: of all replicas' micro-batches in order; none: they all weigh the same.
+    """
+    graph = build()
+    parameters = list(dict.fromkeys(graph.module.parameters()))
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = [x for replica in range(replicas) for x in batch(step, replica).chunk(PARTS)]
+        loss = loss_of([run_of(graph, x) for x in parts], weights or [1.0] * len(parts))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.5).item())
+        optimizer.step()
+    return losses, norms, {name: tensor.clone() for name, tensor in graph.module.state_dict().items()}
+
+
+def loss_of(results: Sequence[Any], weights: Sequence[float]) -> Tensor:
+    """The weighted mean of the micro-batches' losses, or their sums by their counts."""
+    if isinstance(results[0], fxpipe.Sum):
+        return sum(result.total for result in results) / sum(result.count for result in results)
+    return sum(r * w for r, w in zip(results, weights, strict=True) if w) / sum(weights)
+
+
+@in_a_new_world
+def trained(
+    build: Callable[[], Any], axes: list[tuple[str, int]], parallelize: Any, **options: Any
+) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, str]]:
+    """The same by fxpipe; and what kind of tensor each parameter of this rank is."""
+    topology = Topology(axes)
+    forward_backward = fxpipe.compile(build(), topology, parallelize=parallelize, microbatches=PARTS, **options)
+    replica = replica_of(topology)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(forward_backward(batch(step, replica)).item())
+        norms.append(forward_backward.clip_grad_norm_(0.5).item())
+        optimizer.step()
+    kinds = {name: type(parameter).__name__ for name, parameter in forward_backward.named_parameters()}
+    return losses, norms, forward_backward.state_dict(full=True), kinds
+
+
+def check_equal(results: Sequence[Any], expected: Any) -> None:
+    """Losses, norms and parameters are plain PyTorch's on every rank."""
+    losses, norms, state = expected
+    for found, found_norms, found_state, _ in results:
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert found_state.keys() == state.keys()
+        for name, tensor in state.items():
+            torch.testing.assert_close(found_state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "parallelize", "replicas"),
+    [
+        (PIPE_TENSOR, tensor_parallel, 1),
+        (PIPE_TENSOR, norms_too, 1),
+        (DATA_TENSOR, tensor_parallel, 2),
+        (DATA_TENSOR, norms_too, 2),
+        (DATA_TENSOR, both, 2),
+        (PIPE_DATA, fully_sharded, 2),
+        (PIPE_DATA, parts_sharded, 2),
+        (PIPE_DATA, sharded_and_checkpointed, 2),
+        (PIPE_DATA, nothing, 2),
+    ],
+)
+@pytest.mark.parametrize("last", [Ends, EndsInSum])
+def test_training_equals_plain_pytorch(
+    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int, last: type[Block]
+) -> None:
+    build = partial(graph_of, last)
+    check_equal(pool.run(trained, build, axes, parallelize), plain(build, replicas))
+
+
+def in_bfloat16(stage: nn.Module, mesh: Any) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    fully_shard(stage, mesh=mesh["data"], mp_policy=policy)
+
+
+def test_mixed_precision_is_fsdps(pool: Pool) -> None:
+    """bfloat16 keeps 8 bits: the first step is within 1 % of float32's, and parameters stay in float32."""
+    losses, norms, _ = plain(graph_of, 2)
+    for found, found_norms, state, _ in pool.run(trained, graph_of, PIPE_DATA, in_bfloat16):
+        assert found[0] == pytest.approx(losses[0], rel=0.01)
+        assert found_norms[0] == pytest.approx(norms[0], rel=0.01)
+        assert found[0] != pytest.approx(losses[0], rel=1e-5)
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("parallelize", [all_sharded, nothing])
+def test_a_stage_without_parameters_is_a_stage_too(pool: Pool, parallelize: Any) -> None:
+    build = partial(graph_of, Square)
+    check_equal(pool.run(trained, build, PIPE_DATA, parallelize), plain(build, 2))
+
+
+@pytest.mark.parametrize(
+    ("axes", "parallelize", "replicas"), [(PIPE_TENSOR, tables_by_columns, 1), (PIPE_DATA, all_sharded, 2)]
+)
+def test_a_tied_parameter_is_summed_over_its_owners(
+    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int
+) -> None:
+    results = pool.run(trained, tied_graph, axes, parallelize)
+    check_equal(results, plain(tied_graph, replicas))
+    assert all(kinds[name] == "DTensor" for *_, kinds in results for name in kinds if name.endswith("weight"))
+
+
+def first_three(x: Tensor) -> float:
+    """Weight 0 for the last micro-batch of the second replica."""
+    return 0.0 if torch.equal(x, batch(0, 1).chunk(PARTS)[-1]) or torch.equal(x, batch(1, 1).chunk(PARTS)[-1]) else 1.0
+
+
+@pytest.mark.parametrize("parallelize", [fully_sharded, parts_sharded])
+def test_a_backward_that_one_replica_leaves_out_leaves_the_sums_in_step(pool: Pool, parallelize: Any) -> None:
+    results = pool.run(trained_weighted, parallelize)
+    check_equal(results, plain(graph_of, 2, [1.0] * PARTS + [1.0] * (PARTS - 1) + [0.0]))
+
+
+@in_a_new_world
+def trained_weighted(parallelize: Any) -> Any:
+    return trained(graph_of, PIPE_DATA, parallelize, loss_weight=first_three)
+
+
+# --- several calls ---
+
+
+@in_a_new_world
+def accumulated(axes: list[tuple[str, int]], parallelize: Any, last: Any, sync: bool) -> dict[str, Tensor]:
+    """The gradients of two calls, the first of them without synchronisation where ``sync`` is False."""
+    topology = Topology(axes)
+    forward_backward = fxpipe.compile(graph_of(last), topology, parallelize=parallelize, microbatches=PARTS)
+    replica = replica_of(topology)
+    forward_backward.set_requires_gradient_sync(sync)
+    forward_backward(batch(0, replica))
+    forward_backward.set_requires_gradient_sync(True)
+    forward_backward(batch(1, replica))
+    return {name: whole_of(p.grad).clone() for name, p in forward_backward.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("axes", "parallelize", "replicas"), [(PIPE_DATA, fully_sharded, 2), (DATA_TENSOR, tensor_parallel, 2)]
+)
+@pytest.mark.parametrize("last", [Ends, EndsInSum])
+@pytest.mark.parametrize("sync", [True, False])
+def test_gradients_of_several_calls_add_up(
+    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int, last: Any, sync: bool
+) -> None:
+    graph = graph_of(last)
+    for step in range(2):
+        parts = [run_of(graph, x) for replica in range(replicas) for x in batch(step, replica).chunk(PARTS)]
+        loss_of(parts, [1.0] * len(parts)).backward()
+    for gradients in pool.run(accumulated, axes, parallelize, last, sync):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, graph.module.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@in_a_new_world
+def frozen_in_turn(parallelize: Any) -> list[dict[str, Any]]:
+    """Gradients where one layer is frozen in the first and the last of three calls."""
+    graph = graph_of()
+    graph["a"].module.up.requires_grad_(False)
+    topology = Topology(PIPE_DATA)
+    forward_backward = fxpipe.compile(graph, topology, parallelize=parallelize, microbatches=PARTS)
+    found = []
+    for step, is_frozen in enumerate((True, False, True)):
+        graph["a"].module.up.requires_grad_(not is_frozen)
+        forward_backward.zero_grad()
+        forward_backward(batch(step, replica_of(topology)))
+        gradients = {n: p.grad for n, p in forward_backward.named_parameters()}
+        found.append({n: None if gradient is None else whole_of(gradient).clone() for n, gradient in gradients.items()})
+    return found
+
+
+@pytest.mark.parametrize("parallelize", [fully_sharded, up_sharded])
+def test_what_is_sharded_may_be_frozen_and_unfrozen(pool: Pool, parallelize: Any) -> None:
+    results = pool.run(frozen_in_turn, parallelize)
+    for step, is_frozen in enumerate((True, False, True)):
+        graph = graph_of()
+        graph["a"].module.up.requires_grad_(not is_frozen)
+        parts = [run_of(graph, x) for replica in range(2) for x in batch(step, replica).chunk(PARTS)]
+        loss_of(parts, [1.0] * len(parts)).backward()
+        for found in results:
+            for name, gradient in found[step].items():
+                expected = graph.module.get_parameter(name).grad
+                assert (gradient is None) == (expected is None), name
+                assert gradient is None or torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6), name
+
+
+# --- at the start ---
+
+
+@in_a_new_world
+def started() -> tuple[dict[str, Tensor], int]:
+    """The state of a model that each rank has built with a seed of its own, and the seed of a forward."""
+    rank = torch.distributed.get_rank()
+
+    def seeded(seed: int) -> StageGraph:
+        torch.manual_seed(seed)
+        return StageGraph.from_callables({"a": Block(), "b": Ends()}, [("a", "b")], {"a": ["x"]})
+
+    forward_backward = fxpipe.compile(seeded(rank), Topology(PIPE_TENSOR), parallelize=tensor_parallel)
+    seed = forward_backward.seed("a", microbatch=1, step=2)
+    return forward_backward.state_dict(full=True), seed
+
+
+def test_ranks_of_a_tensor_group_start_alike_whatever_they_were_seeded_with(pool: Pool) -> None:
+    results = pool.run(started)
+    torch.manual_seed(0)
+    first = Block()
+    torch.manual_seed(2)
+    Block()
+    last = Ends()
+    expected = {f"a.{n}": t for n, t in first.state_dict().items()} | {
+        f"b.{n}": t for n, t in last.state_dict().items()
+    }
+    for state, seed in results:
+        assert seed == results[0][1]
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+# --- state ---
+
+
+@in_a_new_world
+def reloaded(axes: list[tuple[str, int]], parallelize: Any, state: dict[str, Tensor]) -> tuple[bool, bool]:
+    """Whether a plain state dict, and this rank's own part of it, come back as they were loaded."""
+    forward_backward = fxpipe.compile(graph_of(), Topology(axes), parallelize=parallelize)
+    forward_backward.load_state_dict(state)
+    whole = forward_backward.state_dict(full=True)
+    own = {name: tensor.clone() for name, tensor in forward_backward.state_dict().items()}
+    with torch.no_grad():
+        for parameter in forward_backward.parameters():
+            parameter.zero_()
+    forward_backward.load_state_dict(own)
+    again = forward_backward.state_dict(full=True)
+    return all(torch.equal(whole[n], state[n]) for n in state), all(torch.equal(again[n], state[n]) for n in state)
+
+
+@pytest.mark.parametrize(("axes", "parallelize"), [(PIPE_TENSOR, tensor_parallel), (DATA_TENSOR, both)])
+def test_a_plain_state_dict_loads_and_comes_back(pool: Pool, axes: list[tuple[str, int]], parallelize: Any) -> None:
+    state = {name: torch.randn_like(tensor) for name, tensor in graph_of().module.state_dict().items()}
+    assert pool.run(reloaded, axes, parallelize, state) == [(True, True)] * 4
+
+
+@in_a_new_world
+def saved_and_loaded(folder: str, parallelize: Any) -> bool:
+    """Whether torch's distributed checkpoint brings back what was saved, into another model."""
+    first = fxpipe.compile(graph_of(), Topology(PIPE_DATA), parallelize=parallelize)
+    dcp.save({"model": first}, checkpoint_id=folder)
+    graph = graph_of()
+    with torch.no_grad():
+        for parameter in graph.module.parameters():
+            parameter.zero_()
+    second = fxpipe.compile(graph, Topology(PIPE_DATA), parallelize=parallelize)
+    dcp.load({"model": second}, checkpoint_id=folder)
+    found, expected = second.state_dict(full=True), graph_of().module.state_dict()
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("parallelize", [fully_sharded, parts_sharded])
+def test_torchs_distributed_checkpoint_takes_the_shards(pool: Pool, parallelize: Any, tmp_path: Path) -> None:
+    assert pool.run(saved_and_loaded, str(tmp_path), parallelize) == [True] * 4
+
+
+def test_foreach_is_off_where_a_group_mixes_kinds_of_tensors() -> None:
+    class OnAMesh(nn.Parameter):
+        device_mesh, placements = "mesh", ()
+
+    plain_one, spread = nn.Parameter(torch.ones(2)), OnAMesh(torch.ones(2))
+    optimizer = torch.optim.AdamW([{"params": [plain_one, spread]}, {"params": [nn.Parameter(torch.ones(2))]}])
+    settle_foreach(optimizer)
+    assert [group["foreach"] for group in optimizer.param_groups] == [False, None]
+
+
+# --- traced models ---
+
+
+@in_a_new_world
+def traced_run(parallelize: Any, axes: list[tuple[str, int]]) -> dict[str, Any]:
+    """Training, an evaluation between steps, and batches of other shapes; hooks count on both sides."""
+    topology = Topology(axes)
+    torch.manual_seed(0)
+    model = Traced()
+    model.a.drop.p = 0.0
+    calls: list[str] = []
+    model.a.register_forward_hook(lambda module, args, output: calls.append("a"))
+    replica = replica_of(topology)
+    forward_backward = fxpipe.compile(
+        model, topology, parallelize=parallelize, microbatches=PARTS, example_args=(batch(0, replica),)
+    )
+    losses, evaluated = [], []
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    for step, rows in enumerate((ROWS, ROWS - 1)):
+        optimizer.zero_grad()
+        losses.append(forward_backward(batch(step, replica)[:rows]).item())
+        optimizer.step()
+        evaluated.append(forward_backward.evaluate(batch(step, replica), outputs="all").item())
+    names = [name for name, _ in model.named_modules()]
+    state = forward_backward.state_dict(full=True)
+    return {"losses": losses, "evaluated": evaluated, "calls": len(calls), "names": names, "state": state}
+
+
+def traced_plain(replicas: int) -> tuple[list[float], list[list[float]], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Traced()
+    model.a.drop.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, evaluated = [], []
+    for step, rows in enumerate((ROWS, ROWS - 1)):
+        optimizer.zero_grad()
+        model.train()
+        parts = [x for replica in range(replicas) for x in batch(step, replica)[:rows].chunk(PARTS)]
+        loss = sum(model(x) * len(x) for x in parts) / (rows * replicas)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        model.eval()
+        evaluated.append([model(batch(step, replica)).item() for replica in range(replicas)])
+    return losses, evaluated, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("axes", "parallelize", "replicas"),
+    [(PIPE_TENSOR, blocks_tensor_parallel, 1), (PIPE_DATA, all_sharded, 2), (PIPE_DATA, blocks_checkpointed, 2)],
+)
+def test_a_traced_model_keeps_its_names_its_hooks_and_its_later_captures(
+    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int
+) -> None:
+    losses, evaluated, state = traced_plain(replicas)
+    names = [name for name, _ in Traced().named_modules()]
+    results = pool.run(traced_run, parallelize, axes)
+    for rank, found in enumerate(results):
+        at = Topology(axes).coordinate(rank)
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        assert found["evaluated"] == pytest.approx([each[at.get("data", 0)] for each in evaluated], rel=1e-5)
+        assert found["names"] == names
+        for name in state.keys() - {"a.seen"}:  # a running sum of this replica's rows alone
+            torch.testing.assert_close(found["state"][name], state[name], rtol=1e-4, atol=1e-6)
+        assert found["state"]["a.seen"] == ROWS + ROWS - 1
+    calls = [found["calls"] for found in results]
+    # a hook runs in each capture, on all ranks alike, and on its own rank for each micro-batch: two steps, two
+    # evaluations of as many
+    assert [number - calls[-1] for number in calls] == [4 * PARTS, 4 * PARTS, 0, 0]
+
+
+class RawWeights(nn.Module):
+    """Two stages, each of a raw parameter and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(torch.tanh(self.a(x) @ self.first))
+        return (self.b(h) @ self.second).square().sum(-1).mean()
+
+
+@in_a_new_world
+def whole_ones_alive() -> tuple[int, int]:
+    """How many of the model's first parameters live on after compile, and after a step of another shape."""
+    model = RawWeights()
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    topology = Topology(PIPE_DATA)
+    forward_backward = fxpipe.compile(
+        model, topology, parallelize=all_sharded, microbatches=PARTS, example_args=(batch(0, 0),)
+    )
+    del model
+    gc.collect()
+    after_compile = sum(ref() is not None for ref in before)
+    forward_backward(batch(0, replica_of(topology))[: ROWS - 1])
+    gc.collect()
+    return after_compile, sum(ref() is not None for ref in before)
+
+
+def test_what_has_been_sharded_is_freed(pool: Pool) -> None:
+    assert pool.run(whole_ones_alive) == [(0, 0)] * 4
+
+
+# --- a Hugging Face model ---
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
+
+
+def tokens(replica: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 64, (ROWS, 10), generator=torch.Generator().manual_seed(replica))
+    return {"input_ids": ids, "labels": ids}
+
+
+def megatron(stage: nn.Module, mesh: Any) -> None:
+    """Attention by heads, the feed-forward layers by columns and then rows."""
+    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name, _ in stage.named_modules() if name.endswith(columns)}
+    rows = ("o_proj", "down_proj")
+    plan |= {name: RowwiseParallel() for name, _ in stage.named_modules() if name.endswith(rows)}
+    parallelize_module(stage, mesh["tensor"], plan)
+
+
+def layers_sharded(stage: nn.Module, mesh: Any) -> None:
+    """As in torchtitan: activation checkpointing and FSDP for each layer, and for the rest."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    apply_activation_checkpointing(stage, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+    for layer in [module for module in stage.modules() if isinstance(module, LlamaDecoderLayer)]:
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(stage, mesh=mesh["data"])
+
+
+@in_a_new_world
+def llama_trained(axes: list[tuple[str, int]], parallelize: Any) -> tuple[list[float], dict[str, Tensor]]:
+    topology = Topology(axes)
+    given = tokens(replica_of(topology))
+    forward_backward = fxpipe.compile(
+        llama(),
+        topology,
+        parallelize=parallelize,
+        boundaries=["model.layers.2"],
+        microbatches=PARTS,
+        example_kwargs=given,
+    )
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.01)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(forward_backward(**given).item())
+        forward_backward.clip_grad_norm_(1.0)
+        optimizer.step()
+    return losses, forward_backward.state_dict(full=True)
+
+
+@pytest.mark.parametrize(
+    ("axes", "parallelize", "replicas"), [(PIPE_TENSOR, megatron, 1), (PIPE_DATA, layers_sharded, 2)]
+)
+def test_an_unmodified_llama(pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int) -> None:
+    pytest.importorskip("transformers")
+    model, losses = llama(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        batches = [tokens(replica)["input_ids"].chunk(PARTS) for replica in range(replicas)]
+        parts = [model(input_ids=ids, labels=ids).loss for chunks in batches for ids in chunks]
+        loss = loss_of(parts, [1.0] * len(parts))
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    for found, state in pool.run(llama_trained, axes, parallelize):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+def test_one_process_gets_no_mesh_and_equals_plain_pytorch() -> None:
+    meshes: list[Any] = []
+
+    def wrap(stage: nn.Module, mesh: Any) -> None:
+        meshes.append(mesh)
+        stage.up = checkpoint_wrapper(stage.get_submodule("up"))
+
+    graph, reference = graph_of(), graph_of()
+    forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), parallelize=wrap, microbatches=PARTS)
+    loss = forward_backward(batch(0, 0))
+    expected = sum(run_of(reference, x) for x in batch(0, 0).chunk(PARTS)) / PARTS
+    expected.backward()
+    assert meshes == [None, None]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in forward_backward.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference.module.get_parameter(name).grad)
+
+
+def test_a_stage_may_be_compiled_in_it() -> None:
+    compiled: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    def compile_it(stage: nn.Module, mesh: Any) -> None:
+        stage.compile(backend=backend)
+
+    forward_backward = fxpipe.compile(graph_of(), Topology([("pipe", 2)]), parallelize=compile_it, microbatches=PARTS)
+    reference = graph_of()
+    loss = loss_of([run_of(reference, x) for x in batch(0, 0).chunk(PARTS)], [1.0] * PARTS)
+    assert forward_backward(batch(0, 0)).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert len(compiled) == 2
+
+
+# --- what cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero": 1}, "zero=1 and parallelize= both decide"),
+        ({"precision": fxpipe.Precision(compute=torch.bfloat16)}, "MixedPrecisionPolicy"),
+        ({"tracer": "export"}, 'write tracer="record"'),
+        ({"stage_compiler": torch.compile}, "both replace what a stage runs"),
+        ({"parallelize": "fsdp"}, "it is a function"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        fxpipe.compile(graph_of(), Topology([("pipe", 2)]), **{"parallelize": nothing} | options)
+
+
+def add_a_parameter(stage: nn.Module, mesh: Any) -> None:
+    stage.adapter = nn.Parameter(torch.ones(2))
+
+
+def lose_a_parameter(stage: nn.Module, mesh: Any) -> None:
+    stage.up = nn.Identity()
+
+
+def another_shape(stage: nn.Module, mesh: Any) -> None:
+    stage.get_submodule("up").weight = nn.Parameter(torch.ones(2))
+
+
+class Uncopyable(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "message"),
+    [
+        (add_a_parameter, "a parameter that the model lacks, adapter"),
+        (lose_a_parameter, "nothing in place of a parameter a.up.weight"),
+        (another_shape, r"made \[2\] of a.up.weight"),
+    ],
+)
+def test_what_parallelize_must_leave_is_said(parallelize: Any, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        fxpipe.compile(graph_of(), Topology([("pipe", 2)]), parallelize=parallelize)
+
+
+def test_a_module_that_cannot_be_copied_is_named() -> None:
+    with pytest.raises(RunError, match=r"a \(Uncopyable\) cannot be copied"):
+        fxpipe.compile(graph_of(first=Uncopyable), Topology([("pipe", 2)]), parallelize=nothing)
+
+
+def test_a_capture_in_other_pieces_is_refused() -> None:
+    graph = fxpipe.compile(
+        TakenApart(), Topology([("pipe", 2)]), parallelize=nothing, microbatches=PARTS, example_args=(batch(0, 0),)
+    )
+    graph(batch(0, 0))
+    with pytest.raises(RunError, match="runs b of stage b as a whole, which the first kind took apart"):
+        graph.evaluate(batch(0, 0))
+
+
+@in_a_new_world
+def message_of(axes: list[tuple[str, int]], parallelize: Any, build: Any = graph_of, **options: Any) -> str:
+    try:
+        forward_backward = fxpipe.compile(build(), Topology(axes), parallelize=parallelize, microbatches=PARTS)
+        forward_backward.optimizer(torch.optim.AdamW, offload=True)
+        forward_backward(batch(0, 0))
+    except RunError as error:
+        return str(error)
+    return "no error"
+
+
+def sharded_over_everybody(stage: nn.Module, mesh: Any) -> None:
+    fully_shard(stage)
+
+
+def spread_leaves(stage: nn.Module, mesh: Any) -> None:
+    def spread(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return DTensor.from_local(output, mesh["tensor"], [Replicate()])
+
+    stage.register_forward_hook(spread)
+
+
+def tied_otherwise(stage: nn.Module, mesh: Any) -> None:
+    table = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(stage, mesh["tensor"], {"0": table})
+
+
+@pytest.mark.parametrize(
+    ("axes", "parallelize", "build", "message"),
+    [
+        (
+            PIPE_DATA,
+            sharded_over_everybody,
+            graph_of,
+            'name the axes of the mesh, as in fully_shard(module, mesh=mesh["data"])',
+        ),
+        (PIPE_TENSOR, tied_otherwise, tied_graph, "parallelize has spread it differently on them"),
+        (DATA_TENSOR, all_sharded, tied_graph, "is used by the stages a and b of one rank"),
+        (PIPE_DATA, all_sharded, graph_of, "offload=True needs plain parameters"),
+    ],
+)
+def test_what_cannot_run_in_a_pipeline_is_said_on_some_rank(
+    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, build: Any, message: str
+) -> None:
+    assert any(message in told for told in pool.run(message_of, axes, parallelize, build))
+
+
+@in_a_new_world
+def only_step(parallelize: Any) -> str:
+    forward_backward = fxpipe.compile(graph_of(), Topology(PIPE_TENSOR), parallelize=parallelize, microbatches=PARTS)
+    try:
+        forward_backward(batch(0, 0))
+    except RunError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_stage_that_returns_a_dtensor_is_named(pool: Pool) -> None:
+    assert all("returns a DTensor" in told for told in pool.run(only_step, spread_leaves))

@@ -1,0 +1,280 @@
+"""Tracers that need shapes: each kind of micro-batch has a capture of its own, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+import fxpipe.captures
+from fxpipe import stage_boundary
+from tests.harness import assert_same, engine_of, gradients_of
+
+WIDTH = 6
+TRACERS = ["export", "record"]
+ENGINES = ["local", "strict 1", "distributed"]
+
+
+class Flattening(nn.Module):
+    """Its code depends on shapes and on a Python number; it drops out in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, batch: Mapping[str, Tensor], scale: float = 1.0, double: bool = False) -> Any:
+        x = batch["x"]
+        rows, length = x.shape[:2]
+        h = torch.tanh(self.first(x.view(rows * length, WIDTH))) * scale
+        h = stage_boundary(h, name="second")
+        h = F.relu(self.second(h) * (2 if double else 1))
+        if length > 3:
+            h = h * 0.5
+        h = stage_boundary(h, name="third")
+        out = self.third(h).view(rows, length, WIDTH)
+        return {"loss": F.mse_loss(out, batch["y"]), "largest": out.max(), "output": out}
+
+
+def model() -> Flattening:
+    torch.manual_seed(0)
+    return Flattening()
+
+
+def batch(rows: int, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    return {name: torch.randn(rows, length, WIDTH, generator=generator) for name in "xy"}
+
+
+CALLS: list[tuple[dict[str, Tensor], dict[str, Any]]] = [
+    (batch(8, 3), {}),
+    (batch(8, 5), {}),
+    (batch(10, 3), {"scale": 0.5}),
+    (batch(8, 3), {"scale": 2.0, "double": True}),
+]
+
+
+def compiled(tracer: str) -> fxpipe.ForwardBackward:
+    return fxpipe.compile(
+        model(), fxpipe.Topology([("pipe", 3)]), microbatches=4, tracer=tracer, example_args=(batch(8, 3),)
+    )
+
+
+def steps(tracer: str) -> list[tuple[Tensor, Tensor, dict[str, Tensor | None]]]:
+    forward_backward = compiled(tracer)
+    ran = []
+    for values, options in CALLS:
+        forward_backward.zero_grad()
+        loss = forward_backward(values, **options)
+        largest = forward_backward.metrics["largest"]
+        ran.append((loss, largest, gradients_of(forward_backward.named_parameters())))
+    return ran
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_calls_of_any_shape_are_plain_pytorchs(engine: str, tracer: str, request: pytest.FixtureRequest) -> None:
+    ranks = engine_of(engine, lambda: request.getfixturevalue("pool"))(3, steps, tracer)
+    for place, (values, options) in enumerate(CALLS):
+        plain = model()
+        total, rows = torch.zeros(()), len(values["x"])
+        for part in zip(*(values[name].tensor_split(4) for name in "xy"), strict=True):
+            share = len(part[0]) / rows
+            loss = plain(dict(zip("xy", part, strict=True)), **options)["loss"] * share
+            loss.backward()
+            total = total + loss.detach()
+        wanted = gradients_of(plain.named_parameters())
+        for ran in ranks:
+            assert_same(ran[place][0], total, f"loss of call {place}")
+            for name, gradient in ran[place][2].items():
+                assert_same(gradient, wanted[name], f"{name} of call {place}")
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes that are captured."""
+    shapes: list[tuple[int, ...]] = []
+    original = fxpipe.captures.capture
+
+    def counting(request: Any, tracer: str) -> Any:
+        shapes.append(request.example["batch"]["x"].shape)
+        return original(request, tracer)
+
+    monkeypatch.setattr(fxpipe.captures, "capture", counting)
+    return shapes
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_shape_is_captured_once(tracer: str, captured: list[tuple[int, ...]]) -> None:
+    forward_backward = compiled(tracer)
+    assert captured == [(2, 3, WIDTH)]
+    forward_backward(batch(8, 3))
+    assert len(captured) == 1
+    forward_backward(batch(10, 3))  # 3, 3, 2 and 2 rows
+    assert captured[1:] == [(3, 3, WIDTH)]
+    forward_backward(batch(10, 5))
+    assert captured[2:] == [(3, 5, WIDTH), (2, 5, WIDTH)]
+    for rows, length in ((8, 3), (10, 5), (12, 3), (8, 5)):
+        forward_backward(batch(rows, length))
+    assert len(captured) == 4
+    forward_backward.evaluate(batch(8, 3))
+    forward_backward.evaluate(batch(8, 3))
+    assert captured[4:] == [(2, 3, WIDTH)]
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_micro_batches_already_split_may_each_have_a_shape(tracer: str) -> None:
+    forward_backward, plain = compiled(tracer), model()
+    parts = [batch(2, 3), batch(1, 5), batch(3, 2)]
+    loss = forward_backward.step_microbatches([((part,), {}) for part in parts])
+    total = torch.zeros(())
+    for part in parts:
+        share = len(part["x"]) / 6
+        (one := plain(part)["loss"] * share).backward()
+        total = total + one.detach()
+    assert_same(loss, total, "loss")
+    wanted = gradients_of(plain.named_parameters())
+    for name, gradient in gradients_of(forward_backward.named_parameters()).items():
+        assert_same(gradient, wanted[name], name)
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_evaluation_returns_what_the_model_returns(tracer: str) -> None:
+    forward_backward, plain = compiled(tracer), model().eval()
+    output = forward_backward.evaluate(batch(8, 3))
+    with torch.no_grad():
+        wanted = [
+            plain({name: value[rows] for name, value in batch(8, 3).items()}) for rows in torch.arange(8).chunk(4)
+        ]
+    assert type(output) is dict
+    assert_same(output["output"], torch.cat([part["output"] for part in wanted]), "output")
+
+
+def test_auto_tells_which_tracer_it_was_and_why_the_others_were_not() -> None:
+    forward_backward = compiled("auto")
+    lines = str(forward_backward.stages).splitlines()
+    assert lines[-2] == "captured by the export tracer"
+    assert lines[-1].startswith("symbolic could not: ")
+
+
+def test_auto_asks_for_an_example_where_symbolic_refuses() -> None:
+    with pytest.raises(fxpipe.TraceError, match=r"(?s)symbolic: .*pass example_args= or example_kwargs="):
+        fxpipe.compile(model(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
+
+
+def test_an_example_smaller_than_the_micro_batches_is_one_of_them(captured: list[tuple[int, ...]]) -> None:
+    fxpipe.compile(
+        model(), fxpipe.Topology([("pipe", 3)]), microbatches=4, tracer="export", example_args=(batch(3, 3),)
+    )
+    assert captured == [(3, 3, WIDTH)]
+
+
+class Shorter(nn.Module):
+    """What passes between its stages depends on the length of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if x.shape[1] > 3:
+            h, more = stage_boundary((h, torch.tanh(h)))
+            return (self.second(h) + more).square().mean()
+        return self.second(stage_boundary(h)).square().mean()
+
+
+def test_micro_batches_of_one_step_must_exchange_the_same() -> None:
+    forward_backward = fxpipe.compile(
+        Shorter(), fxpipe.Topology([("pipe", 2)]), microbatches=2, tracer="export", example_args=(batch(4, 5)["x"],)
+    )
+    forward_backward(batch(4, 3)["x"])
+    with pytest.raises(fxpipe.PartitionError, match="exchange different values"):
+        forward_backward.step_microbatches([((batch(2, 5)["x"],), {}), ((batch(2, 3)["x"],), {})])
+    forward_backward(batch(4, 5)["x"])
+
+
+class Language(nn.Module):
+    """A causal language model whose loss takes the number of items, as transformers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 11)
+
+    def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        h = torch.tanh(self.mix(stage_boundary(self.embed(ids))))
+        logits = self.head(stage_boundary(h))
+        if num_items_in_batch is None:
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": total / num_items_in_batch, "first": logits[0, 0, 0]}
+
+
+def language() -> Language:
+    torch.manual_seed(0)
+    return Language()
+
+
+def padded() -> dict[str, Tensor]:
+    """The first micro-batch of four has no label at all, the last one only a few."""
+    generator = torch.Generator().manual_seed(3)
+    ids, labels = (torch.randint(0, 11, (8, 5), generator=generator) for _ in range(2))
+    labels[:2], labels[6:, 1:] = -100, -100
+    return {"ids": ids, "labels": labels}
+
+
+def language_step(tracer: str, data: int) -> tuple[Tensor, Tensor, dict[str, Tensor | None], tuple[str, ...]]:
+    from tests.harness import replica_of
+
+    topology = fxpipe.Topology([("pipe", 4 // data if data > 1 else 3), ("data", data)])
+    replica = replica_of(topology) if data > 1 else 0
+    forward_backward = fxpipe.compile(
+        language(), topology, microbatches=4 // data, tracer=tracer, example_kwargs=padded(), placement=None
+    )
+    part = {name: value.chunk(data)[replica] for name, value in padded().items()}
+    loss = forward_backward(**part)
+    gradients = gradients_of(forward_backward.named_parameters())
+    return loss, forward_backward.metrics["first"], gradients, forward_backward.required_inputs
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", *TRACERS])
+@pytest.mark.parametrize(("engine", "data"), [("local", 1), ("strict 1", 1), ("distributed", 1), ("distributed", 2)])
+def test_a_loss_over_padded_labels_is_the_whole_batchs(
+    engine: str, data: int, tracer: str, request: pytest.FixtureRequest
+) -> None:
+    whole = language()
+    loss = whole(**padded())["loss"]
+    loss.backward()
+    wanted = gradients_of(whole.named_parameters())
+    means = torch.stack([language()(ids, labels, torch.tensor(1))["first"] for ids, labels in _parts()]).mean()
+    ranks = 4 if data > 1 else 3
+    for got, first, gradients, _ in engine_of(engine, lambda: request.getfixturevalue("pool"))(
+        ranks, language_step, tracer, data
+    ):
+        assert_same(got, loss.detach(), "loss", 1e-6)
+        assert_same(first, means.detach(), "the metric beside it", 1e-6)
+        for name, gradient in gradients.items():
+            assert_same(gradient, wanted[name], name, 1e-6)
+
+
+def _parts() -> Iterator[tuple[Tensor, Tensor]]:
+    yield from zip(*(padded()[name].chunk(4) for name in ("ids", "labels")), strict=True)
+
+
+def test_only_the_rank_of_the_loss_needs_the_labels(request: pytest.FixtureRequest) -> None:
+    ranks = engine_of("distributed", lambda: request.getfixturevalue("pool"))(3, language_step, "symbolic", 1)
+    assert [required for *_, required in ranks] == [("ids",), (), ("labels",)]
+
+
+def test_a_number_of_items_that_the_user_gives_is_hers() -> None:
+    forward_backward = fxpipe.compile(
+        language(), fxpipe.Topology([("pipe", 3)]), microbatches=4, tracer="export", example_kwargs=padded()
+    )
+    loss = forward_backward(**padded(), num_items_in_batch=torch.tensor(4))
+    with torch.no_grad():
+        parts = [language()(ids, labels, torch.tensor(4))["loss"] for ids, labels in _parts()]
+    assert_same(loss, torch.stack(parts).mean(), "the mean over micro-batches, as of any loss", 1e-6)

@@ -1,0 +1,166 @@
+"""Stages compiled by a function of the user's: when, how often, and that they compute what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.testing import CompileCounter
+
+import fxpipe
+from fxpipe import RunError, StageGraph, passes, stage_boundary
+from fxpipe.stage_function import StageCompiler, compiled_lazily
+from tests.capturing import partitioned, run_stages
+
+
+class Writing(nn.Module):
+    """Three stages: a skip connection around two boundaries, a buffer written, and a write behind a boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        self.seen.add_(h.detach().sum(0))
+        y = stage_boundary(h * 2)
+        y.mul_(3)
+        y = stage_boundary(self.b(y))
+        return (self.c(y + h) * h).square().mean()  # type: ignore[no-any-return]
+
+
+def compiled(graph: StageGraph, stage_compiler: StageCompiler) -> StageGraph:
+    return replace(graph, stages=tuple(compiled_lazily(stage, stage_compiler) for stage in graph))
+
+
+def batch(rows: int) -> Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+
+
+def trained(model: nn.Module, compute: Callable[[], Any]) -> dict[str, Tensor]:
+    """The loss, the gradients, and what is in the buffers afterwards."""
+    model.zero_grad()
+    for buffer in model.buffers():
+        buffer.zero_()
+    loss = compute()
+    loss.backward()
+    found = {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+    return found | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def identity(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+COMPILERS: dict[str, tuple[StageCompiler, float]] = {
+    "as it is": (identity, 0.0),
+    "aot_eager": (lambda module: torch.compile(module, backend="aot_eager", fullgraph=True), 0.0),
+    "inductor": (lambda module: torch.compile(module, fullgraph=True), 1e-5),
+}
+"""A compiler, and how far what it makes may be off: kernels of its own round differently."""
+
+
+@pytest.fixture
+def fresh_compiler() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", COMPILERS)
+def test_compiled_stages_compute_what_the_model_does(name: str) -> None:
+    stage_compiler, tolerance = COMPILERS[name]
+    model = Writing()
+    graph = compiled(passes.split(partitioned(model)), stage_compiler)
+    assert len(graph) == 3
+    for rows in (6, 6, 9):
+        x = batch(rows)
+        wanted = trained(model, lambda x=x: model(x))
+        found = trained(model, lambda x=x: run_stages(graph, {"x": x}))
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        torch.testing.assert_close(run_stages(graph, {"x": x}), model(x), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_stage_is_one_graph_for_torch_compile() -> None:
+    counter = CompileCounter()
+    graph = compiled(passes.split(partitioned(Writing())), lambda module: torch.compile(module, backend=counter))
+    run_stages(graph, {"x": batch(6)})
+    assert counter.frame_count == len(graph)
+
+
+def test_a_stage_is_compiled_when_it_first_runs_and_once() -> None:
+    asked: list[Any] = []
+
+    def counting(module: Callable[..., Any]) -> Callable[..., Any]:
+        asked.append(module)
+        return module
+
+    plain = passes.split(partitioned(Writing()))
+    graph = compiled(plain, counting)
+    assert asked == []
+    first = graph[0].function(batch(6))
+    assert asked == [plain[0].module]
+    assert isinstance(asked[0], fx.GraphModule)
+    for _ in range(3):
+        torch.testing.assert_close(graph[0].function(batch(6)), first, rtol=0, atol=0)
+    assert asked == [plain[0].module]
+
+
+def test_what_else_a_stage_is_stays() -> None:
+    stage = passes.split(partitioned(Writing()))[1]
+    made = compiled_lazily(stage, identity)
+    assert replace(made, function=stage.function) == stage
+    assert str(made.forward) == str(stage.forward)
+
+
+def test_a_callable_of_the_users_is_compiled_as_the_function_of_its_stage() -> None:
+    asked: list[Any] = []
+    graph = StageGraph.from_callables({"a": nn.Linear(4, 4), "b": torch.sin}, [("a", "b")], inputs={"a": ["x"]})
+    made = compiled(graph, lambda function: asked.append(function) or function)
+    x = batch(6)
+    assert torch.equal(run_stages(made, {"x": x}), run_stages(graph, {"x": x}))
+    assert asked == [stage.function for stage in graph]
+
+
+def test_a_compiler_that_returns_nothing_is_told() -> None:
+    stage = compiled_lazily(passes.split(partitioned(Writing()))[0], lambda module: None)
+    with pytest.raises(RunError, match="stage_compiler returned None for stage 'a'; return a callable"):
+        stage.function(batch(6))
+
+
+def test_what_a_compiler_raises_is_raised_when_the_stage_runs() -> None:
+    def failing(module: Callable[..., Any]) -> Callable[..., Any]:
+        raise ValueError("no compiler here")
+
+    stage = compiled_lazily(passes.split(partitioned(Writing()))[0], failing)
+    with pytest.raises(ValueError, match="no compiler here"):
+        stage.function(batch(6))
+
+
+def test_compile_asks_for_each_stage_once() -> None:
+    asked: list[Any] = []
+
+    def counting(module: Callable[..., Any]) -> Callable[..., Any]:
+        asked.append(module)
+        return module
+
+    model, plain, x = Writing(), Writing(), batch(6)
+    topology = fxpipe.Topology([("pipe", 3)])
+    forward_backward = fxpipe.compile(model, topology, microbatches=3, stage_compiler=counting)
+    assert asked == []
+    for _ in range(2):
+        loss = forward_backward(x)
+    assert len(asked) == len(set(asked)) == len(forward_backward.stages) == 3
+    for _ in range(2):
+        wanted = torch.stack([plain(part).detach() / 3 for part in x.split(2)]).sum()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(model.seen, plain.seen, rtol=0, atol=0)
