@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.batch import BatchDim, Description, bind, cut_description, describe, merge, row_count, split, split_rows
-from fxpipe.captures import Modes, Pattern
+from fxpipe.captures import Flags, Pattern
 from fxpipe.errors import RunError
 from fxpipe.ir import StageGraph
 from fxpipe.items import NAME, Items, uses_items
@@ -57,7 +57,7 @@ class _Offer:
 
     training: bool
     split_evenly: bool
-    modes: Modes
+    flags: Flags
     autocast: tuple[Autocast, ...]
     """What is on around the call."""
     given: tuple[Description, ...]
@@ -75,15 +75,15 @@ class Agreement:
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
-        modes = modes_of(self._planner.module)
+        flags = flags_of(self._planner.module)
         try:
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
-            return _Offer(training, split_evenly, modes, (), (), f"{error}{hint}"), []
+            return _Offer(training, split_evenly, flags, (), (), f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
         described = tuple(describe(values, self._planner.needs_shapes) for values in given)
-        return _Offer(training, split_evenly, modes, ambient_autocast(), described, nothing), given
+        return _Offer(training, split_evenly, flags, ambient_autocast(), described, nothing), given
 
     def settle(self, offer: _Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
@@ -104,10 +104,18 @@ class Agreement:
         return split(given[0], self._options.batch_dim, agreed.sizes) if offer.split_evenly else given
 
     def count_items(self, agreed: Agreed, batches: Sequence[dict[str, Any]]) -> None:
-        """Gives each micro-batch the number of the whole batch's items. A collective call of the data axis."""
-        if not agreed.sums or self._options.items is None:
+        """Gives each micro-batch the number of the whole batch's items, where the user has not. A collective call of
+        the data axis."""
+        if self._options.items is None:
             return
-        if uses_items(agreed.plan.graph, self._transport.pipe_rank):
+        given = any(batch.get(NAME) is not None for batch in batches)
+        kinds = self._transport.gather_int("data", agreed.sums + 2 * (agreed.sums and given))
+        if len(set(kinds)) > 1:
+            raise RunError(
+                f"the loss of some replicas divides by {NAME} and that of others does not, or it was given to some; "
+                "pass the same inputs on all"
+            )
+        if agreed.sums and not given and uses_items(agreed.plan.graph, self._transport.pipe_rank):
             count = self._options.items.count(batches).to(self._transport.device)
             self._transport.all_reduce("data", count)
             for batch in batches:
@@ -156,12 +164,11 @@ class Agreement:
         items = self._options.items if first.training else None
         if items is not None:
             merged = [items.described(description) for description in merged]
-        pattern = pattern_of(merged, first.training, self._options.loss_fn, first.modes, first.autocast)
+        pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
         plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
-        added = items is not None and all(not _gives(offer, NAME) for offer in offers)
-        return Agreed(len(self._settled), pattern, plan, sizes, has_loss, added and uses_items(plan.graph))
+        return Agreed(len(self._settled), pattern, plan, sizes, has_loss, items is not None and uses_items(plan.graph))
 
     def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
         counts = [row_count(description, self._options.batch_dim) for description in merged]
@@ -180,10 +187,6 @@ class Agreement:
                     raise RunError(f"pipe rank {rank} needs input {missing[0]!r}, but was given None")
 
 
-def _gives(offer: _Offer, name: str) -> bool:
-    return any(name == given and of.kind != "none" for description in offer.given for given, of in description)
-
-
 def _check_same_call(offers: Sequence[_Offer]) -> None:
     first = offers[0]
     for rank, offer in enumerate(offers):
@@ -196,7 +199,7 @@ def _check_same_call(offers: Sequence[_Offer]) -> None:
                 f"pipe ranks 0 and {rank} call under different autocast, {list(first.autocast)} and "
                 f"{list(offer.autocast)}; enter the same on every rank"
             )
-        if not alike or offer.modes != first.modes or len(offer.given) != len(first.given):
+        if not alike or offer.flags != first.flags or len(offer.given) != len(first.given):
             raise RunError(
                 f"pipe ranks 0 and {rank} differ in the call itself, in a module's training flag or in a "
                 "parameter's requires_grad; all ranks of a pipe group make the same call, and freeze or unfreeze "
@@ -208,7 +211,7 @@ def pattern_of(
     microbatches: Sequence[Description],
     training: bool,
     loss_fn: Callable[..., Any] | None,
-    modes: Modes,
+    flags: Flags,
     autocast: tuple[Autocast, ...] = (),
 ) -> Pattern:
     """The capture that micro-batches like these need; RunError where they have different inputs."""
@@ -222,7 +225,7 @@ def pattern_of(
     if len(facts) > 1:
         raise RunError("the micro-batches of one step must have the same inputs")
     ((inputs, fixed),) = facts
-    return Pattern(inputs, fixed, len(shapes), with_loss, modes, training, shapes, autocast)
+    return Pattern(inputs, fixed, len(shapes), with_loss, flags, training, shapes, autocast)
 
 
 def _inputs(description: Description) -> tuple[str, ...]:
@@ -270,9 +273,9 @@ def _difference(scope: str, odd: int, digests: Sequence[str], texts: Sequence[st
     )
 
 
-def modes_of(model: nn.Module) -> Modes:
+def flags_of(model: nn.Module) -> Flags:
     """Each module's training flag and each parameter's requires_grad."""
-    return Modes(
+    return Flags(
         training=bytes(module.training for module in model.modules()),
         trainable=bytes(parameter.requires_grad for parameter in model.parameters()),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from fxpipe.loss import Sum
 
 BatchDim = int | Mapping[str, int | None]
 
-_NUMBERS = (int, float, complex, str)
-"""What a capture that holds for one shape holds for alone; inside of containers strings, too."""
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+"""Of what lies in a container beside tensors, what a capture can hold for alone."""
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 
 
@@ -94,19 +94,22 @@ def _given(value: Any, exact: bool) -> Given:
         return Given("fixed", value)
     leaves, spec = pytree.tree_flatten(value)
     likes = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    kept = (Like, *_NUMBERS) if exact else (Like,)
-    described = tuple(leaf if isinstance(leaf, kept) else type(leaf).__name__ for leaf in likes)
+    described = tuple(leaf if isinstance(leaf, Like) else _told(leaf, exact) for leaf in likes)
     return Given("input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec))
 
 
-def is_exact(description: Description) -> bool:
-    """Whether Python's numbers are told."""
-    return all(
-        not isinstance(value, _NUMBERS) or isinstance(told, _NUMBERS)
-        for _, given in description
-        if given.kind == "input"
-        for value, told in zip(pytree.tree_leaves(given.like), given.detail[1], strict=True)
-    )
+def _told(leaf: Any, exact: bool) -> Any:
+    """A leaf that is no tensor: its type, and if ``exact`` its value, as ``repr`` tells 1 from 1.0 and from True."""
+    name = type(leaf).__name__
+    return (name, repr(leaf)) if exact and isinstance(leaf, _PLAIN) else name
+
+
+def untold(description: Description) -> Iterator[tuple[str, Any]]:
+    """(input, leaf) for each leaf beside tensors of which the description tells the type alone."""
+    for name, given in description:
+        if given.kind == "input":
+            leaves = pytree.tree_leaves(given.like, is_leaf=lambda leaf: leaf is None)
+            yield from ((name, leaf) for leaf, told in zip(leaves, given.detail[1], strict=True) if type(told) is str)
 
 
 def cut_description(description: Description, batch_dim: BatchDim, size: int) -> Description:

@@ -168,9 +168,10 @@ def handoff(value: Any) -> Any:
     Autograd adds up the gradients of a value in descending order of its uses. With one such node for each stage
     that uses the value, made where that use stands in the program, the order stays that of plain PyTorch.
     """
-    return pytree.tree_map(
-        lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value
-    )
+    with torch.enable_grad():  # it may stand in a part of forward that is without
+        return pytree.tree_map(
+            lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value
+        )
 
 
 def private(value: Any) -> Any:

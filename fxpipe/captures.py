@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
-from fxpipe.batch import Description, is_exact
+from fxpipe.batch import Description, untold
 from fxpipe.errors import RunError, TraceError
 from fxpipe.ir import Program, StageGraph
 from fxpipe.marker import ignored
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Modes:
+class Flags:
     """The state of a model that a capture depends on: each module's training flag, each parameter's requires_grad."""
 
     training: bytes
@@ -37,13 +37,13 @@ class Modes:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a capture depends on: which inputs there are, the values fixed in it, the modes of the model."""
+    """What a capture depends on: which inputs there are, the values fixed in it, the flags of the model."""
 
     inputs: tuple[str, ...]
     fixed: tuple[tuple[str, Any], ...]
     microbatches: int
     with_loss: bool
-    modes: Modes
+    flags: Flags
     training: bool = True
     """Whether it is for a step; else for a forward-only run, where the user's own table need not fit."""
     shapes: tuple[Description, ...] = ()
@@ -89,6 +89,8 @@ class Captures:
     """Boundaries named from outside: submodule path → where it is cut."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
     """Where a model that is on no device yet will run."""
+    compute: torch.dtype | None = None
+    """The type in which floating-point parameters and inputs will be, where ``precision`` changes it."""
     search: Search | None = None
     """None: stages are cut where they are marked, and placed by who asks."""
 
@@ -110,10 +112,10 @@ class Captures:
             return known
         program = self._traced(pattern, shape)
         of_one_shape = program.tracer in NEED_SHAPES
-        if of_one_shape and shape is not None and not is_exact(shape):
+        for name, leaf in untold(shape) if of_one_shape and shape is not None else ():
             raise TraceError(
-                f"a Python number is a part of what {program.tracer} captures, and the first kind of batch was "
-                'captured by a tracer for which it is not; compile with tracer="export" or "record", or pass a tensor'
+                f"input {name!r} holds {leaf!r:.60}, which is no tensor, and what {program.tracer} captures would hold "
+                'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'
             )
         made = self._cut(program, pattern, shape, of_one_shape)
         self._kept[this if of_one_shape else this.for_any_shape()] = made
@@ -130,6 +132,7 @@ class Captures:
             training=pattern.training,
             autocast=pattern.autocast,
             device=self.device,
+            compute=self.compute,
         )
         finds_cuts = self.search is not None and self.search.cuts
         with progress(f"capturing {type(self.model).__name__}"), ignored(finds_cuts):
@@ -163,7 +166,8 @@ class Captures:
                 "will be passed in calls"
             )
         with progress("balancing the stages"):
-            costs = costs_from_shapes(program, _example(pattern, shape), self.device, pattern.autocast)
+            example = _example(pattern, shape)
+            costs = costs_from_shapes(program, example, self.device, pattern.autocast, compute=self.compute)
             search_for = balance if search.cuts else place_stages
             found = search_for(
                 program, search.ranks, pattern.microbatches, costs, search.schedule, search.memory_per_rank

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from fxpipe.agreement import Options, call_signature, modes_of, pattern_of, plan_together
+from fxpipe.agreement import Options, call_signature, flags_of, pattern_of, plan_together
 from fxpipe.batch import BatchDim, Description, cut_description, describe, required_names, row_count, split_rows
 from fxpipe.batch import bind as bind_call
 from fxpipe.boundaries import AUTO, Boundaries, resolve
@@ -21,7 +22,7 @@ from fxpipe.data_axis import check_ties, check_zero, data_groups
 from fxpipe.engine import ForwardBackward
 from fxpipe.errors import RunError, nearest
 from fxpipe.holding import Wish, device_of, take_hold
-from fxpipe.ir import StageGraph
+from fxpipe.ir import StageGraph, all_tensors
 from fxpipe.items import Items
 from fxpipe.lower import pairs
 from fxpipe.materialise import weights_of
@@ -130,7 +131,8 @@ def compile(
         search = _search(planner, boundaries, memory_per_rank)
         name = tracer if parallelize is None else "record"  # which leaves modules whole, with their hooks
         cuts = resolve(model, boundaries)
-        planner.captures = Captures(model, name, loss_fn, passes, cuts, connected.device, search)
+        compute = None if precision is None else precision.compute
+        planner.captures = Captures(model, name, loss_fn, passes, cuts, connected.device, compute, search)
     options = _options(model, topology, microbatches, batch_dim, loss_weight, loss_fn)
     wish = Wish(zero, zero_scope, int(bucket_cap_mb * 2**20), precision, init_fn, weights_of(checkpoint), parallelize)
     with failing_together(transport, transport.abort):
@@ -220,6 +222,9 @@ def _check_options(
             raise RunError("boundaries= is for traced models; the user's own stages are cut already")
         names = model.inputs
     else:
+        lazy = next((name for name, tensor in all_tensors(model).items() if is_lazy(tensor)), None)
+        if lazy is not None:
+            raise RunError(f"{lazy} has no shape yet; call the model once on a batch before compiling it")
         parameters = Request.signature(model, loss_fn).parameters
         names = tuple(parameters)
         if loss_fn is not None and "target" in inspect.signature(model.forward).parameters:
@@ -238,15 +243,15 @@ def _first_pattern(
     example_kwargs: Mapping[str, Any] | None,
 ) -> Pattern:
     """The pattern of the example, or of a call with the required inputs alone."""
-    modes = modes_of(planner.module)
+    flags = flags_of(planner.module)
     signature = call_signature(planner, options.loss_fn)
     if example_args is not None or example_kwargs is not None:
         given = describe(bind_call(signature, example_args or (), example_kwargs or {}), exact=True)
         parts = _microbatches(given, options)
         if options.items is not None:
             parts = [options.items.described(part) for part in parts]
-        return pattern_of(parts, True, options.loss_fn, modes, ambient_autocast())
-    return Pattern(tuple(required_names(signature)), (), options.microbatches, options.loss_fn is not None, modes)
+        return pattern_of(parts, True, options.loss_fn, flags, ambient_autocast())
+    return Pattern(tuple(required_names(signature)), (), options.microbatches, options.loss_fn is not None, flags)
 
 
 def _microbatches(example: Description, options: Options) -> list[Description]:

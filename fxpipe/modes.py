@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+DEVICES = ("cpu", "cuda")
+"""The types of device whose autocast is followed."""
+
 
 class Autocast(NamedTuple):
     """The state of autocast on one type of device. ``cache``: whether a weight is cast once in a region."""
@@ -32,7 +35,7 @@ class Modes:
     region: int = 0
 
 
-def ambient_autocast(devices: Sequence[str] = ("cpu", "cuda")) -> tuple[Autocast, ...]:
+def ambient_autocast(devices: Sequence[str] = DEVICES) -> tuple[Autocast, ...]:
     """Autocast as it is now on each type of device where it is on."""
     return tuple(
         Autocast(device, True, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())

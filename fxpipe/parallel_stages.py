@@ -45,8 +45,8 @@ class Parallel:
         return dataclasses.replace(graph, stages=stages)
 
     def _adopt(self, stage: Stage) -> Stage:
-        if isinstance(stage.function, _Call):
-            return stage
+        if isinstance(stage.function, _Call) or not isinstance(stage.module, nn.Module):
+            return stage  # done, or idle: what it works on is absent from the batch
         home = self._copies[stage.index]
         key = id(stage.module)
         if key not in self._adopted:

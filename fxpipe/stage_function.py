@@ -22,6 +22,8 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
     called with the same arguments for the same tuple. Only processes that run the stage compile it, once: a compiler
     that tells shapes apart, as ``torch.compile`` does, is asked again by its own guards.
     """
+    if isinstance(stage.function, _Compiled):
+        return stage
     original = stage.module if isinstance(stage.module, fx.GraphModule) else stage.function
     return dataclasses.replace(stage, function=_Compiled(stage.name, original, stage_compiler))
 

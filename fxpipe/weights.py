@@ -59,12 +59,15 @@ class Weights:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The tensors' names, as ``rename`` has made them."""
         return tuple(self.entries)
 
     def shape(self, name: str) -> torch.Size:
+        """A tensor's shape, of which nothing is read. CheckpointError where there is none of this name."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor is stored in. CheckpointError where there is none of this name."""
         return self._entry(name).dtype
 
     def read(self, name: str) -> Tensor:

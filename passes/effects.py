@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload, OpOverloadPacket  # of torch.ops.aten.add.Tensor, .add: no public names
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fxpipe.callables import setitem
 from fxpipe.ir import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value
@@ -210,11 +211,16 @@ def own_writes(module: nn.Module) -> list[Tensor]:
     """
     found: list[Tensor] = []
     for part in module.modules():
-        if isinstance(part, _HAVE_STATISTICS):
+        if isinstance(part, _HAVE_STATISTICS) or _has_old_spectral_norm(part):
             found += part.buffers(recurse=False)
         elif getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             found.append(part.weight)
     return found
+
+
+def _has_old_spectral_norm(module: nn.Module) -> bool:
+    """``nn.utils.spectral_norm``, a hook that writes into the module's buffers."""
+    return any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
 
 
 def _is_known(target: Any) -> bool:

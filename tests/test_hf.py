@@ -306,7 +306,7 @@ def test_the_number_of_labels_makes_the_loss_the_whole_batch_s() -> None:
     whole = model(**case.batch())["loss"]
     parts = [model(**part)["loss"] for part in cut(case.batch(), case.microbatches)]
     assert_same(run.losses[0], whole.detach(), "loss", 1e-6)
-    assert abs(float(torch.stack(parts).mean() - whole)) > 1e-5
+    assert abs(torch.stack(parts).mean() - whole).item() > 1e-5
 
 
 def smoothed(output: Any, target: Tensor) -> Tensor:

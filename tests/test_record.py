@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -711,3 +712,182 @@ def test_evaluation_is_recorded_with_its_own_branches() -> None:
     expected = model(**batch(4, 8))
     torch.manual_seed(3)
     assert_same(staged(program, batch(4, 8)), expected)
+
+
+class _Parts(nn.Module):
+    """Submodules to be kept whole in front of a boundary; a forward for each case."""
+
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.a, self.b, self.part = nn.Linear(8, 8), nn.Linear(8, 8), part or nn.Linear(8, 8)
+        self.ready = False
+
+
+class Swapped(_Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) + functional_call(self.a, dict(self.part.named_parameters()), (x,))
+        return self.b(fxpipe.stage_boundary(h))
+
+
+def test_a_submodule_called_with_parameters_of_another_uses_those() -> None:
+    torch.manual_seed(0)
+    assert called(check(Swapped(), batch(4, 8))) == ["a", "b"]
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.gain
+
+
+class SetsOnce(_Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.part.gain, self.ready = 2.0, True
+        return self.b(fxpipe.stage_boundary(self.part(x)))
+
+
+class SetsForACall(_Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.eval()
+        h = self.part(x)
+        self.part.train()
+        return self.b(fxpipe.stage_boundary(h))
+
+
+class SetsInside(_Parts):
+    """The same in a submodule that is itself kept, which does so in every step."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleDict())
+        self.sets = _EvaluatesInside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(fxpipe.stage_boundary(self.sets(x)))
+
+
+class _EvaluatesInside(_Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.eval()
+        h = F.dropout(self.part(x), 0.5, self.part.training)
+        self.part.train()
+        return h
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "line"),
+    [
+        (SetsOnce(Gain()), "part.gain", "self.part.gain, self.ready = 2.0, True"),
+        (SetsForACall(nn.Dropout(0.9)), "part.training", "self.part.eval()"),
+    ],
+)
+def test_attributes_of_kept_submodules_set_from_outside_are_refused(model: nn.Module, name: str, line: str) -> None:
+    with pytest.raises(TraceError, match=rf"forward sets {name} from outside .* before the model") as raised:
+        recorded(model, batch(4, 8))
+    assert line in str(raised.value)
+
+
+def test_attributes_set_inside_a_kept_submodule_are_its_own() -> None:
+    assert called(check(SetsInside(), batch(4, 8))) == ["sets", "b"]
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        self.calls += 1
+        return x * 2, 1.0 / self.calls
+
+
+class Coin(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, bool]:
+        return x * 2, random.random() < 0.5
+
+
+class UsesPlain(_Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        h, factor = self.part(self.a(x))
+        return self.b(fxpipe.stage_boundary(h * factor))
+
+
+@pytest.mark.parametrize(("part", "said"), [(Counts, "part.calls"), (Coin, "random numbers are drawn")])
+def test_a_plain_result_that_changes_from_step_to_step_is_refused(part: type[nn.Module], said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        recorded(UsesPlain(part()), batch(4, 8))
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.random())
+
+
+class Previous(nn.Module):
+    """Reads what it was given in the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.previous: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        previous, self.previous = self.previous, x.detach()
+        return torch.zeros(x.shape) if previous is None else previous
+
+
+class InTwoStages(_Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.part(x * 2)
+        return self.b(fxpipe.stage_boundary(self.a(z))) + z
+
+
+@pytest.mark.parametrize("part", [Steps, Noise, Previous])
+def test_a_submodule_with_python_state_runs_once(part: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = InTwoStages(part())
+    plain = copy.deepcopy(model)
+    program = recorded(model, batch(4, 8))
+    graph = split(chain(passes.default(), program, callbacks=()))
+    for seed in range(3):
+        random.seed(seed)
+        expected = step(plain, lambda seed=seed: plain(**batch(4, 8, seed=seed)))
+        random.seed(seed)
+        assert_same(step(model, lambda seed=seed: run_stages(graph, batch(4, 8, seed=seed))), expected)
+
+
+class HooksItsArgument(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 0.1)
+        return y * 2
+
+
+class HooksItsOwn(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x * y
+        h.register_hook(lambda gradient: gradient * 0.1)
+        return h
+
+
+class Hooking(_Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(fxpipe.stage_boundary(h + self.part(h, x)))
+
+
+def test_a_gradient_hook_on_an_argument_of_a_submodule_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"register_hook[\s\S]*x\.register_hook"):
+        recorded(Hooking(HooksItsArgument()), batch(4, 8))
+    check(Hooking(HooksItsOwn()), batch(4, 8))

@@ -270,11 +270,11 @@ def test_only_the_rank_of_the_loss_needs_the_labels(request: pytest.FixtureReque
     assert [required for *_, required in ranks] == [("ids",), (), ("labels",)]
 
 
-def test_a_number_of_items_that_the_user_gives_is_hers() -> None:
+def test_a_number_of_items_that_the_user_gives_is_what_the_losses_are_parts_of() -> None:
     forward_backward = fxpipe.compile(
         language(), fxpipe.Topology([("pipe", 3)]), microbatches=4, tracer="export", example_kwargs=padded()
     )
     loss = forward_backward(**padded(), num_items_in_batch=torch.tensor(4))
     with torch.no_grad():
         parts = [language()(ids, labels, torch.tensor(4))["loss"] for ids, labels in _parts()]
-    assert_same(loss, torch.stack(parts).mean(), "the mean over micro-batches, as of any loss", 1e-6)
+    assert_same(loss, torch.stack(parts).sum(), "loss", 1e-6)

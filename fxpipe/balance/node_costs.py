@@ -88,16 +88,18 @@ def costs_from_shapes(
     device: torch.device = torch.device("cpu"),  # noqa: B008  (it is immutable)
     autocast: Sequence[Autocast] = (),
     hardware: Hardware | None = None,
+    compute: torch.dtype | None = None,
 ) -> NodeCosts:
     """The costs of each node for a micro-batch like ``example``: input name → value with a ``Like`` for each tensor.
 
-    ``autocast``: what is on around the call. Boundaries cost nothing. A node that looks at numbers, which fake tensors
+    ``autocast``: what is on around the call. ``compute``: the type of floating-point parameters and inputs when it
+    runs, where that is another. Boundaries cost nothing. A node that looks at numbers, which fake tensors
     have not, is taken for a product of its parameters with each row of what it makes.
     """
     missing = [name for name in program.inputs if name not in example]
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
-    with fake_model(program.module, device) as fake:
+    with fake_model(program.module, device, compute) as fake:
         run = _Run(program, fake, example, hardware or Hardware())
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()

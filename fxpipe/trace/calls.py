@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +25,15 @@ from fxpipe.trace.rehearsal import Given, Rehearsed, rehearse
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.source import definition
 from fxpipe.trace.tape import PLAIN, Operation, Source, Touched, paths, tensors
+from fxpipe.trace.touched import PythonState
 
 
 class Calls:
     """Patches what calls go through, for the time of a run, and decides which are kept whole.
 
     ``real``: the model's own tensors by name. ``descend``: submodules that are not kept whole. ``limit``: how many
-    bytes of parameters a submodule may hold that is kept whole.
+    bytes of parameters a submodule may hold that is kept whole. ``before``: the plain attributes of the model before
+    the capture (``plain_attributes``); ``excused``: those that kept calls have changed in an earlier run.
     """
 
     def __init__(
@@ -41,12 +43,20 @@ class Calls:
         real: Mapping[str, Tensor],
         descend: frozenset[str],
         limit: int | None,
+        before: Mapping[str, Any],
+        excused: frozenset[str],
     ) -> None:
         self.opaque: dict[str, nn.Module] = {}
         self._recorder, self._descend, self._limit = recorder, descend, limit
         self._paths = {id(vars(part)): path for path, part in module.named_modules()}
         self._owners = {type(part): _call_owner(type(part)) for part in module.modules()}
         self._root = module
+        self._before = before
+        self.excused = set(excused)
+        """Attributes that were changed inside of calls that are kept whole, which change them in every step."""
+        self.reset: dict[str, str] = {}
+        """Plain attributes in submodules that are kept whole, as something else has set them, and the lines where."""
+        self._tables = {id(table): dict(table) for part in module.modules() for table in _tables(part)}
         self._thread = threading.get_ident()
         self._attributes = WatchedAttributes(self._paths, self._is_ours)
         self._buffers = self._attributes.buffers
@@ -104,6 +114,7 @@ class Calls:
     ) -> Any:
         recorder = self._recorder
         frame = recorder.enter(path, module, args, kwargs, self._buffers.count)
+        frame.reset = {**self.reset, **self.reset_in(module)}
         around, recorder.stack = recorder.stack, {**recorder.stack, path: type(module)}
         try:
             with recorder.touched.noting() as touched:
@@ -114,7 +125,8 @@ class Calls:
         finally:
             recorder.stack = around
         recorder.check_random()
-        if self._is_whole(frame, result, touched) and self._may_be_kept(frame):
+        is_stateful = self._look_at_state(frame, touched)
+        if self._is_whole(frame, result, touched, is_stateful) and self._may_be_kept(frame):
             self._keep_whole(frame, result, touched)
         else:
             self._check_backward_hooks(path, module)
@@ -128,6 +140,8 @@ class Calls:
     def _keep_whole(self, frame: Frame, result: Any, touched: Touched) -> None:
         recorder = self._recorder
         assert frame.module is not None
+        self.reset = frame.reset
+        self.excused |= {f"{self._paths[owner]}.{name}" for owner, name in frame.changes if owner in self._paths}
         made = [tensor for tensor in tensors(result) if id(tensor) not in frame.given]
         hooked = _has_hooks(frame.module)
         if not made and not hooked and len(recorder.tape) == frame.start:
@@ -164,7 +178,7 @@ class Calls:
                 result = inner(*args, **kwargs)
         except NeedsValues as error:
             return self._rehearsed(frame, inner, args, kwargs, name, error)
-        if self._is_whole(frame, result, touched):
+        if self._is_whole(frame, result, touched, is_stateful=False):
             effects = effects_of(touched, frame.tensors, result, self.storages)
             recorder.collapse(frame, name, result, touched, effects, kept=False)
         else:
@@ -189,12 +203,20 @@ class Calls:
         """The result of a call that cannot run on fake tensors; the error where it cannot be kept whole either."""
         recorder = self._recorder
         once = error.asked or not error.tried  # an error of the user's would be met again and again
-        if not self._is_untouched(frame) or frame.path in self._descend or not once:
+        if not self._is_untouched(frame) or self._is_swapped(frame) or frame.path in self._descend or not once:
             raise error
         error.tried = True
         recorder.paused = True
+        states: list[bool] = []
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            state = None if frame.module is None else PythonState(frame.module)
+            result = inner(*args, **kwargs)
+            states.append(state is not None and (bool(state.changes()) or state.drawn()))
+            return result
+
         try:
-            found = rehearse(inner, args, kwargs, frame.module, self._real_of, outside)
+            found = rehearse(watched, args, kwargs, frame.module, self._real_of, outside)
         except Exception as failure:
             if not error.asked:
                 raise error from failure
@@ -204,6 +226,8 @@ class Calls:
             recorder.paused = False
         if not self._is_untouched(frame) or self._writes_elsewhere(frame, found.touched):
             raise error
+        self.reset = frame.reset
+        found.touched.draws_random |= any(states)
         result = self._faked(frame, found)
         effects = effects_of(found.touched, frame.tensors, (), self.storages)
         effects = replace(effects, shares=found.shares, unread=())
@@ -224,16 +248,61 @@ class Calls:
         """Whether a call has done nothing yet that forbids to keep it whole."""
         return (frame.boundaries, frame.assigned) == (self._recorder.boundaries, self._buffers.count) and frame.opaque
 
-    def _is_whole(self, frame: Frame, result: Any, touched: Touched) -> bool:
-        """Whether a call can be one operation: tensors and plain values go in and out, by arguments and result."""
+    def _is_whole(self, frame: Frame, result: Any, touched: Touched, is_stateful: bool) -> bool:
+        """Whether a call can be one operation: tensors and plain values go in and out, by arguments and result.
+
+        ``is_stateful``: whether a plain value that it returns may be another one in the next step.
+        """
         return (
             self._is_untouched(frame)
+            and not self._is_swapped(frame)
+            and not self._recorder.hooked.keys() & frame.given
+            and not (is_stateful and any(not isinstance(leaf, (Tensor, type(None))) for _, leaf in paths(result)))
             and frame.place.modes == self._recorder.place().modes
             and touched.reads & set(self.storages) <= self._reachable(frame)
             and not self._writes_elsewhere(frame, touched)
             and self._is_closed(frame)
             and all(self._can_leave(frame, leaf) for _, leaf in paths(result))
         )
+
+    def _is_swapped(self, frame: Frame) -> bool:
+        """Whether the submodule holds other tensors than the model has given it: ``torch.func.functional_call``."""
+        if frame.module is None:
+            return False
+        return any(
+            tensor is not self._tables[id(table)].get(name)
+            and f"{path}.{name}" not in self.lines  # a buffer that is set
+            for path, part in self._parts_of(frame.module)
+            for table in _tables(part)
+            for name, tensor in table.items()
+        )
+
+    def _parts_of(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The submodules of a module that the model has had from the start, with their paths in the model."""
+        for part in module.modules():
+            if id(vars(part)) in self._paths:
+                yield self._paths[id(vars(part))], part
+
+    # what no operation shows
+
+    def _look_at_state(self, frame: Frame, touched: Touched) -> bool:
+        """Whether a call has changed attributes or drawn Python's random numbers: it must run once, on what it got."""
+        assert frame.python is not None
+        frame.changes = frame.python.changes()
+        with outside():
+            is_stateful = bool(frame.changes) or frame.python.drawn()
+        if is_stateful:
+            touched.draws_random = True
+            touched.reads |= {storage_of(tensor) for tensor in frame.tensors}
+        return is_stateful
+
+    def reset_in(self, module: nn.Module) -> dict[str, str]:
+        """Plain attributes in a submodule that are not what they were before the capture, and the lines where set."""
+        return {
+            name: self.lines.get(name, "")
+            for name, value in plain_attributes(self._parts_of(module)).items()
+            if name not in self.excused and self._before.get(name) != value
+        }
 
     def _reachable(self, frame: Frame) -> set[int]:
         """The memory that a call may read: what its submodule holds, and what it is given."""
@@ -271,6 +340,20 @@ class Calls:
             return is_fake(leaf)
         made_here = isinstance(value.maker, Operation) and value.maker.serial >= frame.serial
         return made_here and storage_of(leaf) not in self.storages
+
+
+def plain_attributes(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[type, Any]]:
+    """The attributes of submodules that hold a truth value, a number, a word or None, with their types, by name."""
+    return {
+        f"{path}.{name}": (type(value), value)
+        for path, part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float, str, type(None)))
+    }
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
 
 
 def _unchecked(error: type[Exception], condition: Tensor, message: Any = None) -> None:

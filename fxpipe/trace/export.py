@@ -17,13 +17,14 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
 from fxpipe.errors import TraceError
-from fxpipe.ir import Program, is_boundary
+from fxpipe.ir import Program
 from fxpipe.marker import recording
 from fxpipe.modes import within
+from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cuts import cutting
 from fxpipe.trace.exported import TENSOR, Traced, modes_as_operations
 from fxpipe.trace.fake import fake_model
-from fxpipe.trace.guard import plain_modes, refuse
+from fxpipe.trace.guard import plain_modes
 from fxpipe.trace.marked import marked
 from fxpipe.trace.request import Request
 from fxpipe.trace.source import line_of
@@ -42,13 +43,11 @@ def export(request: Request) -> Program:
     _refuse_objects(request.example)
     guard = TracingGuard(request.module, request.loss_module)
     with guard.preserving():
-        with fake_model(request.module, request.device) as fake:
+        with fake_model(request.module, request.device, request.compute) as fake:
             call = _Call(request, guard, fake.inputs(request.example))
             exported = _exported(call)
         program = call.traced(exported).program()
-    found = sum(is_boundary(node) for node in program.graph.nodes)
-    if found != call.boundaries:
-        raise TraceError(f"{call.boundaries} boundaries were executed while tracing, {found} are in the graph")
+    check_boundaries(program.graph, call.boundaries)
     return program
 
 
@@ -128,18 +127,12 @@ class _Call:
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None) -> Any:
-        leaves, spec = pytree.tree_flatten(value)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if not places:
-            raise refuse(
-                f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no tensor",
-                "give it the tensors that cross the cut",
-            )
-        self.boundaries += 1
-        behind = marked([leaves[place] for place in places], name)
-        for place, tensor in zip(places, behind, strict=True):
-            leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, spec)
+        def carry(tensors: list[Tensor]) -> Sequence[Tensor]:
+            self.boundaries += 1
+            behind: Sequence[Tensor] = marked(tensors, name)
+            return behind
+
+        return crossing(value, lambda leaf: isinstance(leaf, Tensor), carry)
 
     def traced(self, exported: torch.export.ExportedProgram) -> Traced:
         cached = tuple(self.guard.cached_regions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,11 +31,13 @@ class FakeModel:
     mode: FakeTensorMode
     device: torch.device
     """What stands for the meta device."""
+    compute: torch.dtype | None = None
+    """The type of floating-point parameters and inputs; None: as they are."""
     names: dict[int, str] = field(default_factory=dict)
 
     def inputs(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """The example's inputs, with a fake tensor for each ``Like``."""
-        return {name: pytree.tree_map_only(Like, self._fake, value) for name, value in example.items()}
+        return {name: pytree.tree_map_only(Like, self._input, value) for name, value in example.items()}
 
     def bare(self, value: Any) -> Any:
         """A value with each tensor replaced by one like it, without the autograd graph behind it."""
@@ -47,6 +49,10 @@ class FakeModel:
         with torch.enable_grad():
             return fake.view_as(fake) if like.requires_grad else fake
 
+    def _input(self, like: Like) -> Tensor:
+        dtype = self.compute if self.compute is not None and like.dtype.is_floating_point else like.dtype
+        return self._fake(replace(like, dtype=dtype))
+
     def _fake(self, like: Like) -> Tensor:
         memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
         device = self.device if like.device == "meta" else torch.device(like.device)
@@ -54,13 +60,14 @@ class FakeModel:
 
 
 @contextlib.contextmanager
-def fake_model(module: nn.Module, device: torch.device) -> Iterator[FakeModel]:
+def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | None = None) -> Iterator[FakeModel]:
     """While it is open, fake tensors stand in for the module's parameters and buffers, tied ones for tied ones.
 
-    Those on the meta device are taken to be on ``device``. Afterwards the module holds the very tensors that it held,
-    none of which has been touched. Nothing is allocated.
+    ``compute``: the type that floating-point parameters, not buffers, and inputs will have when it runs. Tensors on the
+    meta device are taken to be on ``device``. Afterwards the module holds the very tensors that it held, none of which
+    has been touched. Nothing is allocated.
     """
-    fake = FakeModel(FakeTensorMode(allow_non_fake_inputs=True), device)
+    fake = FakeModel(FakeTensorMode(allow_non_fake_inputs=True), device, compute)
     stand_ins: dict[int, Tensor] = {}
     held: list[tuple[dict[str, Any], str, Tensor]] = []
     for prefix, submodule in module.named_modules(remove_duplicate=True):
@@ -70,7 +77,7 @@ def fake_model(module: nn.Module, device: torch.device) -> Iterator[FakeModel]:
                     continue
                 held.append((table, name, tensor))
                 if id(tensor) not in stand_ins:
-                    stand_in = stand_ins[id(tensor)] = _stand_in(fake.mode, tensor, device)
+                    stand_in = stand_ins[id(tensor)] = _stand_in(fake, tensor)
                     fake.names[id(stand_in)] = f"{prefix}.{name}" if prefix else name
     try:
         for table, name, tensor in held:
@@ -81,12 +88,14 @@ def fake_model(module: nn.Module, device: torch.device) -> Iterator[FakeModel]:
             table[name] = tensor
 
 
-def _stand_in(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
-    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
-    fake = FakeTensor(mode, memory, device if tensor.is_meta else tensor.device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad)
+def _stand_in(fake: FakeModel, tensor: Tensor) -> Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    dtype = fake.compute if is_parameter and tensor.is_floating_point() and fake.compute else tensor.dtype
+    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_META)
+    stand_in = FakeTensor(fake.mode, memory, fake.device if tensor.is_meta else tensor.device)
+    if is_parameter:
+        return nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+    return stand_in.requires_grad_(tensor.requires_grad)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from fxpipe.modes import Autocast, Modes
+from fxpipe.modes import DEVICES, Autocast, Modes
 from fxpipe.trace.guard import patched
-
-_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class ModesNow:
         cache = torch.is_autocast_cache_enabled()
         autocast = tuple(
             Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)
-            for device in _DEVICES
+            for device in DEVICES
         )
         return ModesNow(torch.is_grad_enabled(), autocast, region)
 

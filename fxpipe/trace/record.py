@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.ir import Program, is_boundary
+from fxpipe.ir import Program
 from fxpipe.marker import recording
 from fxpipe.modes import within
-from fxpipe.trace.calls import Calls
+from fxpipe.trace.calls import Calls, plain_attributes
+from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cuts import cutting
 from fxpipe.trace.emit import emit
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
@@ -74,11 +75,13 @@ def _capture(request: Request, plan: _Plan) -> Program | _Plan:
     _refuse_scripted(request.module)
     roots = [request.module] if request.loss_module is None else [request.module, request.loss_module]
     real = dict(_named_tensors(request.module))
-    with fake_model(request.module, request.device) as fake, _left_alone(roots):
+    with fake_model(request.module, request.device, request.compute) as fake, _left_alone(roots):
+        plain, first = plain_attributes(request.module.named_modules()), None
         if plan.settled:
-            _Run(request, plan, fake, real).forward()
+            first = _Run(request, plan, fake, real, [Snapshot(root) for root in roots], plain)
+            first.forward()
         before = [Snapshot(root) for root in roots]
-        run = _Run(request, plan, fake, real, before)
+        run = _Run(request, plan, fake, real, before, plain, first)
         run.forward()
         return run.better_plan() or run.program()
 
@@ -94,7 +97,7 @@ def _left_alone(roots: list[nn.Module]) -> Iterator[None]:
 
 
 class _Run:
-    """One run of forward. ``before``: what the model was."""
+    """One run of forward. ``before``: what the model was; ``plain``: its plain attributes before the ``first`` run."""
 
     def __init__(
         self,
@@ -102,13 +105,17 @@ class _Run:
         plan: _Plan,
         fake: FakeModel,
         real: Mapping[str, Tensor],
-        before: Sequence[Snapshot] = (),
+        before: Sequence[Snapshot],
+        plain: Mapping[str, Any],
+        first: _Run | None = None,
     ) -> None:
         self._request, self._plan, self._real, self._before = request, plan, real, before
         stand_ins = {fake.names[id(tensor)]: tensor for _, tensor in _named_tensors(request.module)}
         names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
         self._recorder = Recorder(fake, names, stand_ins, self._changes if plan.watch else tuple)
-        self._calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit)
+        excused = frozenset() if first is None else first.excused
+        self._calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused)
+        self._lines = {} if first is None else first._calls.lines
         self._around = ModesNow.of()
 
     def forward(self) -> None:
@@ -158,12 +165,36 @@ class _Run:
             model = self._request.module
             line = self._calls.lines.get(lost[0]) or definition(model.forward)
             raise TraceError(_LOST.format(model=type(model).__name__, name=lost[0], line=line))
+        reset = self._reset()
+        if reset and not plan.watch:
+            return replace(plan, watch=True)
+        if reset:
+            name, line = next(iter(reset.items()))
+            model = self._request.module
+            raise TraceError(_RESET.format(name=name, line=line or definition(model.forward)))
         return None
+
+    @property
+    def excused(self) -> frozenset[str]:
+        """Attributes that calls which are kept whole have changed, which they do in every step."""
+        return frozenset(self._calls.excused) | self._recorder.excused
+
+    def _reset(self) -> dict[str, str]:
+        """Plain attributes in calls that are kept whole, as something outside of them has set them: (name, line)."""
+        calls = self._calls
+        found, kept = dict(calls.reset), self._kept()
+        for path, part in self._request.module.named_modules():
+            if path in kept:
+                found |= calls.reset_in(part)
+        return {name: line or self._lines.get(name, "") for name, line in found.items() if name not in self.excused}
+
+    def _kept(self) -> set[str]:
+        tape = self._recorder.tape
+        return {str(entry.target) for entry in tape if isinstance(entry, Operation) and entry.kind == "call_module"}
 
     def _lost(self) -> list[str]:
         """Attributes that forward has changed; not in calls that are kept whole, which change them in every step."""
-        tape = self._recorder.tape
-        kept = {entry.target for entry in tape if isinstance(entry, Operation) and entry.kind == "call_module"}
+        kept = self._kept()
         return [
             name
             for name in self._changes()
@@ -184,9 +215,7 @@ class _Run:
             calls.storages,
             recorder.fake.bare,
         )
-        found = sum(is_boundary(node) for node in emitted.graph.nodes)
-        if found != recorder.boundaries:
-            raise TraceError(f"{recorder.boundaries} boundaries were executed while tracing, {found} are in the graph")
+        check_boundaries(emitted.graph, recorder.boundaries)
         used = {str(node.target) for node in emitted.graph.nodes if node.op in ("get_attr", "call_module")}
         return Program(
             self._request.module,
@@ -202,6 +231,11 @@ class _Run:
 _LOST = (
     "forward changes {model}.{name}, which would happen once, while tracing; return the value instead, keep it in a "
     "buffer (register_buffer), or set it inside a submodule that holds no boundary, which then runs as a whole\n{line}"
+)
+
+_RESET = (
+    "forward sets {name} from outside of that submodule, which is called as a whole and in a pipeline would keep the "
+    "value that it had before; set it before the model is compiled, or inside that submodule's forward\n{line}"
 )
 
 

@@ -10,18 +10,19 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
 from fxpipe.callables import blank
 from fxpipe.errors import TraceError
 from fxpipe.ir import Effects
 from fxpipe.marker import boundary
+from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
 from fxpipe.trace.guard import refuse
 from fxpipe.trace.modes_now import AutocastBlocks, ModesNow
@@ -42,7 +43,7 @@ from fxpipe.trace.tape import (
     tensors,
 )
 from fxpipe.trace.targets import getter_of, name_of, setter_of, target_of
-from fxpipe.trace.touched import TouchedMode
+from fxpipe.trace.touched import PythonState, TouchedMode
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _GRADIENTS = (Tensor.backward, torch.autograd.grad, torch.autograd.backward)
@@ -81,6 +82,12 @@ class Frame:
     """How many buffers had been set."""
     changed: frozenset[str]
     """Which attributes of the model had been changed."""
+    python: PythonState | None = None
+    """What an operation does not show, as it was."""
+    reset: dict[str, str] = field(default_factory=dict)
+    """Plain attributes that something else had set in it, and in submodules called before, and the lines where."""
+    changes: set[tuple[int, str]] = field(default_factory=set)
+    """The attributes that it has changed."""
     opaque: bool = True
     """Whether all that it is given can stand in a graph."""
     tensors: list[Tensor] = field(default_factory=list)
@@ -106,6 +113,8 @@ class Recorder:
         """Which attributes of the model are not as they were before the run."""
         self.excused: frozenset[str] = frozenset()
         """Those that were changed inside of calls that are kept whole."""
+        self.hooked: dict[int, Tensor] = {}
+        """The tensors that gradient hooks were put on."""
         self.tape: list[Operation | Problem] = []
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
@@ -180,6 +189,8 @@ class Recorder:
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
         if name in _HOOKS or function in _GRADIENTS:
             self.problem(f"forward calls {name} on a tensor, which is not recorded", _INSIDE)
+        if name.startswith("register_"):
+            self.hooked[id(args[0])] = args[0]
         setter = setter_of(function)
         if setter == "requires_grad":
             self.call(Tensor.requires_grad_, args, kwargs)
@@ -315,25 +326,21 @@ class Recorder:
                 "stage_boundary is used inside a function given to torch.utils.checkpoint, which runs as a whole",
                 "checkpoint the parts before and behind it",
             )
-        flat, spec = pytree.tree_flatten(value)
-        places = [place for place, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
-        if not places:
-            raise refuse(
-                f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no tensor",
-                "give it the tensors that cross the cut",
-            )
+        return crossing(value, lambda leaf: isinstance(leaf, Tensor), partial(self._behind, name))
+
+    def _behind(self, name: str | None, given: list[Tensor]) -> list[Tensor]:
+        """Tensors as they are behind a boundary."""
         self.boundaries += 1
         if self.paused:
-            return value  # whoever is run for real now may not hold it
+            return given  # whoever is run for real now may not hold it
         with unrecorded(), torch.enable_grad():
-            behind = [flat[place].view_as(flat[place]) for place in places]
-        values = [self.value_of(flat[place]) for place in places]
+            behind = [tensor.view_as(tensor) for tensor in given]
+        values = [self.value_of(tensor) for tensor in given]
         operation = self.append("call_function", boundary, (values, name), {}, behind, Touched())
         operation.kept = True
-        for index, (place, tensor) in enumerate(zip(places, behind, strict=True)):
-            flat[place] = tensor
+        for index, tensor in enumerate(behind):
             self.name(tensor, Value(operation, (index,)))
-        return pytree.tree_unflatten(flat, spec)
+        return behind
 
     # calls of submodules
 
@@ -347,6 +354,9 @@ class Recorder:
             place = replace(place, stack={**place.stack, path: type(module)})
         serial, changed = self._serial + 1, frozenset(self.changes())
         frame = Frame(path, module, args, kwargs, place, 0, serial, self.boundaries, assigned, changed)
+        if module is not None:
+            with outside():
+                frame.python = PythonState(module)
         if _is_plain((args, kwargs)):
             frame.tensors = tensors((args, kwargs))
             frame.args, frame.kwargs = self.as_values(args), self.as_values(kwargs)

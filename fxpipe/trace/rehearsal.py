@@ -81,7 +81,7 @@ def _run(
     copies: dict[int, Tensor] = {}  # by the identity of the fake tensor
     fakes = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for fake in fakes:
-        copies[id(fake)] = _copy(real_of[id(fake)]) if id(fake) in real_of else _made_up(fake, seed)
+        copies[id(fake)] = _copy(real_of[id(fake)], fake) if id(fake) in real_of else _made_up(fake, seed)
     given = [copies[id(fake)] for fake in fakes]
     originals = {id(tensor): tensor for tensor in fakes}
     with contextlib.ExitStack() as stack:
@@ -113,10 +113,11 @@ def _described(leaf: Any, given: list[Tensor]) -> Any:
     return Like.of(leaf) if place is None else Given(place)
 
 
-def _copy(real: Tensor) -> Tensor:
+def _copy(real: Tensor, fake: Tensor) -> Tensor:
+    """The model's own numbers, in the type of what stands for them."""
     if real.is_meta:
         raise TraceError("the model is on the meta device, so it has no numbers to run with; build it on the CPU")
-    copy = real.detach().clone()
+    copy = real.detach().to(fake.dtype, copy=True)
     if isinstance(real, nn.Parameter):
         return nn.Parameter(copy, requires_grad=real.requires_grad)
     return copy.requires_grad_(real.requires_grad)
@@ -148,7 +149,7 @@ def _copies_in(
                     continue
                 originals[id(fake)] = fake
                 if id(fake) not in copies:
-                    copies[id(fake)] = _copy(real_of[id(fake)]) if id(fake) in real_of else _made_up(fake, 0)
+                    copies[id(fake)] = _copy(real_of[id(fake)], fake) if id(fake) in real_of else _made_up(fake, 0)
                 table[name] = copies[id(fake)]  # type: ignore[assignment]
     try:
         yield

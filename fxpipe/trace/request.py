@@ -41,6 +41,8 @@ class Request:
     autocast: tuple[Autocast, ...] = ()
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
     """Where the model will run, for parameters that are on no device yet."""
+    compute: torch.dtype | None = None
+    """The type in which floating-point parameters and inputs will be; None: as they are."""
 
     @property
     def loss_module(self) -> nn.Module | None:

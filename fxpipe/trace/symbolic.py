@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.ir import IN_PLACE_NAMES, Program, is_boundary
+from fxpipe.ir import IN_PLACE_NAMES, Program
 from fxpipe.marker import boundary, recording, stage_boundary
+from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cuts import cutting
 from fxpipe.trace.guard import Guard, patched, plain_modes, refuse
 from fxpipe.trace.request import Request
@@ -34,7 +34,7 @@ def symbolic(request: Request) -> Program:
             _proxied_factories(tracer),
         ):
             graph = tracer.trace(request.module)
-            tracer.check_boundaries()
+            check_boundaries(tracer.graph, tracer.boundaries)
     except TraceError:
         raise
     except Exception as error:
@@ -120,7 +120,8 @@ class _Tracer(fx.Tracer):
         self.constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
-        self._boundaries = 0
+        self.boundaries = 0
+        self._held = {id(part): _tensors_in(part) for part in module.modules()}
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self._names.setdefault(id(tensor), name)
 
@@ -147,6 +148,7 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         known = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
         if known and self.is_leaf_module(m, ""):
+            self._refuse_swapped(m)
             _refuse_hidden_boundary(m)
             self._refuse_hidden_cut(m)
         else:
@@ -160,6 +162,15 @@ class _Tracer(fx.Tracer):
         return not isinstance(m, nn.Sequential) and all(
             part.__module__.startswith(("torch.nn", "torch.ao.nn")) for part in m.modules()
         )
+
+    def _refuse_swapped(self, module: nn.Module) -> None:
+        """``torch.func.functional_call`` puts other tensors into a module for a call, and a stage would not."""
+        for part in module.modules():
+            if _tensors_in(part) != self._held.get(id(part)):
+                raise refuse(
+                    f"{type(module).__name__} is called with other parameters or buffers than its own",
+                    "give an example batch (example_args=): the export tracer records them",
+                )
 
     def _refuse_hidden_cut(self, module: nn.Module) -> None:
         """A torch.nn module is kept whole: a cut around it is right, one inside it would be lost."""
@@ -205,24 +216,17 @@ class _Tracer(fx.Tracer):
     # boundaries
 
     def record_boundary(self, value: Any, name: str | None) -> Any:
-        leaves, spec = pytree.tree_flatten(value)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Proxy)]
-        if not places:
-            raise refuse(
-                f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no traced tensor",
-                "give it the tensors that cross the cut",
-            )
-        self._boundaries += 1
-        crossing = self.create_proxy("call_function", boundary, ([leaves[i] for i in places], name), {})
-        for position, place in enumerate(places):
-            leaves[place] = crossing[position]  # type: ignore[index]
-        return pytree.tree_unflatten(leaves, spec)
+        def carry(proxies: list[Any]) -> list[Any]:
+            self.boundaries += 1
+            behind: Any = self.create_proxy("call_function", boundary, (proxies, name), {})
+            return [behind[position] for position in range(len(proxies))]
 
-    def check_boundaries(self) -> None:
-        """After every capture: markers found in the graph are markers executed."""
-        found = sum(is_boundary(node) for node in self.graph.nodes)
-        if found != self._boundaries:
-            raise TraceError(f"{self._boundaries} boundaries were executed while tracing, {found} are in the graph")
+        return crossing(value, lambda leaf: isinstance(leaf, fx.Proxy), carry)
+
+
+def _tensors_in(module: nn.Module) -> list[int]:
+    """The parameters and buffers that a module holds itself, by identity."""
+    return [id(tensor) for table in (module._parameters, module._buffers) for tensor in table.values()]
 
 
 def _refuse_hidden_boundary(module: nn.Module) -> None:

@@ -1,17 +1,18 @@
-"""Which memory operations read and write, and whether they draw random numbers, seen below autograd."""
+"""Which memory operations read and write, and whether they draw random numbers; and what Python changes beside that."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.snapshot import RandomState, storage_of
 from fxpipe.trace.tape import Touched
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
@@ -52,6 +53,46 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0.0:
             self._now.draws_random = True
         return func(*args, **kwargs)
+
+
+class PythonState:
+    """What a call may change and no operation shows: attributes of its submodule, containers in them, random state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._random = RandomState()
+        self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        self._parts = [
+            (now, name, value, _parts(value))
+            for now, before in self._attributes
+            for name, value in before.items()
+            if isinstance(value, _CONTAINERS)
+        ]
+
+    def drawn(self) -> bool:
+        """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded."""
+        return RandomState() != self._random
+
+    def changes(self) -> set[tuple[int, str]]:
+        """The attributes that are no longer as they were: the identity of their owner's ``__dict__``, their name."""
+        found = {
+            (id(now), name)
+            for now, before in self._attributes
+            for name in {**before, **now}
+            if now.get(name, _MISSING) is not before.get(name, _MISSING)
+        }
+        for owner, name, container, before in self._parts:
+            parts = _parts(container)
+            if len(parts) != len(before) or any(one is not other for one, other in zip(parts, before, strict=True)):
+                found.add((id(owner), name))
+        return found
+
+
+_CONTAINERS = (list, dict, set, deque)
+_MISSING = object()
+
+
+def _parts(container: Any) -> list[Any]:
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
 
 
 def _is_tensor(value: Any) -> bool:
