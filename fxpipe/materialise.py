@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fxpipe.errors import CheckpointError, RunError
 from fxpipe.initialise import InitFn, initialise
 from fxpipe.ir import all_tensors
+from fxpipe.progress import is_teller
 from fxpipe.weights import Weights, likeliest
 
 
@@ -167,7 +168,7 @@ def _check_complete(tensors: Sequence[_Held], weights: Weights, init_fn: InitFn 
         if init_fn is None:
             remedy += "; init_fn= makes what a checkpoint lacks"
         raise CheckpointError(f"{told}{likeliest(absent[0], others)}; {remedy}")
-    if os.environ.get("RANK", "0") == "0":
+    if is_teller():
         unused = f"; {len(others)} of its own are not used, first {others[0]!r}" if others else ""
         made = "init_fn makes those on the meta device, others stay as they are"
         warnings.warn(f"{told}; {made}{unused}", stacklevel=3)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from fxpipe.dtensors import description_of, is_dtensor, ranks_of
 from fxpipe.errors import RunError
 from fxpipe.ir import StageGraph, all_tensors
+from fxpipe.materialise import replace_tensors
 from fxpipe.ownership import Ownership
 from fxpipe.parallel_stages import Parallel
 from fxpipe.precision import Precision
-from fxpipe.stage_copy import StageCopy, copy_of, place_in
+from fxpipe.stage_copy import StageCopy, copy_of
 from fxpipe.topology import Topology
 from fxpipe.transport import Groups, Transport
 
@@ -90,7 +91,7 @@ def parallelise_stages(
         parallelize(copied.module, mesh)
     changed = _together([(copied, _changed(copied)) for copied in copies.values()])
     _check_meshes(changed, graph, topology, transport)
-    place_in(graph.module, changed)
+    replace_tensors(graph.module, changed)
     _check_tied(graph.module, owners, transport)
     sharded = {} if mesh is None else _sharded(copies)
     return Parallel({index: copied.without_tensors() for index, copied in copies.items()}, sharded)

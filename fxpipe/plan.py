@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -54,9 +55,24 @@ class Plan:
     def __str__(self) -> str:
         return f"{self.graph}\n{self.schedule}"
 
+    @cached_property
+    def row_digests(self) -> tuple[int, ...]:
+        """A number for each row: rows of one number run the same actions in one order."""
+        return tuple(_digest(map(str, row)) for row in self.schedule.rows)
+
+    @cached_property
+    def pass_digests(self) -> tuple[int, ...]:
+        """The same for the order in which a row's stages begin and end, however many micro-batches there are."""
+        passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
+        return tuple(_digest([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
+
     @property
     def digest(self) -> str:
         return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+def _digest(words: Iterable[str]) -> int:
+    return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=7).digest(), "little")
 
 
 @dataclass

@@ -31,7 +31,12 @@ def progress(what: str) -> Iterator[None]:
             tell(f"fxpipe: {what} took {seconds:.1f} s", stream)
 
 
+def is_teller() -> bool:
+    """Whether this is the process that tells what all would: rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Prints to stderr, or to a stream; of several processes only rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_teller():
         print(text, file=stream or sys.stderr, flush=True)

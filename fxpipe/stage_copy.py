@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxpipe.errors import RunError
 from fxpipe.ir import Stage, StageGraph, all_tensors
@@ -89,16 +89,3 @@ def _copied(module: nn.Module, memo: dict[int, Any], name: str) -> nn.Module:
 
 def _twins(module: nn.Module, memo: Mapping[int, Any]) -> tuple[tuple[nn.Module, nn.Module], ...]:
     return tuple((original, memo[id(original)]) for original in module.modules() if id(original) in memo)
-
-
-def place_in(model: nn.Module, changed: Mapping[int, Tensor]) -> None:
-    """Puts new tensors into a model's tables: id of the old one → the new one, under all names that it bears."""
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in list(table.items()):
-                if tensor is None or id(tensor) not in changed:
-                    continue
-                if table is module._parameters and type(module).__setattr__ is not nn.Module.__setattr__:
-                    setattr(module, name, changed[id(tensor)])  # such as nn.LSTM, which keeps a list of its own
-                else:
-                    table[name] = changed[id(tensor)]  # type: ignore[assignment]

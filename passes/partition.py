@@ -11,8 +11,6 @@ It ends: every edge between fully separated pieces strictly shrinks the set of b
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,6 +21,7 @@ from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, 
 from fxpipe.passes.alias_groups import holders_of_written
 from fxpipe.passes.effects import is_number, writes_apart, written
 from fxpipe.passes.lone_writes import hosts_of_lone_writes
+from fxpipe.passes.topological import in_order
 from fxpipe.passes.union import Union
 
 
@@ -277,18 +276,7 @@ def _topological(pieces: Union[fx.Node], flow: _Flow) -> dict[fx.Node, int]:
     for edge in flow.edges:
         if not pieces.same(edge.source, edge.target):
             after[pieces.find(edge.source)].add(pieces.find(edge.target))
-    missing = Counter(target for targets in after.values() for target in targets)
-    ready = [(place, piece) for piece, place in first.items() if not missing[piece]]
-    heapq.heapify(ready)
-    order: dict[fx.Node, int] = {}
-    while ready:
-        _, piece = heapq.heappop(ready)
-        order[piece] = len(order)
-        for target in after[piece]:
-            missing[target] -= 1
-            if not missing[target]:
-                heapq.heappush(ready, (first[target], target))
-    return order
+    return in_order(first, after)
 
 
 def _cycle(program: Program, waiting: list[fx.Node]) -> PartitionError:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +10,7 @@ from fxpipe.balance.layout import Layout
 from fxpipe.balance.orders import Order, orders, towers
 from fxpipe.balance.segments import Cuts, Line, Room, balanced, cut, least_greatest, lightest
 from fxpipe.balance.work import Work
+from fxpipe.passes.topological import in_order
 from fxpipe.passes.union import Union
 
 ALLOCATIONS = 6
@@ -174,17 +173,7 @@ def numbered(work: Work, group_of: Sequence[int], order: Sequence[int]) -> dict[
     for value in work.values:
         source = group_of[value.source]
         after[source] |= {group_of[target] for target in value.targets} - {source}
-    missing = Counter(target for targets in after.values() for target in targets)
-    ready = [(place, group) for group, place in first.items() if not missing[group]]
-    heapq.heapify(ready)
-    found: dict[int, int] = {}
-    while ready:
-        _, group = heapq.heappop(ready)
-        found[group] = len(found)
-        for target in after[group]:
-            missing[target] -= 1
-            if not missing[target]:
-                heapq.heappush(ready, (first[target], target))
+    found = in_order(first, after)
     return found if len(found) == len(first) else None
 
 
