@@ -21,10 +21,8 @@ from fxpipe.batch import join
 from fxpipe.checkpoint import full_state_dict, load_into
 from fxpipe.clip import clip_grad_norm_
 from fxpipe.costs import Cost
-from fxpipe.dtensors import settle_foreach
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.exchange import Exchange, Mailbox, WireExchange
-from fxpipe.groups import resolve_groups
 from fxpipe.holding import Holding
 from fxpipe.ir import StageGraph
 from fxpipe.lower import is_forward
@@ -129,7 +127,7 @@ class ForwardBackward:
         offload: bool = False,
         elementwise: bool | None = None,
         **kw: Any,
-    ) -> torch.optim.Optimizer:
+    ) -> DistributedOptimizer:
         """``cls(params, **kw)`` of which each rank steps its part. A collective call of all ranks.
 
         ``params``: parameters or groups of them; a group may name its parameters, by name, by a pattern ("*.bias") or
@@ -138,13 +136,11 @@ class ForwardBackward:
         of torch.optim that are known to. All others get whole tensors, balanced over the ranks by their size. Several
         optimizers may each have some of the parameters.
 
-        With ``zero=0``, and neither ``precision`` nor ``offload``, this is ``cls`` itself. Otherwise its parameters
-        are gathered beside the next forward: read them through ``forward_backward``, which waits for them.
+        With ``zero`` its parameters are gathered beside the next forward: read them through ``forward_backward``,
+        which waits for them. ``torch.distributed.checkpoint`` saves it as it comes, see ``DistributedOptimizer``.
         """
         held = dict(self.module.named_parameters(remove_duplicate=False))
         whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
-        if not (self._reducer.way.sharded or self._precision or offload):
-            return settle_foreach(cls(resolve_groups(params, held, whole), **kw))
         optimizer = DistributedOptimizer(
             cls,
             params,

@@ -20,7 +20,6 @@ from fxpipe.broadcast import in_flat_buffers
 from fxpipe.collective import Collective, Scope, Work
 from fxpipe.data_axis import Way
 from fxpipe.dtensors import is_dtensor, local, ranks_of
-from fxpipe.errors import RunError
 from fxpipe.flat import Piece
 from fxpipe.ir import StageGraph
 from fxpipe.ownership import Ownership
@@ -195,15 +194,11 @@ class ParallelGradients:
         return Piece(name, parameter, 0, parameter.numel(), parameter.detach(), counts, lambda: parameter.grad)
 
     def claim(self, names: Iterable[str], whole: bool) -> Claim:
-        """These parameters, for an optimizer of fxpipe's. RunError where one is a DTensor."""
+        """These parameters, for an optimizer of fxpipe's; a DTensor as it is, whose operations keep it spread."""
         wanted = list(names)
-        spread = next((name for name in wanted if name in self._parameters), None)
-        if spread is not None:
-            raise RunError(
-                f"offload=True needs plain parameters, but parallelize has spread {spread}; leave it out, and write "
-                "fully_shard(..., offload_policy=CPUOffloadPolicy()) in parallelize"
-            )
-        return self._inner.claim(wanted, whole)
+        claim = self._inner.claim(wanted, whole)
+        spread = [self._piece(name, parameter) for name, parameter in self._parameters.items() if name in set(wanted)]
+        return Claim(claim.number, (*claim.pieces, *spread))
 
     def publish(self, claim: Claim) -> None:
         self._inner.publish(claim)

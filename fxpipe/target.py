@@ -23,12 +23,18 @@ class Target:
     master: bool
 
     @property
-    def key(self) -> str:
-        """Its name in a state dict; no two ranks give one name to different things."""
-        return self.piece.name if _is_whole(self.piece) else f"{self.piece.name}[{self.piece.start}:{self.piece.stop}]"
+    def whole(self) -> bool:
+        """Whether all of the parameter is stepped here, in its own shape."""
+        return self.tensor.shape == self.piece.parameter.shape
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """The elements of a whole tensor that are stepped here, shaped like ``tensor``."""
+        return _part(values, self.piece)
 
     def take_gradient(self) -> bool:
         """Shows the optimizer the piece's gradient, or None, and says whether there is one."""
+        if self.tensor is self.piece.parameter:
+            return self.tensor.grad is not None
         gradient = gradient_of(self.piece)
         if gradient is not None:
             # a copy to the CPU is pinned, and under way until the stream is waited for
@@ -36,29 +42,39 @@ class Target:
         self.tensor.grad = gradient
         return gradient is not None
 
+    def drop_gradient(self) -> None:
+        """Lets go of what ``take_gradient`` has shown; a parameter keeps its own."""
+        if self.tensor is not self.piece.parameter:
+            self.tensor.grad = None
+
     def write_back(self) -> None:
         """The parameter's memory becomes what the optimizer has made of the master."""
         if self.master:
             _data(self.piece).copy_(self.tensor, non_blocking=True)
 
     def refresh(self, original: Tensor | None) -> None:
-        """The master becomes ``original``; without one it stays where it rounds to the parameter's value, bit by bit,
-        and becomes that value elsewhere."""
-        if not self.master:
-            return
-        if original is not None:
-            self.tensor.copy_(_part(original, self.piece))
-            return
-        data = _data(self.piece).to(self.tensor.device)
-        self.tensor.copy_(torch.where(self.tensor.to(data.dtype) == data, self.tensor, data.to(self.tensor.dtype)))
+        """The master becomes ``original``, or the parameter's value where there is none; but it keeps its bits where
+        they round to that, so that rounded values undo no exact ones that were loaded before."""
+        if self.master:
+            values = _data(self.piece) if original is None else _part(original, self.piece)
+            self.tensor.copy_(merged(self.tensor, values.to(self.tensor.device), values.dtype))
 
 
-def target_of(piece: Piece, original: Tensor | None, precision: Precision | None, offload: bool) -> Target:
-    """``original``: the parameter before it was rounded. ``offload``: the master is on the CPU."""
+def merged(exact: Tensor, values: Tensor, rounded: torch.dtype) -> Tensor:
+    """``exact`` where rounding it to a type gives ``values``, and ``values`` elsewhere."""
+    return torch.where(exact.to(rounded).to(values.dtype) == values, exact, values.to(exact.dtype))
+
+
+def target_of(
+    piece: Piece, original: Tensor | None, precision: Precision | None, offload: bool, sharded: bool
+) -> Target:
+    """``original``: the parameter before it was rounded. ``offload``: the master is on the CPU. ``sharded``: ranks
+    step parts, so that ``parameter.grad`` is not what is stepped with."""
     data = _data(piece)
     dtype = precision.master if precision is not None and data.is_floating_point() else data.dtype
     if dtype == data.dtype and not offload:
-        return Target(piece, data, False)
+        plain = precision is None and not sharded
+        return Target(piece, piece.parameter if plain else data, False)
     device = torch.device("cpu") if offload else data.device
     tensor = torch.empty_like(data, dtype=dtype, device=device)
     if offload and data.device.type == "cuda":

@@ -19,13 +19,24 @@ from torch import Tensor
 
 from fxpipe.clip import gradient_of
 from fxpipe.data_axis import Way
-from fxpipe.dtensors import local
+from fxpipe.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.flat import Piece
 from fxpipe.groups import resolve_groups
+from fxpipe.optimizer_state import (
+    MASTER,
+    Entry,
+    group_options,
+    initial_state,
+    is_initial,
+    options_of,
+    refuse_torchs_helpers,
+    shown,
+    taken,
+)
 from fxpipe.precision import Precision
 from fxpipe.reduce import Claim
-from fxpipe.target import Target, originals_of, target_of
+from fxpipe.target import Target, merged, originals_of, target_of
 from fxpipe.transport import Transport
 
 Maker = Callable[..., torch.optim.Optimizer]
@@ -59,11 +70,11 @@ def is_elementwise(cls: Maker) -> bool:
     return _class_of(cls) in ELEMENTWISE
 
 
-def check_class(cls: Maker) -> None:
-    """Refuses what cannot step pieces."""
+def check_class(cls: Maker, copies: bool) -> None:
+    """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
     made = _class_of(cls)
     for refused, why in REFUSED.items():
-        if isinstance(made, type) and issubclass(made, refused):
+        if isinstance(made, type) and issubclass(made, refused) and (copies or refused is torch.optim.LBFGS):
             raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")
 
 
@@ -112,7 +123,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         originals: Mapping[str, Tensor] | None = None,
         elementwise: bool | None = None,
     ) -> None:
-        check_class(cls)
         self._inner: torch.optim.Optimizer | None = None
         self._cls, self._kw = cls, dict(kw)
         self._store, self._transport = store, transport
@@ -120,35 +130,63 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._names: dict[int, list[str]] = {}
         for name, parameter in held.items():
             self._names.setdefault(id(parameter), []).append(name)
+        self._canonical = first_names(self._all)
         self._precision, self._offload = precision, offload
         self._device = transport.device if device is None else device
         self._elementwise = is_elementwise(cls) if elementwise is None else elementwise
         self._claims: list[Claim] = []
+        self._group_names: list[tuple[str, ...]] = []
+        self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self._steps = self.skipped_steps = 0
-        super().__init__(resolve_groups(params, held, self._all), {})
+        check_class(cls, store.way.sharded or precision is not None or offload)
+        super().__init__(self._resolved(params), {})
         self._targets = self._claim(self.param_groups, originals or {})
-        self._inner = cls(
-            [{**_options(g), "params": _tensors(t)} for g, t in zip(self.param_groups, self._targets, strict=True)],
-            **self._kw,
-        )
+        given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
+        self._inner = settle_foreach(cls(given, **self._kw))
+        self._is_lazy = not self._inner.state
         self.state, self.defaults = self._inner.state, self._inner.defaults
         self._exchange(self._inner.param_groups, self.param_groups)
 
+    def _resolved(self, params: Any) -> list[dict[str, Any]]:
+        """This rank's part of the groups, and in ``_group_names`` whole ones. All ranks have as many, or all refuse."""
+        groups, failure = [], None
+        try:
+            groups = resolve_groups(params, self._held, self._all)
+            mine = [tuple(self._name_of(entry) for entry in group["params"]) for group in groups]
+            told: Any = [(names, _comparable(group)) for names, group in zip(mine, groups, strict=True)]
+        except Exception as error:
+            failure, told = error, f"{type(error).__name__}: {error}"
+        everyone = self._transport.gather("pipe", told)
+        if failure is not None:
+            raise failure
+        self._group_names += whole_groups(everyone, list(self._all))
+        return groups
+
+    def _name_of(self, entry: Any) -> str:
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if id(parameter) not in self._names:
+            raise RunError(
+                f"a parameter of shape {list(parameter.shape)} is not among this rank's; "
+                "take it from forward_backward.named_parameters()"
+            )
+        return self._canonical[self._names[id(parameter)][0]]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; parameters may be given as to the constructor. A collective call of all ranks."""
-        (group,) = resolve_groups([param_group], self._held, self._all)
-        parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-        for parameter in parameters:
-            if isinstance(parameter, Tensor) and id(parameter) not in self._names:
-                raise RunError(
-                    f"a parameter of shape {list(parameter.shape)} is not among this rank's; "
-                    "take it from forward_backward.named_parameters()"
-                )
+        if self._inner is None:  # in the constructor, which has resolved it
+            super().add_param_group(param_group)
+            return
+        (group,) = self._resolved([param_group])
         super().add_param_group(group)
-        if self._inner is not None:
-            (targets,) = self._claim([group], {})
-            self._inner.add_param_group({**_options(group), "params": _tensors(targets)})
-            self._targets.append(targets)
+        (targets,) = self._claim([group], {})
+        self._inner.add_param_group(self._given(group, targets))
+        self._targets.append(targets)
+        self._exchange(settle_foreach(self._inner).param_groups, self.param_groups)
+
+    @staticmethod
+    def _given(group: Mapping[str, Any], targets: Iterable[Target]) -> dict[str, Any]:
+        """A group as the inner optimizer is given it."""
+        return {**options_of(group), "params": [target.tensor for target in targets]}
 
     def _claim(self, groups: Sequence[Mapping[str, Any]], originals: Mapping[str, Tensor]) -> list[list[Target]]:
         """What this rank steps of these groups' parameters, group by group."""
@@ -157,10 +195,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._claims.append(claim)
         pieces: dict[int, list[Piece]] = {}
         for piece in claim.pieces:
+            if self._offload and is_dtensor(piece.data):
+                raise RunError(
+                    f"offload=True needs plain parameters, but parallelize has spread {piece.name}; leave it out, and "
+                    "write fully_shard(..., offload_policy=CPUOffloadPolicy()) in parallelize"
+                )
             pieces.setdefault(id(piece.parameter), []).append(piece)
         return [
             [
-                target_of(piece, originals_of(originals, self._names[id(p)]), self._precision, self._offload)
+                target_of(
+                    piece,
+                    originals_of(originals, self._names[id(p)]),
+                    self._precision,
+                    self._offload,
+                    self._store.way.sharded,
+                )
                 for p in group["params"]
                 for piece in pieces.get(id(p), ())
             ]
@@ -170,8 +219,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _exchange(source: Sequence[Mapping[str, Any]], sink: Sequence[dict[str, Any]]) -> None:
         """Copies hyperparameters from the outer groups to the inner ones, or back."""
-        for given, taken in zip(source, sink, strict=True):
-            taken.update(_options(given))
+        for giver, taker in zip(source, sink, strict=True):
+            taker.update(options_of(giver))
 
     @property
     def _flat(self) -> list[Target]:
@@ -206,8 +255,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchange(self.param_groups, self._inner.param_groups)
         self._inner.step()
         self._exchange(self._inner.param_groups, self.param_groups)  # some optimizers keep numbers in their groups
+        self._exact.clear()
         for target in targets:
-            target.tensor.grad = None
+            target.drop_gradient()
         for target in stepped:
             target.write_back()
         self._wait()
@@ -244,118 +294,146 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: the state of each piece by name, ``"layer.weight[64:128]"`` where it is a slice.
+        """This rank's part, in the form of torch's ``get_optimizer_state_dict``: see ``fxpipe.optimizer_state``.
 
-        Ranks have the same name only for the same thing, so that torch.distributed.checkpoint can save all parts as
-        one. A piece that was never stepped is there with a state to load into, and ``stepped`` False.
+        ``torch.distributed.checkpoint`` saves all ranks' parts as one, and loads them on any topology, cut and
+        ``zero``, or into the plain model's optimizer by torch's ``set_optimizer_state_dict``. A parameter that was
+        never stepped is there with an initial state. With ``precision`` each has its ``"master"``.
+
+        Raises:
+            CheckpointError: the optimizer keeps what belongs to no parameter, or to a whole one of which ranks step
+                slices.
         """
+        refuse_torchs_helpers()
+        foreign = next((key for key in self.state if not isinstance(key, Tensor)), None)
+        if foreign is not None:
+            raise CheckpointError(
+                f"the optimizer's state has {foreign!r}, which belongs to no parameter; keep it in its parameter groups"
+            )
+        entries = {
+            self._name(target): shown(self._name(target), self._entry(group, target), target)
+            for group, targets in zip(self.param_groups, self._targets, strict=True)
+            for target in targets
+            if target.tensor.numel() or target.whole  # not a shard of none of its rows
+        }
         return {
-            "state": {
-                target.key: self._entry(group, target)
-                for group, targets in zip(self.param_groups, self._targets, strict=True)
-                for target in targets
-            },
-            "param_groups": [_options(group) for group in self.param_groups],
-            "steps": self._steps,
-            "skipped_steps": self.skipped_steps,
+            "state": {name: entry for name, entry in entries.items() if entry},
+            "param_groups": [
+                {"params": list(names), **options_of(group)}
+                for names, group in zip(self._group_names, self.param_groups, strict=True)
+            ],
         }
 
-    def _entry(self, group: Mapping[str, Any], target: Target) -> dict[str, Any]:
-        state = self.state.get(target.tensor)
-        entry = {**(state or self._blank(group, target)), "stepped": bool(state)}
-        return {**entry, "master": target.tensor} if target.master else entry
+    def _name(self, target: Target) -> str:
+        return self._name_of(target.piece.parameter)
 
-    def _blank(self, group: Mapping[str, Any], target: Target) -> dict[str, Any]:
-        """The state of a tensor like this one after a first step: what a loader needs to know of names and shapes."""
-        scratch = torch.zeros_like(target.tensor)
-        scratch.grad = torch.zeros_like(scratch)
-        optimizer = self._cls([{**_options(group), "params": [scratch]}], **self._kw)
-        with torch.no_grad():
-            optimizer.step()
-        return dict(optimizer.state[scratch])
+    def _entry(self, group: Mapping[str, Any], target: Target) -> Entry:
+        """What a state dict has of a parameter: nothing where it is frozen and has never been stepped."""
+        state = self.state.get(target.tensor)
+        if not state and not target.piece.parameter.requires_grad:
+            return self._master(target)
+        return {**(state or self._initial(group, target)), **self._master(target)}
+
+    def _initial(self, group: Mapping[str, Any], target: Target) -> Entry:
+        return initial_state(self._cls, self._kw, options_of(group), target.tensor)
+
+    def _master(self, target: Target) -> Entry:
+        if self._precision is None or not target.tensor.is_floating_point():
+            return {}
+        return {MASTER: target.tensor if target.master else target.tensor.detach().clone()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads this rank's part: hyperparameters, state and masters, not parameters, which are the model's.
+        """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.
+
+        ``state_dict`` is what ``state_dict`` gives, on this rank or, with whole tensors, of a plain optimizer by
+        torch's ``get_optimizer_state_dict``.
 
         Raises:
             CheckpointError: it does not fit; then nothing has been changed.
         """
         assert self._inner is not None
-        saved, groups = self._checked(state_dict)
+        refuse_torchs_helpers()
+        options, entries = self._checked(state_dict)
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        masters: list[tuple[Tensor, Tensor]] = []
+        masters: list[tuple[Target, Tensor]] = []
         for group, targets in zip(self.param_groups, self._targets, strict=True):
             for target in targets:
-                entry = _fitting(target.key, saved[target.key], self._entry(group, target))
-                if target.master:
-                    masters.append((target.tensor, entry.pop("master")))
-                if entry.pop("stepped"):
+                entry, initial = entries.get(self._name(target), {}), self._initial(group, target)
+                if MASTER in entry:
+                    masters.append((target, entry.pop(MASTER)))
+                if not self._is_lazy:
+                    state[target.tensor] = entry or initial
+                elif entry and not is_initial(entry, initial):
                     state[target.tensor] = entry
         with torch.no_grad():
-            for master, values in masters:
-                master.copy_(values)
+            for target, values in masters:
+                target.tensor.copy_(values)
+        self._exact = [(target, values) for target, values in masters if not target.master]
         self._inner.__setstate__({"state": state, "param_groups": self._inner.param_groups})
         self.state = self._inner.state
-        self._exchange(copy.deepcopy(groups), self.param_groups)
-        self._steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
+        self._exchange(copy.deepcopy(options), self.param_groups)
 
-    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-        lacking = [key for key in ("state", "param_groups", "steps", "skipped_steps") if key not in state_dict]
+    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Entry]]:
+        """Hyperparameters by group, and this rank's entries by name."""
+        lacking = [key for key in ("state", "param_groups") if key not in state_dict]
         if lacking:
             raise CheckpointError(f"the state dict has no {lacking[0]!r}; load what optimizer.state_dict() gave")
-        saved, groups = state_dict["state"], list(state_dict["param_groups"])
-        if len(groups) != len(self.param_groups):
-            raise CheckpointError(
-                f"the state dict has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}"
-            )
-        keys = [target.key for target in self._flat]
-        missing = [key for key in keys if key not in saved]
-        if missing:
-            raise CheckpointError(
-                f"the state dict lacks {len(missing)} of the {len(keys)} pieces that this rank steps, first "
-                f"{missing[0]!r}{nearest(missing[0], saved)}; load on as many ranks, and with the same zero= and groups"
-            )
-        unknown = [key for key in saved if key not in keys and str(key).partition("[")[0] not in self._all]
+        saved, groups = state_dict["state"], state_dict["param_groups"]
+        options = group_options(groups, self._group_names, lambda name: self._all[name].requires_grad)
+        unknown = [name for name in saved if name not in self._all]
         if unknown:
-            raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), keys)}")
-        return saved, groups
+            raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), list(self._all))}")
+        entries = {
+            name: taken(name, saved[name], {**self._initial(group, target), **self._master(target)}, target)
+            for group, targets in zip(self.param_groups, self._targets, strict=True)
+            for target in targets
+            if (name := self._name(target)) in saved
+        }
+        return options, entries
 
     def reload(self, values: Mapping[str, Tensor] | None = None) -> None:
         """To be called after somebody has written parameters: masters follow them.
 
-        ``values``: the parameters before they were rounded, by name. A master without one keeps its bits where it
-        rounds to the parameter's value, so that optimizer and model may be loaded in any order.
+        ``values``: what was written, by name; it may not be rounded as parameters are. A master keeps its bits where
+        it rounds to the new value, so that optimizer and model may be loaded in any order.
         """
         with torch.no_grad():
             for target in self._flat:
                 target.refresh(originals_of(values or {}, self._names[id(target.piece.parameter)]))
+            for target, exact in self._exact:
+                assert self._precision is not None
+                target.tensor.copy_(merged(exact, target.tensor, self._precision.compute))
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def first_names(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each name → the first name of the same parameter, as ``named_parameters()`` has it."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
 
 
-def _tensors(targets: Iterable[Target]) -> list[Tensor]:
-    return [target.tensor for target in targets]
+def _comparable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a group's hyperparameters is equal on another rank, if it is."""
+    given = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options_of(group).items()}
+    return {key: value for key, value in given.items() if isinstance(value, int | float | str | tuple | list)}
 
 
-def _fitting(key: str, saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a saved entry, where and of the types that this optimizer has its own."""
-    if set(saved) != set(like):
-        raise CheckpointError(
-            f"{key} was saved with {', '.join(sorted(saved))}, this optimizer has {', '.join(sorted(like))}; "
-            "load into the same class, with the same arguments"
-        )
-    entry: dict[str, Any] = {}
-    for name, mine in like.items():
-        value = saved[name]
-        if not (isinstance(value, Tensor) and isinstance(mine, Tensor)):
-            entry[name] = copy.deepcopy(value)
-        elif value.shape != mine.shape:
-            raise CheckpointError(
-                f"{name} of {key} has shape {list(mine.shape)}, the state dict has {list(value.shape)}"
+def whole_groups(everyone: Sequence[Any], order: Sequence[str]) -> list[tuple[str, ...]]:
+    """The names of each group out of all pipe ranks' parts of it, in the model's order.
+
+    Raises:
+        RunError: a rank has no groups, but what is wrong with them; or other groups than rank 0.
+    """
+    wrong = next(((rank, told) for rank, told in enumerate(everyone) if isinstance(told, str)), None)
+    if wrong is not None:
+        raise RunError(f"pipe rank {wrong[0]} could not make the optimizer: {wrong[1]}")
+    first = [options for _, options in everyone[0]]
+    for rank, told in enumerate(everyone):
+        options = [options for _, options in told]
+        if options != first:
+            raise RunError(
+                f"pipe ranks 0 and {rank} have made parameter groups of their own, {first} and {options}; groups are "
+                'the whole model\'s: name their parameters on all ranks alike, {"params": "*.bias", ...}'
             )
-        else:
-            entry[name] = torch.empty_like(mine).copy_(value)
-    return entry
+    place = {name: number for number, name in enumerate(order)}
+    named = [{name for told in everyone for name in told[number][0]} for number in range(len(first))]
+    return [tuple(sorted(names, key=place.__getitem__)) for names in named]

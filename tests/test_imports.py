@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # A file imports only from rows above its own, and from its own row. Rows as in the design, top to bottom.
 ROWS = """
     errors marker wire seeds collector
-    topology action callables modes progress weights weight_files marks dtensors
+    topology action callables modes progress weights weight_files marks dtensors slices
     ir costs dependency lower loss batch
     schedule verify simulate timeline held comparison bound show picture chrome_trace csv_file csv_messages
     schedules trace pipeline
@@ -32,7 +32,7 @@ ROWS = """
     stopwatch
     traffic
     transport strict connect metered data_axis broadcast exchange outcome
-    flat reduce clip target zero fsdp_unit fully_sharded
+    flat reduce clip target optimizer_state zero fsdp_unit fully_sharded
     stage_copy sharded_stage parallel parallel_stages parallel_gradients
     captures
     checkpoint plan run measure recorder
@@ -47,7 +47,8 @@ ROW = {room: row for row, rooms in enumerate(ROWS.split("\n")) for room in rooms
 PASSES_MAY_IMPORT = {"errors", "ir", "pipeline", "callables", "modes", "passes"}
 MAY_IMPORT_PASSES = {"passes", "balance", "captures", "__init__"}
 MAY_NAME_DISTRIBUTED = set(
-    "topology transport connect world engine fsdp_unit fully_sharded weight_files dtensors sharded_stage".split()
+    """topology transport connect world engine fsdp_unit fully_sharded weight_files dtensors sharded_stage slices
+    optimizer_state""".split()
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
 from fxpipe.data_axis import Way
@@ -21,6 +22,7 @@ from fxpipe.flat import Piece
 from fxpipe.groups import resolve_groups
 from fxpipe.precision import Precision, cast_parameters
 from fxpipe.reduce import Claim
+from fxpipe.slices import Slice
 from fxpipe.transport import LocalTransport
 from fxpipe.zero import ELEMENTWISE, DistributedOptimizer, is_elementwise
 
@@ -272,8 +274,8 @@ def test_the_table_holds_exact_classes_behind_partials_and_can_be_overruled() ->
     assert not is_elementwise(torch.optim.Muon)
     model = Model()
     whole, halves = of_rank(model, 0, MyAdam), of_rank(model, 0, MyAdam, elementwise=True)
-    assert "a.weight" in whole.state_dict()["state"]
-    assert "a.weight[0:192]" in halves.state_dict()["state"]
+    assert type(whole.state_dict()["state"]["a.weight"]["exp_avg"]) is Tensor
+    assert boxes_of(halves.state_dict()["state"]["a.weight"]["exp_avg"]) == [((0, 0), (12, 16))]
 
 
 def test_muon_for_matrices_and_adamw_for_the_rest() -> None:
@@ -394,9 +396,9 @@ def test_masters_start_from_the_values_before_they_were_rounded(cls: Any, offloa
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, expected[name].bfloat16()), name
         parts = [o.state_dict()["state"] for o in optimizers]
-        masters = [entry["master"] for part in parts for key, entry in part.items() if key.partition("[")[0] == name]
+        masters = [part[name]["master"] for part in parts if name in part]
         in_memory = expected[name].as_strided((parameter.numel(),), (1,))
-        flat = [m.as_strided((m.numel(),), (1,)) for m in masters]
+        flat = [m.local if isinstance(m, Slice) else m.as_strided((m.numel(),), (1,)) for m in masters]
         assert torch.equal(torch.cat(flat), in_memory), name
 
 
@@ -404,7 +406,7 @@ def test_masters_without_originals_start_from_the_parameters() -> None:
     model = Model()
     cast_parameters(model, Precision())
     optimizer = of_rank(model, 0, torch.optim.SGD, precision=Precision())
-    assert torch.equal(optimizer.state_dict()["state"]["a.bias[0:12]"]["master"], model.a.bias[:12].float())
+    assert torch.equal(optimizer.state_dict()["state"]["a.bias"]["master"].local, model.a.bias[:12].float())
 
 
 def test_offload_steps_copies_on_the_cpu_in_the_parameters_type() -> None:
@@ -622,12 +624,45 @@ def test_what_is_loaded_goes_on_bit_for_bit(cls: Any, kw: dict[str, Any], optimi
     same_bits(again, model)
 
 
-def test_names_of_two_ranks_never_collide() -> None:
-    _, optimizers = trained(torch.optim.AdamW)
-    first, second = (o.state_dict()["state"] for o in optimizers)
-    assert not first.keys() & second.keys()
-    assert "a.weight[0:192]" in first
-    assert "a.weight[192:384]" in second
+def boxes_of(tensor: Slice) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
+
+
+def test_two_ranks_have_boxes_that_cover_each_parameter_once() -> None:
+    model, optimizers = trained(torch.optim.AdamW)
+    states = [o.state_dict()["state"] for o in optimizers]
+    for name, parameter in model.named_parameters():
+        seen = torch.zeros(parameter.shape, dtype=torch.int64)
+        for moments in (state[name]["exp_avg"] for state in states if name in state):
+            if type(moments) is Tensor:
+                seen += 1
+                continue
+            for offsets, sizes in boxes_of(moments):
+                seen[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] += 1
+        assert (seen == 1).all(), name
+
+
+def test_groups_and_names_are_those_of_torchs_own_state_dict_of_the_plain_model() -> None:
+    """But for whole tensors in place of slices: what DCP saves of one loads in the other."""
+    params = [{"params": ["a.bias", "b.bias"], "weight_decay": 0.0}, {"params": "*.weight", "lr": 0.1}]
+    mine, plain = Model(), Model()
+    optimizer = of_rank(mine, 0, torch.optim.AdamW, params, lr=0.05)
+    named = dict(plain.named_parameters())
+    expected = torch.optim.AdamW(
+        [
+            {"params": [named["a.bias"], named["b.bias"]], "weight_decay": 0.0},
+            {"params": [named["a.weight"], named["b.weight"], named["image.weight"]], "lr": 0.1},
+        ],
+        lr=0.05,
+    )
+    for model, one in ((mine, optimizer), (plain, expected)):
+        gradients(model, 0)
+        one.step()
+    got, wanted = optimizer.state_dict(), get_optimizer_state_dict(plain, expected)
+    assert got["param_groups"] == wanted["param_groups"]
+    assert {n: set(e) for n, e in got["state"].items()} == {n: set(e) for n, e in wanted["state"].items()}
+    shapes = [{n: e["exp_avg"].shape for n, e in part["state"].items()} for part in (got, wanted)]
+    assert shapes[0] == shapes[1]
 
 
 def test_distributed_checkpoint_loads_into_a_fresh_optimizer(tmp_path: Path) -> None:
@@ -658,17 +693,23 @@ def test_a_fresh_state_loads_as_fresh() -> None:
 
 def broken(state: dict[str, Any], how: str) -> dict[str, Any]:
     state = copy.deepcopy(state)
-    entry = state["state"]["b.bias[0:2]"]
+    entry = state["state"]["b.bias"]
     if how == "lacks":
-        del state["state"]["b.bias[0:2]"]
+        state["param_groups"][0]["params"].remove("b.bias")
     elif how == "foreign":
-        state["state"]["c.bias[0:2]"] = entry
+        state["state"]["c.bias"] = entry
     elif how == "shape":
         entry["exp_avg"] = torch.ones(3)
+    elif how == "slice":
+        entry["exp_avg"] = Slice(torch.ones(2), 1, (4,), (0,))
+    elif how == "numbers":
+        state["param_groups"][0]["params"] = [0, 1, 2]
     elif how == "class":
         entry["momentum_buffer"] = entry.pop("exp_avg")
     elif how == "groups":
-        state["param_groups"].append({})
+        first, second = state["param_groups"][0], {**state["param_groups"][0], "params": ["b.bias"]}
+        first["params"].remove("b.bias")
+        state["param_groups"].append(second)
     else:
         del state["state"]
     return state
@@ -677,11 +718,13 @@ def broken(state: dict[str, Any], how: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("lacks", r"lacks 1 of the \d+ pieces that this rank steps, first 'b\.bias\[0:2\]'.*as many ranks"),
-        ("foreign", r"the model has no 'c\.bias\[0:2\]'; did you mean"),
-        ("shape", r"exp_avg of b\.bias\[0:2\] has shape \[2\], the state dict has \[3\]"),
-        ("class", r"b\.bias\[0:2\] was saved with .*momentum_buffer.*, this optimizer has .*exp_avg, .*same class"),
-        ("groups", "has 2 parameter groups, this optimizer 1"),
+        ("lacks", r"parameter groups lack 'b\.bias'; did you mean"),
+        ("foreign", r"the model has no 'c\.bias'; did you mean"),
+        ("shape", r"exp_avg of b\.bias has shape \[4\], the state dict has \[3\]"),
+        ("slice", r"exp_avg of b\.bias has shape \[4\], the state dict has elements 1 to 3 of \[4\]"),
+        ("numbers", r"parameter groups lack 'scale'.*torch's get_optimizer_state_dict"),
+        ("class", r"b\.bias was saved with .*momentum_buffer.*, this optimizer has .*exp_avg, .*same class"),
+        ("groups", "group 0 has 'image.bias' and 'b.bias', which were saved in groups 0 and 1"),
         ("state", "has no 'state'"),
     ],
 )
@@ -697,8 +740,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(how: str, message: str
     assert after["param_groups"] == before["param_groups"]
     for key, entry in before["state"].items():
         for name, value in entry.items():
-            same = torch.equal(value, after["state"][key][name]) if isinstance(value, Tensor) else True
-            assert same, (key, name)
+            now = after["state"][key][name]
+            assert torch.equal(*(getattr(tensor, "local", tensor) for tensor in (value, now))), (key, name)
 
 
 def test_reload_takes_full_precision_values_where_there_are_some() -> None:
@@ -708,5 +751,5 @@ def test_reload_takes_full_precision_values_where_there_are_some() -> None:
     model.b.bias.data.fill_(2.0)
     optimizers[0].reload({"a.bias": values})
     state = optimizers[0].state_dict()["state"]
-    assert torch.equal(state["a.bias[0:12]"]["master"], values[:12])
-    assert torch.equal(state["b.bias[0:2]"]["master"], torch.full((2,), 2.0))
+    assert torch.equal(state["a.bias"]["master"].local, values[:12])
+    assert torch.equal(state["b.bias"]["master"].local, torch.full((2,), 2.0))
