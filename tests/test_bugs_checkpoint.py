@@ -1,0 +1,278 @@
+"""What went wrong with an optimizer's state on its way through torch's distributed checkpoint, without a word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import fxpipe
+from fxpipe.errors import CheckpointError, RunError
+from tests.pool import Pool
+from tests.test_parallelize import in_a_new_world
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
+
+
+class Twins(nn.Module):
+    """Two stages alike, so that the same numbers of parameters mean different ones; biases odd in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.first(x).tanh())
+        return (self.last(h) - 1).square().mean()
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
+
+
+def compiled(seed: int, pipe: int = 2, data: int = 1, **options: Any) -> fxpipe.ForwardBackward:
+    torch.manual_seed(seed)
+    topology = fxpipe.Topology([("pipe", pipe), ("data", data)])
+    return fxpipe.compile(Twins(), topology, microbatches=2, **options)
+
+
+def step(forward_backward: Any, optimizers: list[Any], number: int) -> float:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = forward_backward(rows(number))
+    for optimizer in optimizers:
+        optimizer.step()
+    return float(loss)
+
+
+Build = Callable[[Any], dict[str, Any]]
+"""ForwardBackward → its optimizers, by the name that they are saved under."""
+
+
+def adam(forward_backward: Any) -> dict[str, Any]:
+    return {"optim": forward_backward.optimizer(torch.optim.AdamW, lr=0.05)}
+
+
+def muon_and_adam(forward_backward: Any) -> dict[str, Any]:
+    return {
+        "matrices": forward_backward.optimizer(torch.optim.Muon, "*.weight", lr=0.05),
+        "rest": forward_backward.optimizer(torch.optim.AdamW, "*.bias", lr=0.05),
+    }
+
+
+def offloaded(forward_backward: Any) -> dict[str, Any]:
+    return {"optim": forward_backward.optimizer(torch.optim.AdamW, lr=0.05, offload=True)}
+
+
+def momentum(forward_backward: Any) -> dict[str, Any]:
+    return {"optim": forward_backward.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5)}
+
+
+def adagrad(forward_backward: Any) -> dict[str, Any]:
+    return {"optim": forward_backward.optimizer(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1)}
+
+
+@in_a_new_world
+def saved(build: Build, options: dict[str, Any], folder: Path, steps: int = 2) -> list[float]:
+    """The losses that follow upon a save."""
+    forward_backward = compiled(0, **options)
+    optimizers = build(forward_backward)
+    for number in range(steps):
+        step(forward_backward, list(optimizers.values()), number)
+    dcp.save({"model": forward_backward, **optimizers}, checkpoint_id=folder)
+    return [step(forward_backward, list(optimizers.values()), number) for number in range(5, 9)]
+
+
+@in_a_new_world
+def loaded(build: Build, options: dict[str, Any], folder: Path) -> list[float]:
+    forward_backward = compiled(1, **options)
+    optimizers = build(forward_backward)
+    dcp.load({"model": forward_backward, **optimizers}, checkpoint_id=folder)
+    return [step(forward_backward, list(optimizers.values()), number) for number in range(5, 9)]
+
+
+PIPE, DATA = {"pipe": 2, "data": 1}, {"pipe": 1, "data": 2}
+
+
+@pytest.mark.parametrize(
+    ("build", "source", "again", "sink"),
+    [
+        (adam, PIPE, adam, PIPE),
+        (muon_and_adam, {**DATA, "zero": 1}, muon_and_adam, PIPE),
+        (muon_and_adam, PIPE, muon_and_adam, {**DATA, "zero": 2}),
+        (offloaded, {**DATA, "zero": 1}, adam, PIPE),
+        (adam, PIPE, offloaded, {**DATA, "zero": 2}),
+        (momentum, PIPE, momentum, {**DATA, "zero": 1}),
+        (adagrad, {**DATA, "zero": 1}, adagrad, PIPE),
+    ],
+)
+def test_every_kind_of_optimizer_goes_on_as_it_was(
+    pool: Pool, tmp_path: Path, build: Build, source: Any, again: Build, sink: Any
+) -> None:
+    """On two equal stages rank 0 had other moments than it saved: integer keys of two ranks were merged."""
+    first = pool.run(saved, build, source, tmp_path, ranks=2)
+    second = pool.run(loaded, again, sink, tmp_path, ranks=2)
+    assert second[0] == pytest.approx(first[0], abs=1e-6)
+    assert second[0] == second[1]
+
+
+@pytest.mark.parametrize("build", [momentum, adagrad, adam])
+def test_what_was_never_stepped_is_loaded_as_such(pool: Pool, tmp_path: Path, build: Build) -> None:
+    """SGD's first step differs from one with a momentum of zeros; Adagrad has its state from the start."""
+    first = pool.run(saved, build, PIPE, tmp_path, 0, ranks=2)
+    assert pool.run(loaded, build, PIPE, tmp_path, ranks=2) == first
+
+
+# --- torch's own helpers ---
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter: groups of several pipe ranks do not collide
+
+
+@in_a_new_world
+def by_torchs_helpers(folder: Path, zero: int, saves: bool) -> list[float]:
+    """As README shows it, with a plain AdamW."""
+    forward_backward = compiled(0 if saves else 1, pipe=2, data=2 if zero else 1, zero=zero)
+    optimizer = torch.optim.AdamW(forward_backward.parameters(), lr=0.05)
+    if saves:
+        step(forward_backward, [optimizer], 0)
+    state = get_optimizer_state_dict(forward_backward.module, optimizer, options=FLAT)
+    if saves:
+        dcp.save({"model": forward_backward, "optim": state}, checkpoint_id=folder)
+    else:
+        dcp.load({"model": forward_backward, "optim": state}, checkpoint_id=folder)
+        set_optimizer_state_dict(forward_backward.module, optimizer, state, options=FLAT)
+    return [step(forward_backward, [optimizer], number) for number in range(5, 9)]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_plain_optimizer_goes_through_torchs_helpers(pool: Pool, tmp_path: Path, zero: int) -> None:
+    ranks = 4 if zero else 2
+    first = pool.run(by_torchs_helpers, tmp_path, zero, True, ranks=ranks)
+    assert pool.run(by_torchs_helpers, tmp_path, zero, False, ranks=ranks) == first
+    torch.manual_seed(1)
+    plain = Twins()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    state = {"model": get_model_state_dict(plain), "optim": get_optimizer_state_dict(plain, optimizer, options=FLAT)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(plain, optimizer, state["optim"], options=FLAT)
+    losses = []
+    for number in range(5, 9):
+        optimizer.zero_grad()
+        loss = plain(rows(number))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == pytest.approx(first[0], abs=1e-6)
+
+
+def test_torchs_helpers_refuse_fxpipes_optimizer_and_say_what_to_write() -> None:
+    """They took its names for numbers, and gave one parameter's state to another."""
+    forward_backward = compiled(0, pipe=1)
+    optimizer = adam(forward_backward)["optim"]
+    step(forward_backward, [optimizer], 0)
+    remedy = re.escape('dcp.save({"model": forward_backward, "optim": optimizer})')
+    with pytest.raises(CheckpointError, match=remedy):
+        get_optimizer_state_dict(forward_backward.module, optimizer)
+    with pytest.raises(CheckpointError, match=remedy):
+        set_optimizer_state_dict(forward_backward.module, optimizer, optimizer.state_dict())
+
+
+# --- groups ---
+
+
+@in_a_new_world
+def names_in_groups() -> list[list[str]]:
+    forward_backward = compiled(0)
+    mine = list(forward_backward.parameters())  # this rank's alone
+    groups = [{"params": [p for p in mine if p.ndim > 1]}, {"params": [p for p in mine if p.ndim < 2], "lr": 0.1}]
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, groups)
+    return [group["params"] for group in optimizer.state_dict()["param_groups"]]
+
+
+def test_groups_name_the_whole_models_parameters_on_every_rank(pool: Pool) -> None:
+    """One rank's list is what a checkpoint keeps: ["a"] and ["b"] were loaded as ["b"] everywhere."""
+    wanted = [["first.weight", "last.weight"], ["first.bias", "last.bias"]]
+    assert pool.run(names_in_groups, ranks=2) == [wanted, wanted]
+
+
+@in_a_new_world
+def message_of(kind: str) -> str:
+    forward_backward = compiled(0)
+    rank = torch.distributed.get_rank()
+    groups: Any = {
+        "options": [{"params": list(forward_backward.parameters()), "lr": 0.1 * (rank + 1)}],
+        "count": [{"params": [parameter]} for parameter in forward_backward.parameters()][: 2 - rank],
+        "wrong on one": ["no.such.name"] if rank else None,
+    }[kind]
+    with pytest.raises(RunError) as caught:
+        forward_backward.optimizer(torch.optim.AdamW, groups)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("options", "pipe ranks 0 and 1 have made parameter groups of their own.*name their parameters on all ranks"),
+        ("count", "pipe ranks 0 and 1 have made parameter groups of their own"),
+        ("wrong on one", r"asks for 'no\.such\.name'"),
+    ],
+)
+def test_groups_that_differ_between_ranks_are_refused_on_all(pool: Pool, kind: str, message: str) -> None:
+    assert all(re.search(message, told) for told in pool.run(message_of, kind, ranks=2))
+
+
+# --- frozen parameters ---
+
+
+@pytest.mark.parametrize(("frozen_then", "frozen_now"), [(True, True), (False, True)])
+def test_a_frozen_parameter_needs_no_state(tmp_path: Path, frozen_then: bool, frozen_now: bool) -> None:
+    parts = []
+    for seed, frozen in ((0, frozen_then), (1, frozen_now)):
+        torch.manual_seed(seed)
+        model = Twins()
+        model.first.requires_grad_(not frozen)
+        forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2)
+        parts.append((forward_backward, adam(forward_backward)["optim"]))
+    (source, optimizer), (sink, other) = parts
+    step(source, [optimizer], 0)
+    dcp.save({"model": source, "optim": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"model": sink, "optim": other}, checkpoint_id=tmp_path, no_dist=True)
+    got, wanted = other.state_dict()["state"], optimizer.state_dict()["state"]
+    assert set(got) == {"last.weight", "last.bias"}
+    assert all(torch.equal(got[name][key], wanted[name][key]) for name in got for key in got[name])
+
+
+def test_a_state_dict_of_the_plain_optimizer_loads_as_it_is() -> None:
+    """Whole tensors, without a checkpoint in between: torch.save and torch.load of get_optimizer_state_dict."""
+    torch.manual_seed(0)
+    plain = Twins()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    plain(rows(0)).backward()
+    optimizer.step()
+    forward_backward = compiled(1, pipe=2)
+    forward_backward.load_state_dict(plain.state_dict())
+    mine = forward_backward.optimizer(torch.optim.AdamW, lr=0.9)
+    mine.load_state_dict(get_optimizer_state_dict(plain, optimizer))
+    assert mine.param_groups[0]["lr"] == 0.05
+    with pytest.raises(CheckpointError, match=r"parameter groups lack 'first\.weight'.*get_optimizer_state_dict"):
+        mine.load_state_dict(optimizer.state_dict())
+    losses = []
+    for number in range(5, 8):
+        optimizer.zero_grad()
+        loss = plain(rows(number))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert [step(forward_backward, [mine], number) for number in range(5, 8)] == pytest.approx(losses, abs=1e-6)
