@@ -21,6 +21,7 @@ from fxpipe.batch import join
 from fxpipe.checkpoint import full_state_dict, load_into
 from fxpipe.clip import clip_grad_norm_
 from fxpipe.costs import Cost
+from fxpipe.detached import detached
 from fxpipe.dtensors import settle_foreach
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.exchange import Exchange, Mailbox, WireExchange
@@ -252,7 +253,8 @@ class ForwardBackward:
             self._recorder.keep(self._step, agreed.plan.schedule, [e.stopwatch for e in executors])
             self._step += 1
             self.metrics = dict(outcome.metrics)
-            return outcome.loss
+        loss: Tensor = detached(outcome.loss)
+        return loss
 
     def _run(
         self, agreed: Agreed, batches: list[dict[str, Any]], shares: Sequence[float], training: bool
@@ -268,6 +270,7 @@ class ForwardBackward:
             training,
             agreed.pattern.autocast,
             shares if agreed.sums else None,
+            step_number,
         )
         with within([region._replace(enabled=False) for region in step.autocast]):
             return self._play(agreed, step)

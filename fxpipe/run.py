@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.action import Action, Op
 from fxpipe.callables import Saved, edges
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, noted
 from fxpipe.exchange import Exchange
 from fxpipe.ir import Edge, Stage, StageGraph, bytes_in
 from fxpipe.loss import StepLoss, read_loss
@@ -27,7 +27,8 @@ class Step:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
     ``metric_shares``: each micro-batch's part of the metrics beside the loss, where that is another.
-    ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside."""
+    ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
+    ``number``: its own, from 0."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
@@ -35,6 +36,7 @@ class Step:
     training: bool
     autocast: tuple[Autocast, ...] = ()
     metric_shares: Sequence[float] | None = None
+    number: int = 0
 
 
 class Parameters(Protocol):
@@ -119,7 +121,7 @@ class Executor:
             if stage.draws_random
             else contextlib.nullcontext()
         )
-        with self._grad(), within(self.step.autocast), random:
+        with self._telling(action, stage), self._grad(), within(self.step.autocast), random:
             outputs, saved = stage.forward(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
@@ -130,6 +132,14 @@ class Executor:
             self._values[self._index[edge], Op.F, microbatch] = value
             if edge not in self.bytes_of:
                 self.bytes_of[edge] = bytes_in(value)
+
+    def _telling(self, action: Action, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        """What fails in the user's code says where in the step it was; all counted from 0."""
+        what = "forward" if action.op is Op.F else "backward"
+        step = f"step {self.step.number}" if self.step.training else "in evaluate"
+        return noted(
+            lambda: f"in the {what} of stage {stage.index} `{stage.name}`, micro-batch {action.microbatch}, {step}"
+        )
 
     def _keep_result(self, stage: Stage, microbatch: int, result: Any, saved: Saved) -> None:
         if not self.step.training:
@@ -148,7 +158,8 @@ class Executor:
             self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs
         ] + [True] * stage.returns_result
         self.stopwatch.mark()
-        returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
+        with self._telling(action, stage):
+            returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
         self.stopwatch.end(action)
         for entry, gradient in zip(stage.inputs, returned, strict=True):
             if isinstance(entry, Edge) and self.graph[entry.source].has_backward:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 # A file imports only from rows above its own, and from its own row. Rows as in the design, top to bottom.
 ROWS = """
-    errors marker wire seeds collector
+    errors marker wire seeds collector detached
     topology action callables modes progress weights weight_files marks dtensors
     ir costs dependency lower loss batch
     schedule verify simulate timeline held comparison bound show picture chrome_trace csv_file csv_messages
