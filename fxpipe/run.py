@@ -14,6 +14,7 @@ from fxpipe.action import Action, Op
 from fxpipe.callables import Saved, edges
 from fxpipe.errors import RunError, noted
 from fxpipe.exchange import Exchange
+from fxpipe.finite import Extremes
 from fxpipe.ir import Edge, Stage, StageGraph, bytes_in
 from fxpipe.loss import StepLoss, read_loss
 from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send
@@ -28,7 +29,7 @@ class Step:
     micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
     ``metric_shares``: each micro-batch's part of the metrics beside the loss, where that is another.
     ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
-    ``number``: its own, from 0."""
+    ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
@@ -37,6 +38,7 @@ class Step:
     autocast: tuple[Autocast, ...] = ()
     metric_shares: Sequence[float] | None = None
     number: int = 0
+    extremes: Extremes | None = None
 
 
 class Parameters(Protocol):
@@ -125,6 +127,8 @@ class Executor:
             outputs, saved = stage.forward(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
+        if (extremes := self._extremes(microbatch)) is not None:
+            extremes.add_outputs(stage.index, microbatch, outputs[: len(stage.outputs)])
         self.stopwatch.end(action)
         if self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
             self._saved[stage.index, microbatch] = saved
@@ -141,6 +145,10 @@ class Executor:
             lambda: f"in the {what} of stage {stage.index} `{stage.name}`, micro-batch {action.microbatch}, {step}"
         )
 
+    def _extremes(self, microbatch: int) -> Extremes | None:
+        """What looks at a micro-batch; of one without weight nothing counts."""
+        return self.step.extremes if self._runs(Op.B, microbatch) else None
+
     def _keep_result(self, stage: Stage, microbatch: int, result: Any, saved: Saved) -> None:
         if not self.step.training:
             self.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
@@ -148,6 +156,8 @@ class Executor:
         part = read_loss(result)
         if stage.has_backward and self._runs(Op.B, microbatch) and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
+        if (extremes := self._extremes(microbatch)) is not None:
+            extremes.add_loss(stage.index, microbatch, part.value)
         of_metrics = None if self.step.metric_shares is None else self.step.metric_shares[microbatch]
         saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch], of_metrics))
 
