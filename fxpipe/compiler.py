@@ -69,6 +69,7 @@ def compile(
     parallelize: Callable[..., None] | None = None,
     stage_compiler: Callable[..., Any] | None = None,
     passes: Sequence[Pass] | None = None,
+    error_if_nonfinite: bool = False,
 ) -> ForwardBackward:
     """Compiles a model into one function that replaces the forward and backward of a training loop.
 
@@ -103,6 +104,9 @@ def compile(
         parallelize: ``(stage_module, mesh) -> None``, applied to this rank's stages: FSDP2, tensor parallelism, ...
         stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``.
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
+        error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks alike and before
+            an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
+            step, micro-batch and stage.
 
     Raises:
         TraceError, PartitionError, ScheduleError, TopologyError: what cannot be done, on all ranks alike.
@@ -123,7 +127,8 @@ def compile(
         placement,
         notes=(
             f"batch_dim={batch_dim}, loss_weight {'given' if loss_weight else 'not given'}, zero={zero}, "
-            f"zero_scope={zero_scope}, bucket_cap_mb={bucket_cap_mb}, {precision}"
+            f"zero_scope={zero_scope}, bucket_cap_mb={bucket_cap_mb}, {precision}, "
+            f"error_if_nonfinite={error_if_nonfinite}"
         ),
         stage_compiler=stage_compiler,
     )
@@ -147,7 +152,7 @@ def compile(
         seed = _base_seed(topology, transport)
         holding = take_hold(planner, topology, transport, owners, wish, seed)
         device = device_of(planner.first, owners, transport)
-    return ForwardBackward(planner, topology, transport, holding, owners, options, seed, device)
+    return ForwardBackward(planner, topology, transport, holding, owners, options, seed, device, error_if_nonfinite)
 
 
 def preview(

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -21,8 +22,10 @@ from fxpipe.batch import join
 from fxpipe.checkpoint import full_state_dict, load_into
 from fxpipe.clip import clip_grad_norm_
 from fxpipe.costs import Cost
+from fxpipe.detached import detached
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.exchange import Exchange, Mailbox, WireExchange
+from fxpipe.finite import Watch
 from fxpipe.holding import Holding
 from fxpipe.ir import StageGraph
 from fxpipe.lower import is_forward
@@ -49,7 +52,9 @@ class ForwardBackward:
 
     Every rank of a pipe group passes the same batch, or None for inputs that are not in its ``required_inputs``. The
     loss comes back detached, 0-dimensional, on every rank, on the device and without waiting for it; gradients are
-    complete, averaged over the data axis, in ``.grad`` of this rank's ``parameters()``.
+    complete, averaged over the data axis, in ``.grad`` of this rank's ``parameters()``. The first loss that is inf or
+    nan is told of in one warning, by the call after it, ``evaluate`` or ``state_dict(full=True)``: by then it is known
+    without having waited for it.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class ForwardBackward:
         options: Options,
         base_seed: int,
         device: torch.device,
+        error_if_nonfinite: bool = False,
     ) -> None:
         self.topology = topology
         self.metrics: dict[str, Tensor] = {}
@@ -79,6 +85,9 @@ class ForwardBackward:
         self._failure: str | None = None
         self._device = device
         self._recorder = Recorder(transport, device)
+        alike = topology.coordinate(transport.rank)  # along other axes ranks do the same work on the same data
+        leads = not any(place for axis, place in alike.items() if axis not in ("pipe", "data"))
+        self._watch = Watch(transport, error_if_nonfinite, leads)
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, self._device)
 
     # what it is
@@ -154,6 +163,7 @@ class ForwardBackward:
             device=self._device,
             originals=self._originals,
             elementwise=elementwise,
+            cause=self._watch.cause,
         )
         self._optimizers.add(optimizer)
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -198,6 +208,7 @@ class ForwardBackward:
         with self._evaluating():
             agreed, batches = self._agree([(args, kwargs)], split_evenly=True, training=False)
             with self._failing_together():
+                self._tell_of_last()
                 shares = _normalised(self._agreement.weights(agreed, batches))
                 with self._reducer.evaluating(agreed.plan.graphs, self._actions(agreed.plan)):
                     executors = self._run(agreed, batches, shares, training=False)
@@ -246,9 +257,19 @@ class ForwardBackward:
             if known is None:
                 self._learn_bytes(executors)
             self._recorder.keep(self._step, agreed.plan.schedule, [e.stopwatch for e in executors])
+            broken = self._watch.end(self._step, outcome.loss, agreed.plan.graph.names)
             self._step += 1
             self.metrics = dict(outcome.metrics)
-            return outcome.loss
+        if broken:  # nothing is under way, and all ranks raise it: one can go on
+            raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
+        loss: Tensor = detached(outcome.loss)
+        return loss
+
+    def _tell_of_last(self) -> None:
+        """Where the ranks of a pipe group meet outside of a step."""
+        text = self._watch.look("pipe")
+        if text:
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _run(
         self, agreed: Agreed, batches: list[dict[str, Any]], shares: Sequence[float], training: bool
@@ -264,6 +285,8 @@ class ForwardBackward:
             training,
             agreed.pattern.autocast,
             shares if agreed.sums else None,
+            step_number,
+            self._watch.begin() if training else None,
         )
         with within([region._replace(enabled=False) for region in step.autocast]):
             return self._play(agreed, step)
@@ -427,6 +450,7 @@ class ForwardBackward:
         if not full:
             return self.module.state_dict()
         with self._failing_together():
+            self._tell_of_last()
             return full_state_dict(self._planner.module, self.module, self._owners, self._transport, self._device)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

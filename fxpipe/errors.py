@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 class FxpipeError(Exception):
@@ -32,6 +33,22 @@ class RunError(FxpipeError):
 
 class CheckpointError(FxpipeError):
     """A state dict or checkpoint does not fit the model or the optimizer."""
+
+
+@contextlib.contextmanager
+def noted(note: Callable[[], str]) -> Iterator[None]:
+    """What fails inside, Ctrl-C included, remains what it is and bears a note that says where it was."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # some let nothing be added; the error itself is what counts
+            error.add_note(note())
+        raise
+
+
+def told(error: BaseException) -> str:
+    """An error in words for those that it was not raised for, with its notes."""
+    return "\n".join([f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))])
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

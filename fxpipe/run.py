@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.action import Action, Op
 from fxpipe.callables import Saved, edges
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, noted
 from fxpipe.exchange import Exchange
+from fxpipe.finite import Extremes
 from fxpipe.ir import Edge, Stage, StageGraph, bytes_in
 from fxpipe.loss import StepLoss, read_loss
 from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send
@@ -27,7 +28,8 @@ class Step:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
     ``metric_shares``: each micro-batch's part of the metrics beside the loss, where that is another.
-    ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside."""
+    ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
+    ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
@@ -35,6 +37,8 @@ class Step:
     training: bool
     autocast: tuple[Autocast, ...] = ()
     metric_shares: Sequence[float] | None = None
+    number: int = 0
+    extremes: Extremes | None = None
 
 
 class Parameters(Protocol):
@@ -119,10 +123,12 @@ class Executor:
             if stage.draws_random
             else contextlib.nullcontext()
         )
-        with self._grad(), within(self.step.autocast), random:
+        with self._telling(action, stage), self._grad(), within(self.step.autocast), random:
             outputs, saved = stage.forward(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
+        if (extremes := self._extremes(microbatch)) is not None:
+            extremes.add_outputs(stage.index, microbatch, outputs[: len(stage.outputs)])
         self.stopwatch.end(action)
         if self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
             self._saved[stage.index, microbatch] = saved
@@ -131,6 +137,18 @@ class Executor:
             if edge not in self.bytes_of:
                 self.bytes_of[edge] = bytes_in(value)
 
+    def _telling(self, action: Action, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        """What fails in the user's code says where in the step it was; all counted from 0."""
+        what = "forward" if action.op is Op.F else "backward"
+        step = f"step {self.step.number}" if self.step.training else "in evaluate"
+        return noted(
+            lambda: f"in the {what} of stage {stage.index} `{stage.name}`, micro-batch {action.microbatch}, {step}"
+        )
+
+    def _extremes(self, microbatch: int) -> Extremes | None:
+        """What looks at a micro-batch; of one without weight nothing counts."""
+        return self.step.extremes if self._runs(Op.B, microbatch) else None
+
     def _keep_result(self, stage: Stage, microbatch: int, result: Any, saved: Saved) -> None:
         if not self.step.training:
             self.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
@@ -138,6 +156,8 @@ class Executor:
         part = read_loss(result)
         if stage.has_backward and self._runs(Op.B, microbatch) and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
+        if (extremes := self._extremes(microbatch)) is not None:
+            extremes.add_loss(stage.index, microbatch, part.value)
         of_metrics = None if self.step.metric_shares is None else self.step.metric_shares[microbatch]
         saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch], of_metrics))
 
@@ -148,7 +168,8 @@ class Executor:
             self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs
         ] + [True] * stage.returns_result
         self.stopwatch.mark()
-        returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
+        with self._telling(action, stage):
+            returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
         self.stopwatch.end(action)
         for entry, gradient in zip(stage.inputs, returned, strict=True):
             if isinstance(entry, Edge) and self.graph[entry.source].has_backward:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.collective import Collective, PeerLost, Scope, Starter, Streams, Threads, Work, without_frames
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, told
 from fxpipe.topology import Topology, served_device_type
 
 Pair = tuple[int, int]
@@ -103,7 +103,7 @@ def failing_together(
         lost = without_frames(error)
     except BaseException as error:
         if not isinstance(error, spare):
-            give_up(f"{type(error).__name__}: {error}")
+            give_up(told(error))
         raise
     if lost is not None:  # outside of the handler, whose traceback would keep the connections open
         let_go()

@@ -92,8 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     A parameter that nobody used has no gradient, and stays as it is. With ``precision`` a step for which any rank's
     gradient has an inf or nan is skipped on all ranks, whichever optimizer the gradient belongs to; ``skipped_steps``
-    counts them, and rank 0 warns of the first. ``zero_grad(set_to_none=False)`` sets to None all the same where
-    gradients are sharded.
+    counts them, and rank 0 warns of the first and, where that is known, of why. ``zero_grad(set_to_none=False)`` sets
+    to None all the same where gradients are sharded.
 
     Args:
         params: as in :func:`fxpipe.groups.resolve_groups`; None for all.
@@ -102,6 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         precision: steps masters of this type. offload: steps on the CPU, with masters and state there.
         originals: parameters before they were rounded, by name, for the masters.
         elementwise: whether ``cls`` steps each element by itself; None: whether it is known to, see ``ELEMENTWISE``.
+        cause: what is known of why a step is left out, the same on every rank; called by all of them.
 
     Raises:
         RunError: ``cls`` is LBFGS or SparseAdam; or a group asks for what is no parameter of the model.
@@ -122,6 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         device: torch.device | None = None,
         originals: Mapping[str, Tensor] | None = None,
         elementwise: bool | None = None,
+        cause: Callable[[], str] = str,
     ) -> None:
         self._inner: torch.optim.Optimizer | None = None
         self._cls, self._kw = cls, dict(kw)
@@ -134,6 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._precision, self._offload = precision, offload
         self._device = transport.device if device is None else device
         self._elementwise = is_elementwise(cls) if elementwise is None else elementwise
+        self._cause = cause
         self._claims: list[Claim] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
@@ -278,11 +281,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _skip(self, number: int, broken: Sequence[int]) -> None:
         self.skipped_steps += 1
-        if self.skipped_steps == 1 and self._transport.rank == 0:
+        cause = self._cause()
+        if self._transport.rank == 0 and (self.skipped_steps == 1 or cause):
             ranks = f"rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
             warnings.warn(
-                f"step {number} (from 0) was skipped on all ranks: the gradient on {ranks} has an inf or nan. "
-                "Further ones are counted in optimizer.skipped_steps",
+                f"step {number} (from 0) was skipped on all ranks: the gradient on {ranks} has an inf or nan"
+                f"{cause and f', for {cause}'}. Further ones are counted in optimizer.skipped_steps",
                 RuntimeWarning,
                 stacklevel=4,  # behind step() and torch's wrapper around it
             )

@@ -68,3 +68,13 @@ def test_a_recorded_step_is_timed_with_events_and_makes_no_host_synchronisation(
         for first, second in pairwise(row):
             assert timeline.spans[first].end <= timeline.spans[second].start + 1e-6
     assert all(span.duration > 0 for span in timeline.spans.values())
+
+
+def test_a_loss_that_is_nan_is_told_one_call_late() -> None:
+    forward_backward = fxpipe.compile(Chain().cuda(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
+    batch = torch.randn(32, 64, device="cuda")
+    spoilt = batch.clone()
+    spoilt[10] = float("nan")
+    forward_backward(spoilt)
+    with pytest.warns(RuntimeWarning, match="the loss of step 0 is nan: micro-batch 1 is the first whose"):
+        forward_backward(batch)

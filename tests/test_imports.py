@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 # A file imports only from rows above its own, and from its own row. Rows as in the design, top to bottom.
 ROWS = """
-    errors marker wire seeds collector
+    errors marker wire seeds collector detached
     topology action callables modes progress weights weight_files marks dtensors slices
     ir costs dependency lower loss batch
     schedule verify simulate timeline held comparison bound show picture chrome_trace csv_file csv_messages
@@ -31,7 +31,7 @@ ROWS = """
     collective bucket
     stopwatch
     traffic
-    transport strict connect metered data_axis broadcast exchange outcome
+    transport strict connect metered data_axis broadcast exchange outcome finite
     flat reduce clip target optimizer_state zero fsdp_unit fully_sharded
     stage_copy sharded_stage parallel parallel_stages parallel_gradients
     captures

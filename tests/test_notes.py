@@ -1,0 +1,184 @@
+"""What fails inside a stage says in which, and where in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.collective import PeerLost
+from fxpipe.errors import noted, told
+from fxpipe.strict import run_strict
+from tests.harness import engine_of
+
+TWO = fxpipe.Topology([("pipe", 2)])
+
+
+class Refused(Exception):
+    """The user's own error."""
+
+
+class Sealed(Exception):
+    """An error that takes no notes."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "__notes__":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+class Slotted(Exception):
+    __slots__ = ()
+
+
+class Marked(torch.autograd.Function):
+    """Fails on rows that are as large as ``limit``, forwards or backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str, kind: type[BaseException]) -> Tensor:
+        ctx.where, ctx.kind, ctx.large = where, kind, bool((x > 100).any())
+        if where == "forward" and ctx.large:
+            raise kind("too large")
+        return x.clamp(max=1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.where == "backward" and ctx.large:
+            raise ctx.kind("too large")
+        return gradients[0], None, None
+
+
+class Marking(nn.Module):
+    def __init__(self, where: str, kind: type[BaseException]) -> None:
+        super().__init__()
+        self.linear, self.where, self.kind = nn.Linear(4, 4), where, kind
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return self.linear(h) + Marked.apply(x + h * 0, self.where, self.kind)
+
+
+def graph(where: str = "forward", kind: type[BaseException] = Refused) -> fxpipe.StageGraph:
+    return fxpipe.StageGraph.from_callables(
+        {"decoder": nn.Linear(4, 4), "head": Marking(where, kind), "loss": lambda y: y.square().mean()},
+        [("decoder", "head"), ("head", "loss")],
+        {"decoder": ["x"], "head": ["x"]},
+    )
+
+
+def batch(large: bool = True) -> Tensor:
+    x = torch.zeros(8, 4)
+    x[5] = 1000.0 if large else 0.0
+    return x
+
+
+def failed(where: str, kind: type[BaseException], evaluates: bool = False) -> tuple[str, str, list[str], str]:
+    """The type, text and notes of what this rank raises in its third step; and what the next call says."""
+    placement = {"decoder": 0, "head": 1, "loss": 1}
+    forward_backward = fxpipe.compile(graph(where, kind), TWO, microbatches=4, placement=placement)
+    for _ in range(2):
+        forward_backward(batch(large=False))
+    call = forward_backward.evaluate if evaluates else forward_backward
+    try:
+        call(batch())
+    except BaseException as error:
+        raised = (type(error).__name__, str(error), getattr(error, "__notes__", []))
+        if isinstance(error, PeerLost | fxpipe.RunError) or current_process_plays_all(forward_backward):
+            return *raised, ""
+        with pytest.raises(fxpipe.RunError) as again:
+            forward_backward(batch(large=False))
+        return *raised, str(again.value)
+    raise AssertionError("it has not failed")
+
+
+def current_process_plays_all(forward_backward: fxpipe.ForwardBackward) -> bool:
+    return forward_backward._transport.pipe_rank is None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("engine", ["local", "distributed"])
+def test_an_error_keeps_its_type_and_bears_a_note(request: pytest.FixtureRequest, engine: str, where: str) -> None:
+    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    *others, (kind, text, notes, again) = run(2, failed, where, Refused)
+    note = f"in the {where} of stage 1 `head`, micro-batch 2, step 2"
+    assert (kind, text, notes) == ("Refused", "too large", [note])
+    assert ("an earlier step failed (Refused: too large)" in again) == bool(others)
+    for other_kind, other_text, _, _ in others:
+        assert other_kind == "RunError"
+        assert other_text == f"another rank failed: rank 1: Refused: too large\n{note}"
+
+
+def test_the_strict_engine_tells_it_to_all() -> None:
+    with pytest.raises(fxpipe.RunError, match="rank 1: Refused: too large\nin the forward of stage 1 `head`"):
+        run_strict(lambda rank: failed("forward", Refused), 2)
+
+
+def test_in_evaluation_no_step_is_counted() -> None:
+    _, _, notes, _ = failed("forward", Refused, evaluates=True)
+    assert notes == ["in the forward of stage 1 `head`, micro-batch 2, in evaluate"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, StopIteration, SystemExit, Slotted, MemoryError])
+def test_any_error_bears_it_and_remains_what_it_is(kind: type[BaseException]) -> None:
+    name, _, notes, _ = failed("forward", kind)
+    assert name == kind.__name__
+    assert notes == ["in the forward of stage 1 `head`, micro-batch 2, step 2"]
+
+
+def test_an_error_that_takes_no_note_remains_what_it_is() -> None:
+    assert failed("forward", Sealed)[:3] == ("Sealed", "too large", [])
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_whatever_has_captured_the_stages(tracer: str) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Embedding(4, 4)
+
+        def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+            return (fxpipe.stage_boundary(self.a(x)) + self.b(tokens)).square().mean()
+
+    tokens = torch.zeros(8, dtype=torch.long)
+    forward_backward = fxpipe.compile(
+        Chain(), TWO, microbatches=4, tracer=tracer, example_args=(batch(large=False), tokens)
+    )
+    tokens[7] = 4
+    with pytest.raises(IndexError, match="out of range") as error:
+        forward_backward(batch(large=False), tokens)
+    assert error.value.__notes__[-1] == "in the forward of stage 1 `b`, micro-batch 3, step 0"
+
+
+def test_a_loss_that_is_none_says_where() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(fxpipe.stage_boundary(self.a(x)))
+
+    with pytest.raises(fxpipe.RunError, match="must be one number") as error:
+        fxpipe.compile(Rows(), TWO, microbatches=4)(batch())
+    assert error.value.__notes__ == ["in the forward of stage 1 `b`, micro-batch 0, step 0"]
+
+
+def test_what_does_not_fail_costs_no_text() -> None:
+    def note() -> str:
+        raise AssertionError("nobody has failed")
+
+    with noted(note):
+        pass
+
+
+@pytest.mark.parametrize("make", [lambda: ValueError("x"), lambda: KeyError("x")])
+def test_an_error_is_told_with_its_notes(make: Callable[[], Exception]) -> None:
+    error = make()
+    plain = f"{type(error).__name__}: {error}"
+    assert told(error) == plain
+    error.add_note("here")
+    error.add_note("and there")
+    assert told(error) == f"{plain}\nhere\nand there"
