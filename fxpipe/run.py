@@ -26,7 +26,6 @@ from fxpipe.stopwatch import Stopwatch
 class Step:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
-    ``metric_shares``: each micro-batch's part of the metrics beside the loss, where that is another.
     ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside."""
 
     batches: Sequence[Mapping[str, Any]]
@@ -34,7 +33,6 @@ class Step:
     seed: Callable[[int, int], int]
     training: bool
     autocast: tuple[Autocast, ...] = ()
-    metric_shares: Sequence[float] | None = None
 
 
 class Parameters(Protocol):
@@ -138,8 +136,7 @@ class Executor:
         part = read_loss(result)
         if stage.has_backward and self._runs(Op.B, microbatch) and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
-        of_metrics = None if self.step.metric_shares is None else self.step.metric_shares[microbatch]
-        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch], of_metrics))
+        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch]))
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self._stage(action), action.microbatch
