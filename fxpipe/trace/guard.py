@@ -59,6 +59,7 @@ class Guard:
                 patched(nn.Module, "__setattr__", self._guarded_setattr()),
                 patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
                 patched(torch.autocast, "__enter__", _refuse_autocast),
+                patched(torch.autograd, "backward", refuse_backward),
                 no_checkpoints(),
             ):
                 yield
@@ -153,6 +154,13 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "be the same ever after",
                 "use it as self.<name>, which is recorded",
             )
+
+
+def refuse_backward(*args: Any, **kwargs: Any) -> Any:
+    raise refuse(
+        "forward calls backward, which adds to .grad beside the step",
+        "take gradients with torch.autograd.grad, where all that they go through is in one stage",
+    )
 
 
 def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
