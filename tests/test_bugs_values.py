@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import backward
 
 import fxpipe
 from fxpipe import Topology, TraceError, stage_boundary
@@ -397,6 +398,11 @@ def by_autograd(model: nn.Module, h: Tensor) -> Tensor:
     return h
 
 
+def by_bound_name(model: nn.Module, h: Tensor) -> Tensor:
+    backward(h.sum(), retain_graph=True)
+    return h
+
+
 def by_func(model: nn.Module, h: Tensor) -> Tensor:
     return torch.func.grad(lambda t: model(t).sum())(h)
 
@@ -422,6 +428,9 @@ def by_dual_numbers(model: nn.Module, h: Tensor) -> Tensor:
         return torch.autograd.forward_ad.unpack_dual(made).tangent
 
 
+OTHERS = [by_method, by_autograd, by_bound_name, by_func, by_vjp, by_jvp, by_jacobian, by_dual_numbers]
+
+
 class Differentiates(nn.Module):
     def __init__(self, how: Callable[[nn.Module, Tensor], Tensor], cut: bool = True) -> None:
         super().__init__()
@@ -434,7 +443,9 @@ class Differentiates(nn.Module):
 
 @pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
 @pytest.mark.parametrize(
-    "how", [by_method, by_autograd, by_func, by_vjp, by_jvp, by_jacobian, by_dual_numbers], ids=lambda how: how.__name__
+    "how",
+    OTHERS,
+    ids=lambda how: how.__name__,
 )
 def test_other_gradients_inside_forward_are_refused_with_the_line(how: Any, tracer: str) -> None:
     with pytest.raises(TraceError, match=r"test_bugs_values\.py"):

@@ -22,6 +22,8 @@ from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 from fxpipe.trace.source import current_line, definition
 
 KEEPS = "tracer='record' keeps it"
+BACKWARD = torch.autograd.backward
+"""As it is outside of a capture: models may have bound it before."""
 
 
 def refuse(fact: str, instead: str) -> TraceError:
@@ -59,7 +61,6 @@ class Guard:
                 patched(nn.Module, "__setattr__", self._guarded_setattr()),
                 patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
                 patched(torch.autocast, "__enter__", _refuse_autocast),
-                patched(torch.autograd, "backward", refuse_backward),
                 no_checkpoints(),
             ):
                 yield

@@ -24,7 +24,7 @@ from fxpipe.ir import Effects
 from fxpipe.marker import boundary
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
-from fxpipe.trace.guard import refuse
+from fxpipe.trace.guard import BACKWARD, refuse, refuse_backward
 from fxpipe.trace.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.snapshot import RandomState, storage_of
 from fxpipe.trace.source import current_line
@@ -196,6 +196,8 @@ class Recorder:
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
         if name in _HOOKS:
             self.problem(f"forward calls {name} on a tensor, which is not recorded", _INSIDE)
+        if function is BACKWARD:
+            refuse_backward()
         if function is torch.autograd.grad:
             self.problem(
                 "forward calls grad on a tensor, which is not recorded",
