@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fxpipe.batch import BatchDim, Description, bind, cut_description, describe, merge, row_count, split, split_rows
+from fxpipe.batch import (
+    ITEMS,
+    BatchDim,
+    Description,
+    bind,
+    cut_description,
+    describe,
+    merge,
+    row_count,
+    split,
+    split_rows,
+)
 from fxpipe.captures import Flags, Pattern
 from fxpipe.errors import RunError
 from fxpipe.ir import StageGraph
-from fxpipe.items import NAME, Items, uses_items
+from fxpipe.items import Items, as_number, with_number
 from fxpipe.modes import Autocast, ambient_autocast
 from fxpipe.plan import Plan, Planner
 from fxpipe.trace import Request
@@ -47,8 +58,6 @@ class Agreed:
     """Rows of each micro-batch."""
     has_loss: bool
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
-    sums: bool = False
-    """Whether the losses of the micro-batches are parts of a sum already: each divides by the whole batch's items."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class Agreement:
         flags = flags_of(self._planner.module)
         try:
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
+            given = given if self._options.items is None else list(map(with_number, given))
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
             return _Offer(training, split_evenly, flags, (), (), f"{error}{hint}"), []
@@ -103,23 +113,39 @@ class Agreement:
         """This rank's inputs per micro-batch."""
         return split(given[0], self._options.batch_dim, agreed.sizes) if offer.split_evenly else given
 
-    def count_items(self, agreed: Agreed, batches: Sequence[dict[str, Any]]) -> None:
-        """Gives each micro-batch the number of the whole batch's items, where the user has not. A collective call of
-        the data axis."""
-        if self._options.items is None:
-            return
-        given = any(batch.get(NAME) is not None for batch in batches)
-        kinds = self._transport.gather_int("data", agreed.sums + 2 * (agreed.sums and given))
-        if len(set(kinds)) > 1:
+    def with_items(
+        self, agreed: Agreed, batches: Sequence[dict[str, Any]], shares: Sequence[float]
+    ) -> list[dict[str, Any]]:
+        """The micro-batches, each with its share of the number of items: the user's, or else the whole batch's count.
+
+        In training a collective call of the data axis.
+        """
+        items, rank = self._options.items, self._transport.pipe_rank
+        if items is None:
+            return list(batches)
+        graph = agreed.plan.graph
+        is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, graph.placement[s.index]))
+        numbers: list[Any] = [batch.get(ITEMS) for batch in batches]
+        is_given = any(number is not None for number in numbers)
+        if agreed.pattern.training and len(set(self._transport.gather_int("data", is_asked + is_asked * is_given))) > 1:
             raise RunError(
-                f"the loss of some replicas divides by {NAME} and that of others does not, or it was given to some; "
+                f"the loss of some replicas divides by {ITEMS} and that of others does not, or it was given to some; "
                 "pass the same inputs on all"
             )
-        if agreed.sums and not given and uses_items(agreed.plan.graph, self._transport.pipe_rank):
-            count = self._options.items.count(batches).to(self._transport.device)
-            self._transport.all_reduce("data", count)
-            for batch in batches:
-                batch[NAME] = count.clamp(min=1)
+        if not is_asked:
+            return list(batches)
+        if not is_given:
+            numbers = [self._counted(items, batches)] * len(batches)
+        return [
+            batch | {ITEMS: number * (share or 1.0)}  # nothing comes of one without weight, nor should it divide by 0
+            for batch, number, share in zip(batches, numbers, shares, strict=True)
+        ]
+
+    def _counted(self, items: Items, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """The items of the whole batch, over all replicas: 0-dimensional, float32."""
+        count = items.count(batches).to(self._transport.device)
+        self._transport.all_reduce("data", count)
+        return as_number(count.clamp(min=1))
 
     def weights(self, agreed: Agreed, batches: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
         """The weight of each micro-batch, the same on every rank."""
@@ -143,8 +169,8 @@ class Agreement:
             if rank is None or graph.placement[stage.index] == rank
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
-        if NAME in used:
-            used = (used | {"labels"}) - {NAME}  # from which it is made
+        if ITEMS in used:
+            used = (used | {"labels"}) - {ITEMS}  # from which it is made
         return tuple(name for name in graph.inputs if name in used)
 
     def _signature_for(self, training: bool) -> inspect.Signature:
@@ -161,14 +187,14 @@ class Agreement:
         sizes = self._sizes(merged, first)
         if first.split_evenly:
             merged = [cut_description(merged[0], self._options.batch_dim, size) for size in sizes]
-        items = self._options.items if first.training else None
-        if items is not None:
+        items = self._options.items
+        if items is not None and first.training:
             merged = [items.described(description) for description in merged]
         pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
         plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
-        return Agreed(len(self._settled), pattern, plan, sizes, has_loss, items is not None and uses_items(plan.graph))
+        return Agreed(len(self._settled), pattern, plan, sizes, has_loss)
 
     def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
         counts = [row_count(description, self._options.batch_dim) for description in merged]

@@ -16,6 +16,9 @@ from fxpipe.loss import Sum
 
 BatchDim = int | Mapping[str, int | None]
 
+ITEMS = "num_items_in_batch"
+"""The input that Hugging Face's losses divide by in place of a micro-batch's own labels; float32, 0-dimensional."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Of what lies in a container beside tensors, what a capture can hold for alone."""
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from fxpipe.errors import RunError
 from fxpipe.wire import duplicate
 
 
@@ -196,6 +197,29 @@ class _Duplicate(torch.autograd.Function):
 def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of that kind for a call that reads no number of it; it takes no memory."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def shapes_of(value: Any) -> Any:
+    """Nested tuples, lists and mappings with its shape in place of each tensor, and None for what is none."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, Mapping):
+        return {key: shapes_of(part) for key, part in value.items()}
+    return [shapes_of(part) for part in value] if isinstance(value, (tuple, list)) else None
+
+
+def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool) -> None:
+    """RunError where a submodule that is called as a whole returns other shapes than it was captured with.
+
+    What comes behind it holds for those alone. ``is_rehearsed``: whether its code looks at the values of tensors.
+    """
+    found = shapes_of(result)
+    if found != captured:
+        raise RunError(
+            f"{name} returned tensors of shapes {found}, but was captured with {captured}, for which alone the rest of "
+            "the program holds: its sizes depend on the values of its inputs, or on what it has kept from earlier "
+            "calls; make them fixed (pad, or mask in place of selecting)"
+        )
 
 
 def setitem(target: Any, index: Any, value: Any) -> Any:

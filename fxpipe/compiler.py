@@ -23,7 +23,7 @@ from fxpipe.engine import ForwardBackward
 from fxpipe.errors import RunError, nearest
 from fxpipe.holding import Wish, device_of, take_hold
 from fxpipe.ir import StageGraph, all_tensors
-from fxpipe.items import Items
+from fxpipe.items import Items, with_number
 from fxpipe.lower import pairs
 from fxpipe.materialise import weights_of
 from fxpipe.metered import Metered
@@ -213,7 +213,7 @@ def _options(
     count = microbatches if microbatches is not None else (4 * ranks if ranks > 1 else 1)
     if count < 1:
         raise RunError(f"microbatches={count}; at least 1 is needed")
-    return Options(count, batch_dim, loss_weight, loss_fn, None if loss_weight else Items.of(model, loss_fn))
+    return Options(count, batch_dim, loss_weight, loss_fn, Items.of(model, loss_fn, loss_weight is None))
 
 
 def _check_options(
@@ -251,7 +251,8 @@ def _first_pattern(
     flags = flags_of(planner.module)
     signature = call_signature(planner, options.loss_fn)
     if example_args is not None or example_kwargs is not None:
-        given = describe(bind_call(signature, example_args or (), example_kwargs or {}), exact=True)
+        inputs = bind_call(signature, example_args or (), example_kwargs or {})
+        given = describe(inputs if options.items is None else with_number(inputs), exact=True)
         parts = _microbatches(given, options)
         if options.items is not None:
             parts = [options.items.described(part) for part in parts]

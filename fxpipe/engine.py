@@ -242,7 +242,6 @@ class ForwardBackward:
         with self._failing_together(FxpipeError):
             self._check_rows(agreed)
         with self._failing_together():
-            self._agreement.count_items(agreed, batches)
             shares = self._shares(agreed, self._agreement.weights(agreed, batches))
             known = self._outcomes.get(agreed.kind)
             scales = self._is_sum is not False
@@ -277,14 +276,14 @@ class ForwardBackward:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
         step_number, replica = self._step, self._transport.data_rank
         if self._precision is not None:
-            batches = cast_batch(batches, self._precision.compute)
+            batches = [cast_batch(batch, self._precision.compute) for batch in batches]
+        batches = self._agreement.with_items(agreed, batches, shares)
         step = Step(
             batches,
-            (1.0,) * len(shares) if agreed.sums else shares,
+            shares,
             lambda stage, microbatch: seed_of(self._base_seed, step_number, stage, microbatch, replica),
             training,
             agreed.pattern.autocast,
-            shares if agreed.sums else None,
             step_number,
             self._watch.begin() if training else None,
         )
@@ -360,11 +359,10 @@ class ForwardBackward:
             )
 
     def _shares(self, agreed: Agreed, weights: Sequence[float]) -> tuple[float, ...]:
-        """Each micro-batch's part of the weight of the step, over all replicas where the loss is made.
-
-        Elsewhere it only matters which of them are 0.
-        """
-        if self._transport.data_size == 1 or self._transport.pipe_rank != agreed.plan.output_rank:
+        """Each micro-batch's part of the weight of the step, over all replicas where it is more than whether it is 0:
+        where the loss is made, or an input is weighted by it."""
+        matters = self._transport.pipe_rank == agreed.plan.output_rank or self._options.items is not None
+        if self._transport.data_size == 1 or not matters:
             return _normalised(weights)
         bits = struct.unpack("<q", struct.pack("<d", sum(weights)))[0]
         return _normalised(weights, _sum_of_bits(self._transport.gather_int("data", bits)))

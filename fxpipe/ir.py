@@ -28,7 +28,8 @@ class Effects:
 
     ``reads``, ``writes``: the model's parameters and buffers that it uses, and those of them that it writes, by name.
     ``shares``: the places, among the tensors that it is given, of those whose memory its result shares; ``unread``: of
-    those whose numbers it neither reads nor returns.
+    those whose numbers it neither reads nor returns. ``is_rehearsed``: whether it was run on made-up numbers, since its
+    code looks at the values of tensors.
     """
 
     reads: tuple[str, ...] = ()
@@ -36,6 +37,7 @@ class Effects:
     shares: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
     draws_random: bool = False
+    is_rehearsed: bool = False
 
 
 @dataclass(frozen=True)

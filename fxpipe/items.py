@@ -1,7 +1,9 @@
 """Items: ``num_items_in_batch``, which Hugging Face's losses divide by in place of a micro-batch's own labels.
 
-Given the number of labels of the whole batch, over all micro-batches and replicas, the losses of the micro-batches add
-up to the whole batch's mean, wherever its padding is.
+With N labels in the whole batch, over all micro-batches and replicas, micro-batch i is given N·wᵢ, wᵢ being the share
+by which its loss is weighted: Σ wᵢ · (totalᵢ / (N·wᵢ)) = Σ totalᵢ / N, the whole batch's mean, wherever its padding is.
+What is not divided by the number (a mean over rows, an auxiliary loss, all of a model that ignores the number) is the
+mean over the micro-batches, so that nobody needs to know what the model does with it.
 """
 
 from __future__ import annotations
@@ -9,43 +11,47 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.batch import Description, Given, Like
+from fxpipe.batch import ITEMS, Description, Given, Like
 from fxpipe.ir import StageGraph
 
-NAME = "num_items_in_batch"
 IGNORED = -100
 """The label that no loss counts."""
-_GIVEN = Given("input", ("", (Like((), torch.int64, (), "cpu", False),)), Like((), torch.int64, (), "cpu", False))
+_LIKE = Like((), torch.float32, (), "cpu", False)
+_GIVEN = Given("input", ("", (_LIKE,)), _LIKE)
 
 
 @dataclass(frozen=True)
 class Items:
-    """How a model's labels are counted. ``shifts``: its loss predicts each label from the one before."""
+    """How a model's labels are counted. ``shifts``: its loss predicts each label from the one before. ``counts``:
+    whether they are, where the user has not given the number."""
 
     shifts: bool
+    counts: bool = True
 
     @staticmethod
-    def of(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | None) -> Items | None:
+    def of(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | None, counts: bool = True) -> Items | None:
         """None where the model takes no ``num_items_in_batch``, by its signature or as transformers' Trainer tells."""
         if isinstance(model, StageGraph) or loss_fn is not None:
             return None
         parameters = inspect.signature(model.forward).parameters
         by_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and hasattr(model, "loss_function")
-        if NAME not in parameters and not (by_kwargs and getattr(model, "accepts_loss_kwargs", True)):
+        if ITEMS not in parameters and not (by_kwargs and getattr(model, "accepts_loss_kwargs", True)):
             return None
         is_causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
         encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        return Items(is_causal and not encoder_decoder)
+        return Items(is_causal and not encoder_decoder, counts)
 
     def described(self, batch: Description) -> Description:
         """The batch, with the number of its items, where it has labels and the user has not given the number."""
-        names = {name for name, given in batch if given.kind == "input"}
-        return (*batch, (NAME, _GIVEN)) if "labels" in names and NAME not in {name for name, _ in batch} else batch
+        kinds = {name: given.kind for name, given in batch}
+        wanted = self.counts and kinds.get("labels") == "input" and ITEMS not in kinds
+        return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
     def count(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """The labels in these micro-batches that a loss counts: 0-dimensional, int64."""
@@ -58,7 +64,11 @@ class Items:
         return labels[..., 1:] if self.shifts else labels
 
 
-def uses_items(graph: StageGraph, rank: int | None = None) -> bool:
-    """Whether a stage (on that rank) divides by the number of items; a model may accept the number and ignore it."""
-    mine = (stage for stage in graph if rank is None or graph.placement[stage.index] == rank)
-    return any(NAME in stage.batch_inputs for stage in mine)
+def with_number(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, a number of items among them as a tensor of the one type that captures hold for."""
+    number = inputs.get(ITEMS)
+    return inputs | {ITEMS: as_number(number)} if isinstance(number, (Tensor, Real)) else inputs
+
+
+def as_number(number: Tensor | Real) -> Tensor:
+    return torch.as_tensor(number).to(torch.float32)

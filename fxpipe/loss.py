@@ -108,10 +108,9 @@ class StepLoss:
         """Whether no micro-batch had any weight."""
         return self._value is None
 
-    def add(self, part: MicrobatchLoss, share: float, metric_share: float | None = None) -> Tensor:
+    def add(self, part: MicrobatchLoss, share: float) -> Tensor:
         """Adds a micro-batch whose share of the step's weight is ``share``; returns what to call backward on.
 
-        ``metric_share``: its share of the metrics' weight, where that is another.
         One without weight, whose numbers may be NaN, adds nothing; what kind of loss it is counts even so.
         """
         self.is_sum, self.dtype, self.metric_names = part.count is not None, part.value.dtype, tuple(part.metrics)
@@ -123,8 +122,7 @@ class StepLoss:
             count = _number(part.count, part.value, torch.float64)
             self._count = count if self._count is None else self._count + count
         for name, metric in part.metrics.items():
-            of_metric = share if metric_share is None else metric_share
-            weighted = _number(metric, part.value, metric_dtype(self.dtype)) * of_metric
+            weighted = _number(metric, part.value, metric_dtype(self.dtype)) * share
             self._metrics[name] = self._metrics[name] + weighted if name in self._metrics else weighted
         return root
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.callables import check_shapes
 from fxpipe.dtensors import is_dtensor
 from fxpipe.errors import RunError
 from fxpipe.ir import Stage, StageGraph
@@ -60,6 +61,7 @@ class Parallel:
             return None
         assert isinstance(stage.module, fx.GraphModule)
         _let_go(stage)
+        _let_be_sharded(stage.module)
         if stage.module is not home.stage.module:
             self._captures += 1
             _move_in(stage, home, self._captures)
@@ -108,6 +110,16 @@ def _let_go(stage: Stage) -> None:
             owner = stage.module.get_submodule(path)
             table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
             table[leaf] = stage.tensors[name]
+
+
+def _let_be_sharded(module: fx.GraphModule) -> None:
+    """The results of submodules may be shards now, of other shapes than those captured; of those whose code looks at
+    values, shapes are checked all the same."""
+    checks = [node for node in module.graph.nodes if node.target is check_shapes and not node.args[3]]
+    for node in checks:
+        module.graph.erase_node(node)
+    if checks:
+        module.recompile()
 
 
 def _move_in(stage: Stage, home: StageCopy, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.batch import ITEMS
 from fxpipe.errors import RunError
 
 
@@ -64,8 +66,12 @@ def cast_parameters(module: nn.Module, precision: Precision) -> dict[str, Tensor
     return originals
 
 
-def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
-    """``batch`` with its floating-point tensors in ``dtype``; everything else as it is."""
-    return pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch
-    )
+def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """``batch`` with its floating-point tensors in ``dtype``; everything else, a count of items too, as it is."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return {
+        name: value if name == ITEMS else pytree.tree_map_only(Tensor, cast, value) for name, value in batch.items()
+    }

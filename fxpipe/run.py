@@ -27,7 +27,6 @@ from fxpipe.stopwatch import Stopwatch
 class Step:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
-    ``metric_shares``: each micro-batch's part of the metrics beside the loss, where that is another.
     ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
     ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite."""
 
@@ -36,7 +35,6 @@ class Step:
     seed: Callable[[int, int], int]
     training: bool
     autocast: tuple[Autocast, ...] = ()
-    metric_shares: Sequence[float] | None = None
     number: int = 0
     extremes: Extremes | None = None
 
@@ -158,8 +156,7 @@ class Executor:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
         if (extremes := self._extremes(microbatch)) is not None:
             extremes.add_loss(stage.index, microbatch, part.value)
-        of_metrics = None if self.step.metric_shares is None else self.step.metric_shares[microbatch]
-        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch], of_metrics))
+        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch]))
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self._stage(action), action.microbatch

@@ -36,12 +36,12 @@ def holders_of_written(program: Program) -> list[list[fx.Node]]:
     holders: dict[int, list[fx.Node]] = {}
     changed: set[int] = set()
     for node in program.graph.nodes:
-        for tensor in _held(program, node):
+        for tensor in held(program, node):
             holders.setdefault(tensor, []).append(node)
         if node.op == "call_module":
             changed |= _changed_by(program, node)
         elif node.op == "get_attr" and node.name in in_groups:
-            changed |= _held(program, node)
+            changed |= held(program, node)
     return [nodes for tensor, nodes in holders.items() if tensor in changed]
 
 
@@ -52,7 +52,7 @@ def _changed_by(program: Program, node: fx.Node) -> set[int]:
     return {id(tensor) for tensor in (*own_writes(program.attribute(str(node.target))), *seen)}
 
 
-def _held(program: Program, node: fx.Node) -> set[int]:
+def held(program: Program, node: fx.Node) -> set[int]:
     """The parameters and buffers that a node names, or that the module it calls holds or uses, by identity."""
     if node.op == "get_attr":
         return {id(program.attribute(str(node.target)))}

@@ -20,6 +20,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, is_compute, readers, where
 from fxpipe.passes.alias_groups import holders_of_written
 from fxpipe.passes.effects import is_number, writes_apart, written
+from fxpipe.passes.inner_gradients import inner_gradients
 from fxpipe.passes.lone_writes import hosts_of_lone_writes
 from fxpipe.passes.topological import in_order
 from fxpipe.passes.union import Union
@@ -74,11 +75,14 @@ class _Flow:
         self.nodes = [n for n in program.graph.nodes if is_compute(n) and n.name not in program.copied]
         self.edges: list[_Edge] = []
         self.units = Union(self.nodes)
-        """Nodes that no cut may separate: what shares written memory, and a shape query with what it asks."""
+        """Nodes that no cut may separate: what shares written memory, what forward itself differentiates, and a shape
+        query with what it asks."""
         self._arrows: list[tuple[fx.Node, fx.Node]] = []  # who is before whom, boundaries included
         self._behind: dict[fx.Node, frozenset[fx.Node]] = {}  # the boundaries that a copied node or a number is behind
         self._markers = [node for node in program.graph.nodes if is_boundary(node)]
         self._join_written(program)
+        for path in inner_gradients(program):
+            self._join(path)
         for write, host in hosts_of_lone_writes(program, self.units):
             self.units.join(write, host)
         for node in program.graph.nodes:

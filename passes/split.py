@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxpipe.callables import handoff, private
+from fxpipe.callables import check_shapes, handoff, private
 from fxpipe.errors import PartitionError
 from fxpipe.ir import Edge, Program, Stage, StageGraph, all_tensors, is_boundary_value, is_compute, made_by
 from fxpipe.modes import Modes, enter_modes, leave_modes
@@ -128,6 +128,7 @@ class _Builder:
             if node in self._members:
                 self._change_modes(node)
                 self._built[node] = self.graph.node_copy(node, partial(self._read, node))
+                self._check_shapes(node)
                 self._make_private(node)
                 if node.name in plan.kept:
                     self._as_now.clear()
@@ -135,6 +136,13 @@ class _Builder:
             for value in handoffs.get(plan.position[node], ()):
                 self._hand_off(value, node)
         self._add_output()
+
+    def _check_shapes(self, call: fx.Node) -> None:
+        """Where a call of a module was captured as a whole, what it returns is held against the capture."""
+        effects = self.plan.program.effects.get(call.name)
+        if effects is not None and "shapes" in call.meta:
+            facts = (call.meta["shapes"], str(call.target), effects.is_rehearsed)
+            self.graph.call_function(check_shapes, (self._built[call], *facts))
 
     def _change_modes(self, node: fx.Node | None) -> None:
         """Leaves the modes of the nodes before, and enters those of ``node``, where they are others."""

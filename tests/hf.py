@@ -27,6 +27,8 @@ WORDS, LENGTH = 48, 9
 PATCHES = 4
 """Of an image of 8 × 8 numbers."""
 IMAGE_TOKEN, VIDEO_TOKEN = WORDS - 1, WORDS - 2
+ROUTER = 0.1
+"""The factor of a mixture's auxiliary loss."""
 NONE_LEFT = -100
 """A label that no loss counts."""
 WIDTH: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
@@ -40,12 +42,13 @@ class HFCase(Case):
     """A Hugging Face model and where it is cut.
 
     ``items``: which labels are counted for ``num_items_in_batch``, as transformers' Trainer counts them; None: the
-    loss is its micro-batch's mean, whatever the model is given.
+    loss is its micro-batch's mean, whatever the model is given. ``auxiliary``: the factor of its ``aux_loss``.
     """
 
     rows: int = 8
     boundaries: Boundaries = ()
     items: Callable[[Tensor], Tensor] | None = None
+    auxiliary: float = 0.0
 
     def labels_of(self, batch: Inputs) -> Tensor | None:
         """The value of ``num_items_in_batch`` for that batch."""
@@ -239,7 +242,7 @@ def mixtral(experts: str = "grouped_mm") -> nn.Module:
         num_hidden_layers=4,
         num_local_experts=4,
         output_router_logits=True,
-        router_aux_loss_coef=0.1,
+        router_aux_loss_coef=ROUTER,
         experts_implementation=experts,
     )
     return transformers.MixtralForCausalLM(config)
@@ -322,7 +325,15 @@ MODELS: Mapping[str, HFCase] = {
         **SGD,
     ),
     "ViT": HFCase(vit, classes, boundaries=layers("vit.layers", 1, 2, 3), items=every_label),
-    "Mixtral": HFCase(mixtral, causal, boundaries=layers("model.layers", 1, 2, 3), items=predicted_labels),
+    "Mixtral": HFCase(
+        mixtral,
+        causal,
+        boundaries=layers("model.layers", 1, 2, 3),
+        items=predicted_labels,
+        auxiliary=ROUTER,
+        tolerance=ROUNDING,  # the reference takes the auxiliary loss from a sum that it is in
+        **SGD,
+    ),
     "LLaVA": HFCase(
         llava,
         images_in_text,
@@ -352,7 +363,8 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 def trained_plainly(case: HFCase, batches: Sequence[Inputs], around: Around = contextlib.nullcontext) -> Run:
     """The loop over micro-batches that a pipeline replaces.
 
-    Losses are weighted by rows; or, where the model divides by it, each gets the number of labels of the whole batch.
+    Losses are weighted by rows; or, where the model divides by it, each gets the number of labels of the whole batch,
+    and an auxiliary loss beside that is weighted by rows.
     ``around``: what each forward runs in.
     """
     model = case.model().train()
@@ -383,11 +395,14 @@ def step_plainly(case: HFCase, model: nn.Module, batch: Inputs, around: Around) 
         return accumulate(call, parts)
     losses, metrics = [], {}
     for place, part in enumerate(parts):
-        output = call(place, part)
-        output["loss"].backward()
-        losses.append(output.pop("loss").detach())
+        output, share = call(place, part), rows_of(part) / rows_of(batch)
+        loss = output.pop("loss")
+        if case.auxiliary:  # the Trainer would add it up over micro-batches; it is a mean over rows
+            loss = loss - (1 - share) * case.auxiliary * output["aux_loss"]
+        loss.backward()
+        losses.append(loss.detach())
         for name, value in output.items():
-            metrics[name] = metrics.get(name, 0.0) + value.detach() * (rows_of(part) / rows_of(batch))
+            metrics[name] = metrics.get(name, 0.0) + value.detach() * share
     return sum(losses[1:], start=losses[0]), metrics
 
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
 from fxpipe.trace.attributes import WatchedAttributes
+from fxpipe.trace.differentiated import leads_around
 from fxpipe.trace.emit import effects_of
 from fxpipe.trace.fake import is_fake, outside
 from fxpipe.trace.functions import functions_watched
@@ -144,10 +145,11 @@ class Calls:
         self.excused |= {f"{self._paths[owner]}.{name}" for owner, name in frame.changes if owner in self._paths}
         made = [tensor for tensor in tensors(result) if id(tensor) not in frame.given]
         hooked = _has_hooks(frame.module)
+        reads_later = hooked or recorder.hooks > frame.hooks
         if not made and not hooked and len(recorder.tape) == frame.start:
             return
         effects = effects_of(touched, frame.tensors, result, self.storages)
-        if hooked:  # they may keep what they are given, and read it later
+        if reads_later:  # hooks may keep what the call is given, and read it in backward
             effects = replace(effects, unread=())
         recorder.collapse(frame, frame.path, result, touched, effects, kept=bool(effects.writes or hooked or not made))
 
@@ -176,6 +178,7 @@ class Calls:
         try:
             with recorder.touched.noting() as touched:
                 result = inner(*args, **kwargs)
+                touched.reads |= {storage_of(tensor) for tensor in frame.tensors}  # backward may, by what ctx keeps
         except NeedsValues as error:
             return self._rehearsed(frame, inner, args, kwargs, name, error)
         if self._is_whole(frame, result, touched, is_stateful=False):
@@ -230,7 +233,7 @@ class Calls:
         found.touched.draws_random |= any(states)
         result = self._faked(frame, found)
         effects = effects_of(found.touched, frame.tensors, (), self.storages)
-        effects = replace(effects, shares=found.shares, unread=())
+        effects = replace(effects, shares=found.shares, unread=(), is_rehearsed=True)
         recorder.collapse(frame, target, result, found.touched, effects, kept=True)
         return result
 
@@ -262,6 +265,7 @@ class Calls:
             and touched.reads & set(self.storages) <= self._reachable(frame)
             and not self._writes_elsewhere(frame, touched)
             and self._is_closed(frame)
+            and not self._differentiates_around(frame)
             and all(self._can_leave(frame, leaf) for _, leaf in paths(result))
         )
 
@@ -328,6 +332,12 @@ class Calls:
                 if not inside and value.key not in given:
                     return False
         return True
+
+    def _differentiates_around(self, frame: Frame) -> bool:
+        """Whether it takes a gradient by what reaches it in more than one way."""
+        recorder = self._recorder
+        by = recorder.differentiated[frame.differentiated :]
+        return bool(by) and leads_around(recorder.tape[: frame.start], by, map(recorder.value_of, frame.tensors))
 
     def _can_leave(self, frame: Frame, leaf: Any) -> bool:
         """Whether something may be a part of what a call returns."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from fxpipe.callables import check_shapes, shapes_of
 from fxpipe.errors import TraceError
 from fxpipe.ir import Effects
 from fxpipe.modes import enter_modes, leave_modes
@@ -85,8 +86,8 @@ class _Writer:
     bare: Callable[[Any], Any]
     graph: fx.Graph = field(default_factory=fx.Graph)
     effects: dict[str, Effects] = field(default_factory=dict)
-    keeps_modes: bool = True
-    """Whether modes are noted at the nodes; or else they are entered and left by nodes of their own."""
+    keeps_notes: bool = True
+    """Whether modes and shapes are noted at the nodes; or else there are nodes that enter modes, and check shapes."""
 
     def __post_init__(self) -> None:
         self._nodes: dict[Key, fx.Node] = {}
@@ -110,7 +111,7 @@ class _Writer:
         for group in _by_modes(self.tape, self.around):
             modes = group[0].place.modes.beside(self.around)
             entered = None
-            if modes is not None and not self.keeps_modes:
+            if modes is not None and not self.keeps_notes:
                 regions: Any = tuple(tuple(region) for region in modes.autocast)  # as generated code can write it
                 entered = self.graph.call_function(enter_modes, (modes.grad, regions))
             for operation in group:
@@ -128,14 +129,24 @@ class _Writer:
         node.stack_trace = operation.place.line or None
         node.meta["nn_module_stack"] = {path: (path, owner) for path, owner in operation.place.stack.items()}
         node.meta["val"] = self.bare(operation.result)
-        if modes is not None and self.keeps_modes:
+        if modes is not None and self.keeps_notes:
             node.meta["modes"] = modes
         if operation.effects is not None:
             self.effects[node.name] = operation.effects
+            self._check_shapes(operation, node)
         self._nodes[id(operation), ()] = node
         self._add_parts(operation, node)
         for key, place in operation.stands_for.items():
             self._nodes[key] = self._part(operation, (place,), node)
+
+    def _check_shapes(self, operation: Operation, node: fx.Node) -> None:
+        """What a call returns will have the shapes that it has here; noted at the node where nodes keep notes."""
+        assert operation.effects is not None
+        shapes, is_rehearsed = shapes_of(operation.result), operation.effects.is_rehearsed
+        if self.keeps_notes:
+            node.meta["shapes"] = shapes
+        elif is_rehearsed:
+            self.graph.call_function(check_shapes, (node, shapes, str(node.target), is_rehearsed))
 
     def _add_parts(self, maker: Operation | Source, node: fx.Node) -> None:
         for value in self._parts.get(id(maker), {}).values():
@@ -217,7 +228,7 @@ class _Outliner:
     def _body(
         self, body: list[Operation], inputs: list[Value], outputs: list[Value], around: ModesNow
     ) -> fx.GraphModule:
-        writer = _Writer(body, outputs, around, self.bare, keeps_modes=False)
+        writer = _Writer(body, outputs, around, self.bare, keeps_notes=False)
         for place, value in enumerate(inputs):
             writer.bind(value, writer.graph.placeholder(f"input_{place}"))
         writer.write()

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxpipe.batch import Like
+from fxpipe.batch import ITEMS, Like
 
 _META = torch.device("meta")
 
@@ -37,7 +37,10 @@ class FakeModel:
 
     def inputs(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """The example's inputs, with a fake tensor for each ``Like``."""
-        return {name: pytree.tree_map_only(Like, self._input, value) for name, value in example.items()}
+        return {
+            name: pytree.tree_map_only(Like, self._fake if name == ITEMS else self._input, value)
+            for name, value in example.items()
+        }
 
     def bare(self, value: Any) -> Any:
         """A value with each tensor replaced by one like it, without the autograd graph behind it."""

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint as checkpointing
 
-from fxpipe.trace.guard import patched
+from fxpipe.trace.guard import patched, refuse_backward
 from fxpipe.trace.recorder import Recorder
 from fxpipe.trace.tape import Checkpoint
 
@@ -45,8 +47,30 @@ def functions_watched(recorder: Recorder, is_ours: Callable[[], bool], applied: 
     with (
         patched(torch.autograd.Function, "apply", classmethod(watched)),
         patched(checkpointing, "_checkpoint_without_reentrant_generator", non_reentrant),
+        patched(Tensor, "backward", refuse_backward),
+        patched(torch.autograd, "backward", refuse_backward),
+        patched(saved_tensors_hooks, "__enter__", _noted(recorder, saved_tensors_hooks.__enter__, is_ours, _PACKED)),
+        patched(forward_ad, "enter_dual_level", _noted(recorder, forward_ad.enter_dual_level, is_ours, _DUAL)),
     ):
         yield
+
+
+_PACKED = "forward changes how tensors are saved for backward, and they would be saved as ever"
+_DUAL = "forward enters a level of forward-mode differentiation, which is not recorded"
+
+
+def _noted(
+    recorder: Recorder, original: Callable[..., Any], is_ours: Callable[[], bool], fact: str
+) -> Callable[..., Any]:
+    """A function which means something only where what is around it is kept whole, and may look at tensors later."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_ours():
+            recorder.hooks += 1
+            recorder.problem(fact, "do it inside a submodule that holds no boundary, which then runs as a whole")
+        return original(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

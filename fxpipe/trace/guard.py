@@ -22,6 +22,8 @@ from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 from fxpipe.trace.source import current_line, definition
 
 KEEPS = "tracer='record' keeps it"
+BACKWARD = torch.autograd.backward
+"""As it is outside of a capture: models may have bound it before."""
 
 
 def refuse(fact: str, instead: str) -> TraceError:
@@ -153,6 +155,13 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "be the same ever after",
                 "use it as self.<name>, which is recorded",
             )
+
+
+def refuse_backward(*args: Any, **kwargs: Any) -> Any:
+    raise refuse(
+        "forward calls backward, which adds to .grad beside the step",
+        "take gradients with torch.autograd.grad, where all that they go through is in one stage",
+    )
 
 
 def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:

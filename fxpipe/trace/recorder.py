@@ -24,7 +24,7 @@ from fxpipe.ir import Effects
 from fxpipe.marker import boundary
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
-from fxpipe.trace.guard import refuse
+from fxpipe.trace.guard import BACKWARD, refuse, refuse_backward
 from fxpipe.trace.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.snapshot import RandomState, storage_of
 from fxpipe.trace.source import current_line
@@ -46,7 +46,6 @@ from fxpipe.trace.targets import getter_of, name_of, setter_of, target_of
 from fxpipe.trace.touched import PythonState, TouchedMode
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
-_GRADIENTS = (Tensor.backward, torch.autograd.grad, torch.autograd.backward)
 _SAME_TENSOR = frozenset({"requires_grad_"})
 """Functions that change the very tensor that they return, without an operator that says so."""
 
@@ -80,6 +79,10 @@ class Frame:
     """How many had been recorded."""
     assigned: int
     """How many buffers had been set."""
+    hooks: int
+    """How many hooks on tensors there were."""
+    differentiated: int
+    """By how many values gradients had been taken."""
     changed: frozenset[str]
     """Which attributes of the model had been changed."""
     python: PythonState | None = None
@@ -115,6 +118,10 @@ class Recorder:
         """Those that were changed inside of calls that are kept whole."""
         self.hooked: dict[int, Tensor] = {}
         """The tensors that gradient hooks were put on."""
+        self.hooks = 0
+        """How often forward has done what may read tensors later, in backward."""
+        self.differentiated: list[Value] = []
+        """What gradients were taken by, in forward."""
         self.tape: list[Operation | Problem] = []
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
@@ -187,10 +194,21 @@ class Recorder:
         name = name_of(function)
         if name == "__iter__":
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
-        if name in _HOOKS or function in _GRADIENTS:
+        if name in _HOOKS:
             self.problem(f"forward calls {name} on a tensor, which is not recorded", _INSIDE)
+        if function is BACKWARD:
+            refuse_backward()
+        if function is torch.autograd.grad:
+            self.problem(
+                "forward calls grad on a tensor, which is not recorded",
+                f"{_INSIDE}, and that computes all that the gradient goes through",
+            )
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            self.differentiated += [self.value_of(tensor) for tensor in tensors(inputs)]
         if name.startswith("register_"):
             self.hooked[id(args[0])] = args[0]
+        if name.startswith("register_") or getter_of(function) == "grad_fn":  # which takes hooks, too
+            self.hooks += 1
         setter = setter_of(function)
         if setter == "requires_grad":
             self.call(Tensor.requires_grad_, args, kwargs)
@@ -353,7 +371,20 @@ class Recorder:
         if module is not None:
             place = replace(place, stack={**place.stack, path: type(module)})
         serial, changed = self._serial + 1, frozenset(self.changes())
-        frame = Frame(path, module, args, kwargs, place, 0, serial, self.boundaries, assigned, changed)
+        frame = Frame(
+            path,
+            module,
+            args,
+            kwargs,
+            place,
+            start=0,
+            serial=serial,
+            boundaries=self.boundaries,
+            assigned=assigned,
+            hooks=self.hooks,
+            differentiated=len(self.differentiated),
+            changed=changed,
+        )
         if module is not None:
             with outside():
                 frame.python = PythonState(module)

@@ -57,7 +57,8 @@ def rehearse(
     with outside(), torch.random.fork_rng(devices=_cuda_devices(real_of)):
         state = RandomState()
         try:
-            first, second = (_run(function, args, kwargs, module, real_of, seed) for seed in (0, 1))
+            call = _Call(function, args, kwargs, module, real_of)
+            first, second = call.run(0), _second(call)
         finally:
             state.restore()
     if first.result != second.result:
@@ -69,6 +70,34 @@ def _cuda_devices(real_of: Mapping[int, Tensor]) -> list[int]:
     return sorted({tensor.get_device() for tensor in real_of.values() if tensor.is_cuda})
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What is rehearsed."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: nn.Module | None
+    real_of: Mapping[int, Tensor]
+
+    def run(self, seed: int, highest: int = 0) -> Rehearsed:
+        return _run(self.function, self.args, self.kwargs, self.module, self.real_of, seed, highest)
+
+
+_HIGHEST = (3, 1)
+"""What integers are at most in a second run, as long as it fails: how many rows or classes they count is not known."""
+
+
+def _second(call: _Call) -> Rehearsed:
+    """A run on other numbers. An index out of range is an error on the CPU; elsewhere it may end the process's use of
+    the device, so that there integers are 0 in both runs."""
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    for highest in _HIGHEST if all(leaf.is_cpu for leaf in leaves if isinstance(leaf, Tensor)) else ():
+        with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
+            return call.run(1, highest)
+    return call.run(1)
+
+
 def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -76,12 +105,13 @@ def _run(
     module: nn.Module | None,
     real_of: Mapping[int, Tensor],
     seed: int,
+    highest: int,
 ) -> Rehearsed:
     torch.manual_seed(seed)
     copies: dict[int, Tensor] = {}  # by the identity of the fake tensor
     fakes = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for fake in fakes:
-        copies[id(fake)] = _copy(real_of[id(fake)], fake) if id(fake) in real_of else _made_up(fake, seed)
+        copies[id(fake)] = _copy(real_of[id(fake)], fake) if id(fake) in real_of else _made_up(fake, seed, highest)
     given = [copies[id(fake)] for fake in fakes]
     originals = {id(tensor): tensor for tensor in fakes}
     with contextlib.ExitStack() as stack:
@@ -123,12 +153,16 @@ def _copy(real: Tensor, fake: Tensor) -> Tensor:
     return copy.requires_grad_(real.requires_grad)
 
 
-def _made_up(fake: Tensor, seed: int) -> Tensor:
-    """Normal numbers, zeros for integers; for truth values ones, and in the second run zeros."""
+def _made_up(fake: Tensor, seed: int, highest: int = 0) -> Tensor:
+    """Normal numbers, in the second run larger ones, so that thresholds tell (not so large that their exponentials are
+    sizes to reckon with); integers up to the ``highest``, all of them; for truth values ones, and then zeros."""
     made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     if fake.is_floating_point() or fake.is_complex():
-        return _behind(made.copy_(torch.randn(fake.shape, dtype=fake.dtype, device=fake.device)), fake.requires_grad)
-    return made.fill_(seed == 0 and fake.dtype is torch.bool)
+        normal = torch.randn(fake.shape, dtype=fake.dtype, device=fake.device)
+        return _behind(made.copy_(normal * (3 if seed else 1)), fake.requires_grad)
+    if fake.dtype is torch.bool:
+        return made.fill_(seed == 0)
+    return made.copy_((torch.randperm(fake.numel(), device=fake.device) % (highest + 1)).view(fake.shape))
 
 
 def _behind(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -16,7 +16,7 @@ from fxpipe.ir import IN_PLACE_NAMES, Program
 from fxpipe.marker import boundary, recording, stage_boundary
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cuts import cutting
-from fxpipe.trace.guard import Guard, patched, plain_modes, refuse
+from fxpipe.trace.guard import BACKWARD, Guard, patched, plain_modes, refuse, refuse_backward
 from fxpipe.trace.request import Request
 from fxpipe.trace.source import current_line, definition, line_of, mentions
 
@@ -136,6 +136,8 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         self.guard.check()
+        if (kind, target) == ("call_method", "backward") or target is BACKWARD:
+            refuse_backward()
         node = super().create_node(kind, target, *args, **kwargs)
         node.stack_trace = current_line()
         return node
