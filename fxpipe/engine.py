@@ -35,6 +35,7 @@ from fxpipe.ownership import Ownership, RankModule
 from fxpipe.plan import Plan, Planner
 from fxpipe.precision import cast_batch
 from fxpipe.recorder import Recorder
+from fxpipe.replicas import over_replicas
 from fxpipe.run import Executor, Step
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family, with_costs
@@ -191,18 +192,21 @@ class ForwardBackward:
         return self._train(microbatches, split_evenly=False)
 
     def evaluate(self, *args: Any, outputs: str = "last", **kwargs: Any) -> Any:
-        """Forward only, in eval mode and without gradients: the model's output for the whole batch.
+        """Forward only, in eval mode and without gradients: the model's output. A collective call of all ranks.
 
         It comes back on the ranks of the last stage (``outputs="last"``; None elsewhere) or on all (``"all"``). Rows
-        of the micro-batches are concatenated; a 0-dimensional output is their weighted mean. With a ``loss_fn`` and
-        ``target=`` given, the output is the loss.
+        of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
+        whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
+        ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
+        ``loss_fn`` and ``target=`` given, the output is the loss. RunError where the replicas' outputs have different
+        numbers.
         """
         if outputs not in ("last", "all"):
             raise RunError(f'outputs is {outputs!r}; it is "last" or "all"')
         with self._evaluating():
             agreed, batches = self._agree([(args, kwargs)], split_evenly=True, training=False)
             with self._failing_together():
-                shares = _normalised(self._agreement.weights(agreed, batches))
+                shares = self._shares(agreed, self._agreement.weights(agreed, batches))
                 with self._reducer.evaluating(agreed.plan.graphs, self._actions(agreed.plan)):
                     executors = self._run(agreed, batches, shares, training=False)
                 return self._collect(agreed, executors, shares, everywhere=outputs == "all")
@@ -223,7 +227,8 @@ class ForwardBackward:
         output = None
         if results:
             ordered = [results[place] for place in range(len(results))]
-            output = join(ordered, shares, agreed.sizes, self._options.batch_dim)
+            joined = join(ordered, shares, agreed.sizes, self._options.batch_dim)
+            output = over_replicas(self._transport, joined)
         if not everywhere or self._transport.pipe_rank is None:
             return output
         cpu = pytree.tree_map_only(Tensor, Tensor.cpu, output)

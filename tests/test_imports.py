@@ -31,7 +31,7 @@ ROWS = """
     collective bucket
     stopwatch
     traffic
-    transport strict connect metered data_axis broadcast exchange outcome
+    transport strict connect metered data_axis broadcast exchange outcome replicas
     flat reduce clip target zero fsdp_unit fully_sharded
     stage_copy sharded_stage parallel parallel_stages parallel_gradients
     captures
