@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.action import Action
 from fxpipe.agreement import Agreed, Agreement, Call, Options, plan_together
 from fxpipe.batch import join
+from fxpipe.batch_check import BatchCheck
 from fxpipe.checkpoint import full_state_dict, load_into
 from fxpipe.clip import clip_grad_norm_
 from fxpipe.costs import Cost
@@ -65,6 +66,7 @@ class ForwardBackward:
         options: Options,
         base_seed: int,
         device: torch.device,
+        check_batches: bool = True,
     ) -> None:
         self.topology = topology
         self.metrics: dict[str, Tensor] = {}
@@ -75,6 +77,9 @@ class ForwardBackward:
         self._optimizers: WeakSet[DistributedOptimizer] = WeakSet()
         self._options, self._base_seed = options, base_seed
         self._agreement = Agreement(planner, transport, options)
+        in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
+        self._check = BatchCheck(transport, check_batches, in_tensor_group, lambda: topology.has_sampler)
+        self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
         self._step = 0
         self._sync = True
         self._outcomes: dict[int, Outcome] = {}
@@ -309,11 +314,18 @@ class ForwardBackward:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
         self._check_open()
         self._transport.begin_step()
+        self._compare_batches(training)
         offer, given = self._agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing_together(*([FxpipeError] if self._transport.data_size == 1 else [])):
             agreed = self._agreement.settle(offer)
+        self._check.note(agreed.kind, self._step, training, given)
         return agreed, self._agreement.batches(agreed, offer, given)
+
+    def _compare_batches(self, training: bool) -> None:
+        """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
+        with self._failing_together(*self._alike):
+            self._check.compare(training)
 
     def _check_kind_of_loss(self, outcome: Outcome) -> None:
         """Gradients of means and of sums cannot be accumulated together, nor in a type that has no room for sums."""
@@ -435,6 +447,7 @@ class ForwardBackward:
         model's on every rank, which a plain model loads."""
         if not full:
             return self.module.state_dict()
+        self._compare_batches(training=False)
         with self._failing_together():
             return full_state_dict(self._planner.module, self.module, self._owners, self._transport, self._device)
 
