@@ -41,7 +41,7 @@ class BatchCheck:
     """
 
     def __init__(self, transport: Transport, on: bool, tensor: bool, sampled: Callable[[], bool]) -> None:
-        self._transport, self._on, self._tensor, self._sampled = transport, on, tensor, sampled
+        self._transport, self.on, self._tensor, self._sampled = transport, on, tensor, sampled
         self._counts: dict[int, int] = {}
         self._left: tuple[str, Digest, bool] | None = None  # not compared yet; and whether it is due beyond the group
         self._beyond: tuple[str, dict[str, int]] | None = None  # what the pipe group has, to be compared beyond it
@@ -51,7 +51,7 @@ class BatchCheck:
         """Takes the digest of a call of this kind of batch, if it is due. ``step``: how many steps were made before."""
         count = self._counts[kind] = self._counts.get(kind, -1) + 1
         beyond = training and is_checked(step) and (self._tensor or self._transport.data_size > 1)
-        if self._on and (beyond or (is_checked(count) and len(self._transport.ranks("pipe")) > 1)):
+        if self.on and (beyond or (is_checked(count) and len(self._transport.ranks("pipe")) > 1)):
             self._left = (f"step {step}" if training else f"evaluate before step {step}", Digest(batches), beyond)
 
     def compare(self, training: bool) -> None:
