@@ -18,14 +18,16 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import count, islice
 
 import torch
 import transformers
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, StackDataset
 
 import fxpipe
 
@@ -118,12 +120,15 @@ TASKS = {
 # --- training ---
 
 
-def batches(task: Task) -> list[Batch]:
-    """Rows in an order that is the same on every rank, ``ROWS`` at a time: one batch more than there are steps."""
-    data = task.data()
-    count = len(next(iter(data.values())))
-    drawn = torch.randint(0, count, (task.steps + 1, ROWS), generator=torch.Generator().manual_seed(0))
-    return [{**{name: values[rows] for name, values in data.items()}, **task.options} for rows in drawn]
+def batches(task: Task, topo: fxpipe.Topology) -> Iterator[Batch]:
+    """Epoch after epoch, in an order that is the same on all ranks of a pipe group."""
+    dataset = StackDataset(**task.data())
+    sampler = topo.sampler(dataset, shuffle=True)
+    loader = DataLoader(dataset, ROWS, sampler=sampler, drop_last=True)
+    for epoch in count():
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            yield {**batch, **task.options}
 
 
 def plain_loss(model: nn.Module, batch: Batch) -> float:
@@ -139,11 +144,13 @@ def plain_loss(model: nn.Module, batch: Batch) -> float:
 def train(name: str) -> None:
     task, rank = TASKS[name], int(os.environ.get("RANK", 0))
     start = time.perf_counter()
-    *training, held_out = batches(task)
+    topo = fxpipe.Topology([("pipe", RANKS)])
+    fxpipe.init()  # before a sampler asks which rank this is
+    *training, held_out = islice(batches(task, topo), task.steps + 1)
     torch.manual_seed(0)
     forward_backward = fxpipe.compile(
         task.build(),
-        fxpipe.Topology([("pipe", RANKS)]),
+        topo,
         boundaries=task.boundaries,
         microbatches=MICROBATCHES,
         example_kwargs=training[0],

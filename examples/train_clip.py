@@ -20,6 +20,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import fxpipe
@@ -140,14 +142,18 @@ def load_images() -> tuple[Pair, Pair]:
     return (images[train], labels[train]), (images[held_out], labels[held_out])
 
 
-def batches(images: Tensor, labels: Tensor, steps: int, size: int, seed: int) -> Iterator[Pair]:
-    """Random batches of images and captions; a generator of their own makes them the same on every rank."""
+def batches(topo: fxpipe.Topology, images: Tensor, labels: Tensor, size: int, epochs: int, seed: int) -> Iterator[Pair]:
+    """Images and captions. All ranks of a pipe group draw the same: rows by the sampler, templates by a seed."""
+    dataset = TensorDataset(images, labels)
+    sampler = topo.sampler(dataset, shuffle=True, seed=seed)
+    loader = DataLoader(dataset, size, sampler=sampler, drop_last=True)
     tokens, generator = captions(), torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        rows = torch.randperm(len(images), generator=generator)[:size]
-        # One template per batch, so that two captions are equal exactly where their digits are.
-        template = torch.randint(len(TEMPLATES), (), generator=generator)
-        yield images[rows], tokens[template, labels[rows]]
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for image, digit in loader:
+            # One template per batch, so that two captions are equal exactly where their digits are.
+            template = torch.randint(len(TEMPLATES), (), generator=generator)
+            yield image, tokens[template, digit]
 
 
 @torch.no_grad()
@@ -190,7 +196,8 @@ def main() -> None:
     scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, args.steps))
 
     losses: list[Tensor] = []
-    data = batches(*train, args.steps, args.batch_size, args.seed)
+    epochs = math.ceil(args.steps / (len(train[0]) // args.batch_size))
+    data = islice(batches(topo, *train, args.batch_size, epochs, args.seed), args.steps)
     progress = tqdm(data, total=args.steps, disable=rank != 0)
     for image, tokens in progress:
         optimizer.zero_grad()

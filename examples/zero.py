@@ -46,8 +46,7 @@ def train(replica: int, **options: object) -> tuple[float, fxpipe.Traffic, int]:
 def run() -> None:
     torch.set_num_threads(1)
     fxpipe.init()
-    rank = torch.distributed.get_rank()
-    replica = TOPOLOGY.coordinate(rank)["data"]
+    rank, replica = torch.distributed.get_rank(), TOPOLOGY.data_rank
     rows = []
     for zero, scope in [(0, "node"), (1, "data"), (1, "node"), (2, "node"), (3, "node")]:
         loss, traffic, state = train(replica, zero=zero, zero_scope=scope)

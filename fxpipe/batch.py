@@ -246,7 +246,7 @@ def _join_leaf(column: Sequence[Any], shares: Sequence[float], sizes: Sequence[i
         return first
     if first.dim():
         return torch.cat(list(column), _rows_along(column, sizes, along))
-    if not first.is_floating_point():
+    if not first.is_floating_point() and not first.is_complex():
         return torch.stack(list(column)).sum()
     weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
     return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)

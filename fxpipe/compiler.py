@@ -68,6 +68,7 @@ def compile(
     checkpoint: str | os.PathLike[str] | Weights | None = None,
     parallelize: Callable[..., None] | None = None,
     stage_compiler: Callable[..., Any] | None = None,
+    check_batches: bool = True,
     passes: Sequence[Pass] | None = None,
     error_if_nonfinite: bool = False,
 ) -> ForwardBackward:
@@ -103,6 +104,10 @@ def compile(
         checkpoint: a file or folder, safetensors or torch's, of which this rank reads its own part.
         parallelize: ``(stage_module, mesh) -> None``, applied to this rank's stages: FSDP2, tensor parallelism, ...
         stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``.
+        check_batches: in the first 3 calls with each kind of batch, and in every 100th of them, the inputs that two or
+            more ranks of a pipe group were given are compared by a digest, one call later: what differs is a RunError.
+            So are those of a tensor group, in the first 3 steps and every 100th; equal batches of replicas are warned
+            of. False: nothing is compared.
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
         error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks alike and before
             an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
@@ -127,7 +132,7 @@ def compile(
         placement,
         notes=(
             f"batch_dim={batch_dim}, loss_weight {'given' if loss_weight else 'not given'}, zero={zero}, "
-            f"zero_scope={zero_scope}, bucket_cap_mb={bucket_cap_mb}, {precision}, "
+            f"zero_scope={zero_scope}, bucket_cap_mb={bucket_cap_mb}, {precision}, check_batches={check_batches}, "
             f"error_if_nonfinite={error_if_nonfinite}"
         ),
         stage_compiler=stage_compiler,
@@ -152,7 +157,9 @@ def compile(
         seed = _base_seed(topology, transport)
         holding = take_hold(planner, topology, transport, owners, wish, seed)
         device = device_of(planner.first, owners, transport)
-    return ForwardBackward(planner, topology, transport, holding, owners, options, seed, device, error_if_nonfinite)
+    return ForwardBackward(
+        planner, topology, transport, holding, owners, options, seed, device, check_batches, error_if_nonfinite
+    )
 
 
 def preview(

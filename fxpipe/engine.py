@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.action import Action
 from fxpipe.agreement import Agreed, Agreement, Call, Options, plan_together
 from fxpipe.batch import join
+from fxpipe.batch_check import BatchCheck
 from fxpipe.checkpoint import full_state_dict, load_into
 from fxpipe.clip import clip_grad_norm_
 from fxpipe.costs import Cost
@@ -36,6 +37,7 @@ from fxpipe.ownership import Ownership, RankModule
 from fxpipe.plan import Plan, Planner
 from fxpipe.precision import cast_batch
 from fxpipe.recorder import Recorder
+from fxpipe.replicas import over_replicas
 from fxpipe.run import Executor, Step
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import Family, with_costs
@@ -67,6 +69,7 @@ class ForwardBackward:
         options: Options,
         base_seed: int,
         device: torch.device,
+        check_batches: bool = True,
         error_if_nonfinite: bool = False,
     ) -> None:
         self.topology = topology
@@ -78,6 +81,9 @@ class ForwardBackward:
         self._optimizers: WeakSet[DistributedOptimizer] = WeakSet()
         self._options, self._base_seed = options, base_seed
         self._agreement = Agreement(planner, transport, options)
+        in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
+        self._check = BatchCheck(transport, check_batches, in_tensor_group, lambda: topology.has_sampler)
+        self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
         self._step = 0
         self._sync = True
         self._outcomes: dict[int, Outcome] = {}
@@ -197,11 +203,14 @@ class ForwardBackward:
         return self._train(microbatches, split_evenly=False)
 
     def evaluate(self, *args: Any, outputs: str = "last", **kwargs: Any) -> Any:
-        """Forward only, in eval mode and without gradients: the model's output for the whole batch.
+        """Forward only, in eval mode and without gradients: the model's output. A collective call of all ranks.
 
         It comes back on the ranks of the last stage (``outputs="last"``; None elsewhere) or on all (``"all"``). Rows
-        of the micro-batches are concatenated; a 0-dimensional output is their weighted mean. With a ``loss_fn`` and
-        ``target=`` given, the output is the loss.
+        of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
+        whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
+        ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
+        ``loss_fn`` and ``target=`` given, the output is the loss. RunError where the replicas' outputs have different
+        numbers.
         """
         if outputs not in ("last", "all"):
             raise RunError(f'outputs is {outputs!r}; it is "last" or "all"')
@@ -209,7 +218,7 @@ class ForwardBackward:
             agreed, batches = self._agree([(args, kwargs)], split_evenly=True, training=False)
             with self._failing_together():
                 self._tell_of_last()
-                shares = _normalised(self._agreement.weights(agreed, batches))
+                shares = self._shares(agreed, self._agreement.weights(agreed, batches))
                 with self._reducer.evaluating(agreed.plan.graphs, self._actions(agreed.plan)):
                     executors = self._run(agreed, batches, shares, training=False)
                 return self._collect(agreed, executors, shares, everywhere=outputs == "all")
@@ -230,7 +239,8 @@ class ForwardBackward:
         output = None
         if results:
             ordered = [results[place] for place in range(len(results))]
-            output = join(ordered, shares, agreed.sizes, self._options.batch_dim)
+            joined = join(ordered, shares, agreed.sizes, self._options.batch_dim)
+            output = over_replicas(self._transport, joined)
         if not everywhere or self._transport.pipe_rank is None:
             return output
         cpu = pytree.tree_map_only(Tensor, Tensor.cpu, output)
@@ -322,11 +332,18 @@ class ForwardBackward:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
         self._check_open()
         self._transport.begin_step()
+        self._compare_batches(training)
         offer, given = self._agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing_together(*([FxpipeError] if self._transport.data_size == 1 else [])):
             agreed = self._agreement.settle(offer)
+        self._check.note(agreed.kind, self._step, training, given)
         return agreed, self._agreement.batches(agreed, offer, given)
+
+    def _compare_batches(self, training: bool) -> None:
+        """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
+        with self._failing_together(*self._alike):
+            self._check.compare(training)
 
     def _check_kind_of_loss(self, outcome: Outcome) -> None:
         """Gradients of means and of sums cannot be accumulated together, nor in a type that has no room for sums."""
@@ -447,6 +464,7 @@ class ForwardBackward:
         model's on every rank, which a plain model loads."""
         if not full:
             return self.module.state_dict()
+        self._compare_batches(training=False)
         with self._failing_together():
             self._tell_of_last()
             return full_state_dict(self._planner.module, self.module, self._owners, self._transport, self._device)

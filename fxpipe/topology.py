@@ -1,17 +1,19 @@
 """``Topology``: which rank sits where in the grid of ranks, and which ranks form a group.
 
 Plain arithmetic: a topology of 16,384 ranks can be made, asked and printed on a laptop. Only ``.mesh``,
-``.group``, ``.data_mesh`` and ``from_mesh`` touch torch.distributed, and only they import it.
+``.group``, ``.data_mesh``, ``from_mesh``, ``.data_rank``, ``.data_size`` and ``.sampler`` touch torch.distributed, and
+only they import it.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
@@ -20,6 +22,7 @@ from fxpipe.errors import TopologyError, nearest
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import DistributedSampler
 
 # What an axis does, by every name it may bear. At most one axis plays each role.
 ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "tensor", "tp": "tensor"}
@@ -59,6 +62,7 @@ class Topology:
         self._world_size = math.prod(self._sizes)
         self._ranks_per_node = None if ranks_per_node is None else self._checked_node(ranks_per_node)
         self._live: _Live | None = None
+        self._has_sampler = False
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -213,6 +217,61 @@ class Topology:
             )
         return live.data_meshes[zero_scope]
 
+    @property
+    def data_size(self) -> int:
+        """How many replicas draw data: the size of the data axis, or 1 where one process plays every rank.
+
+        Raises:
+            TopologyError: torch.distributed runs another number of processes, or has yet to be started.
+        """
+        return 1 if self._is_alone() else self.size("data")
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this process draws for: its place on the data axis, or 0 where one process plays every rank.
+
+        Raises:
+            TopologyError: as for ``data_size``.
+        """
+        if self._is_alone():
+            return 0
+        import torch.distributed as dist
+
+        return self._mine("data").index(dist.get_rank())
+
+    def sampler(
+        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """A sampler for a ``DataLoader``, by which all ranks that work on one replica's data draw the same rows.
+
+        ``shuffle``: in an order drawn from ``seed`` and the epoch, so call ``sampler.set_epoch(epoch)`` in front of
+        each. So that all replicas have as many rows, some are drawn twice; or, with ``drop_last``, left out.
+
+        Raises:
+            TopologyError: as for ``data_size``; or the dataset has no length.
+        """
+        from torch.utils.data import DistributedSampler
+
+        if not hasattr(dataset, "__len__"):
+            raise TopologyError(
+                f"{type(dataset).__name__} has no length, so that no sampler can draw from it: in its __iter__ give "
+                "every topo.data_size-th row from number topo.data_rank on"
+            )
+        self._has_sampler = True
+        return DistributedSampler(
+            dataset,  # type: ignore[arg-type]
+            num_replicas=self.data_size,
+            rank=self.data_rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    @property
+    def has_sampler(self) -> bool:
+        """Whether ``sampler`` was called in this process."""
+        return self._has_sampler
+
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ranks_per_node: int | None = None) -> Topology:
         """The topology of a ``DeviceMesh`` over all processes; its ``.mesh`` is that very mesh.
@@ -306,6 +365,16 @@ class Topology:
         ]
         return "ranks_per_node=" + " or ".join(fitting)
 
+    def _is_alone(self) -> bool:
+        """Whether one process plays every rank; TopologyError where that cannot be told yet."""
+        import torch.distributed as dist
+
+        is_started = dist.is_available() and dist.is_initialized()
+        alone = dist.get_world_size() == 1 if is_started else not _has_company()
+        if not alone:
+            self._distributed()
+        return alone
+
     def _mine(self, axis: str) -> list[int]:
         """This process's group of ``axis``."""
         import torch.distributed as dist
@@ -353,6 +422,12 @@ def served_device_type() -> str:
     if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
         return "cuda"
     return "cpu"
+
+
+def _has_company() -> bool:
+    """Whether torchrun or srun has started this process as one of several."""
+    rank, count = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
+    return rank in os.environ and os.environ.get(count, "1") != "1"
 
 
 def _new_group(groups: list[list[int]]) -> ProcessGroup:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.batch_digest import Digest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -78,3 +79,15 @@ def test_a_loss_that_is_nan_is_told_one_call_late() -> None:
     forward_backward(spoilt)
     with pytest.warns(RuntimeWarning, match="the loss of step 0 is nan: micro-batch 1 is the first whose"):
         forward_backward(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_a_digest_is_the_same_as_on_the_cpu_and_makes_no_host_synchronisation(dtype: torch.dtype) -> None:
+    x = (torch.randn(70, 5000) * 100).to(dtype)  # more than one piece
+    there = x.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        digest = Digest([{"x": there}])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert digest.numbers() == Digest([{"x": x}]).numbers()

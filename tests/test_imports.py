@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 ROWS = """
     errors marker wire seeds collector detached
     topology action callables modes progress weights weight_files marks dtensors slices
-    ir costs dependency lower loss batch
+    ir costs dependency lower loss batch batch_digest
     schedule verify simulate timeline held comparison bound show picture chrome_trace csv_file csv_messages
     schedules trace pipeline
     passes
@@ -31,7 +31,7 @@ ROWS = """
     collective bucket
     stopwatch
     traffic
-    transport strict connect metered data_axis broadcast exchange outcome finite
+    transport strict connect metered data_axis broadcast exchange outcome finite replicas batch_check
     flat reduce clip target optimizer_state zero fsdp_unit fully_sharded
     stage_copy sharded_stage parallel parallel_stages parallel_gradients
     captures

@@ -1,0 +1,234 @@
+"""Evaluation over replicas: numbers are the whole batch's, as plain PyTorch finds them; rows are the replica's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import Topology, stage_boundary
+from fxpipe.strict import run_strict
+from tests.harness import Engine, engine_of, replica_of
+from tests.test_bugs_data_axis import refusals
+
+IGNORED = -100
+CLASSES, LENGTH, WIDTH = 5, 3, 4
+MICROBATCHES = 2
+SQUARE = Topology([("pipe", 2), ("data", 2)])
+OUTSIDE = Topology([("data", 2), ("pipe", 2)])
+TOLERANCE = {"rtol": 1e-12, "atol": 0.0}
+
+ROWS = {"even": (4, 4), "uneven": (5, 2), "one row": (6, 1)}
+
+
+@pytest.fixture(params=["strict 2", "distributed"])
+def two_replicas(request: pytest.FixtureRequest) -> Engine:
+    return engine_of(request.param, lambda: request.getfixturevalue("pool"))
+
+
+class Tagger(nn.Module):
+    """Logits for each token, and numbers of every kind beside them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.kind = kind
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(stage_boundary(self.embed(ids).tanh()))
+        return logits if labels is None else OUTPUTS[self.kind](logits, labels)
+
+
+def total(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count(labels: Tensor) -> Tensor:
+    return (labels != IGNORED).sum()
+
+
+def of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over what is not ignored: NaN where nothing is left."""
+    return total(logits, labels) / count(labels)
+
+
+def of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().sum(2).mean()
+
+
+def everything(logits: Tensor, labels: Tensor) -> dict[str, Any]:
+    return {
+        "loss": of_rows(logits, labels),
+        "logits": logits,
+        "right": (logits.argmax(2) == labels).sum(),
+        "peak": torch.complex(of_rows(logits, labels), logits.mean()),
+        "words": "as they are",
+    }
+
+
+OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "rows": of_rows,
+    "loss_weight": of_tokens,
+    "Sum": lambda logits, labels: fxpipe.Sum(total(logits, labels), count(labels)),
+    "Sum of numbers": lambda logits, labels: {"loss": fxpipe.Sum(total(logits, labels), labels.shape[0])},
+    "dict": everything,
+}
+
+
+def counted(ids: Tensor, labels: Tensor) -> Tensor:
+    return count(labels)
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 11, (rows, LENGTH), generator=generator)
+    labels = torch.randint(0, CLASSES, (rows, LENGTH), generator=generator)
+    labels[torch.rand(rows, LENGTH, generator=generator) < 0.3] = IGNORED
+    return ids, labels
+
+
+def evaluated(
+    kind: str, topology: Topology, rows: tuple[int, ...], outputs: str, masked: int | None = None, **options: Any
+) -> Any:
+    """What a rank gets for its replica's rows; in the ``masked`` replica all labels are ignored."""
+    weigh = counted if kind == "loss_weight" else None
+    step = fxpipe.compile(Tagger(kind), topology, microbatches=MICROBATCHES, loss_weight=weigh, **options)
+    replica = replica_of(topology)
+    ids, labels = (tensor.split(list(rows))[replica] for tensor in batch(sum(rows)))
+    labels = torch.full_like(labels, IGNORED) if replica == masked else labels
+    return step.evaluate(ids, labels, outputs=outputs)
+
+
+@torch.no_grad()
+def plain(kind: str, rows: tuple[int, ...], masked: int | None = None) -> Any:
+    """The whole batch in one piece."""
+    ids, labels = batch(sum(rows))
+    if masked is not None:
+        labels.split(list(rows))[masked].fill_(IGNORED)
+    return Tagger(kind)(ids, labels)
+
+
+def assert_number(got: Any, wanted: Tensor) -> None:
+    assert got.dtype == wanted.dtype
+    torch.testing.assert_close(got, wanted, **TOLERANCE)
+
+
+def having(results: list[Any], topology: Topology, outputs: str) -> list[tuple[int, Any]]:
+    """(replica, output) of the ranks that must have one; the others have None."""
+    places = [topology.coordinate(rank) for rank in range(topology.world_size)]
+    mine = [outputs == "all" or place["pipe"] == 1 for place in places]
+    assert [result is None for result in results] == [not has for has in mine]
+    return [(place["data"], result) for place, result, has in zip(places, results, mine, strict=True) if has]
+
+
+@pytest.mark.parametrize("outputs", ["last", "all"])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("kind", ["rows", "loss_weight"])
+def test_a_number_is_the_mean_over_all_replicas(
+    kind: str, rows: tuple[int, int], outputs: str, two_replicas: Engine
+) -> None:
+    for _, got in having(two_replicas(4, evaluated, kind, SQUARE, rows, outputs), SQUARE, outputs):
+        assert_number(got, plain(kind, rows))
+
+
+@pytest.mark.parametrize("topology", [SQUARE, OUTSIDE], ids=str)
+@pytest.mark.parametrize("kind", ["Sum", "Sum of numbers"])
+def test_a_sum_has_the_totals_and_counts_of_all_replicas(kind: str, topology: Topology, two_replicas: Engine) -> None:
+    rows = ROWS["uneven"]
+    for _, got in having(two_replicas(4, evaluated, kind, topology, rows, "last"), topology, "last"):
+        wanted = plain(kind, rows)
+        got, wanted = (got, wanted) if kind == "Sum" else (got["loss"], wanted["loss"])
+        assert type(got) is fxpipe.Sum
+        assert_number(got.total, wanted.total)
+        assert type(got.count) is type(wanted.count)
+        assert got.count == wanted.count
+
+
+@pytest.mark.parametrize("outputs", ["last", "all"])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_of_a_dict_the_numbers_are_the_whole_batchs_and_the_rows_the_replicas(
+    rows: tuple[int, int], outputs: str, two_replicas: Engine
+) -> None:
+    wanted = plain("dict", rows)
+    for replica, got in having(two_replicas(4, evaluated, "dict", SQUARE, rows, outputs), SQUARE, outputs):
+        for name in ("loss", "right", "peak"):
+            assert_number(got[name], wanted[name])
+        torch.testing.assert_close(got["logits"], wanted["logits"].split(list(rows))[replica])
+        assert got["words"] == "as they are"
+
+
+@pytest.mark.parametrize("kind", ["loss_weight", "Sum"])
+def test_a_replica_without_weight_adds_nothing_and_no_nan(kind: str, two_replicas: Engine) -> None:
+    rows = ROWS["uneven"]
+    for _, got in having(two_replicas(4, evaluated, kind, SQUARE, rows, "last", 1), SQUARE, "last"):
+        wanted = plain(kind, rows, 1)
+        assert_number(got.total / got.count, wanted.total / wanted.count) if kind == "Sum" else assert_number(
+            got, wanted
+        )
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_numbers_are_the_whole_batchs_where_state_is_sharded(zero: int) -> None:
+    rows = ROWS["uneven"]
+    results = run_strict(lambda rank: evaluated("rows", SQUARE, rows, "last", zero=zero), 4)
+    for _, got in having(results, SQUARE, "last"):
+        assert_number(got, plain("rows", rows))
+
+
+def of_a_function(with_target: bool) -> Any:
+    step = fxpipe.compile(Tagger("rows"), SQUARE, microbatches=MICROBATCHES, loss_fn=total_of_means)
+    ids, labels = (tensor.split([5, 2])[replica_of(SQUARE)] for tensor in batch(7))
+    return step.evaluate(ids, target=labels) if with_target else step.evaluate(ids)
+
+
+def total_of_means(logits: Tensor, target: Tensor) -> Tensor:
+    return of_rows(logits, target)
+
+
+@pytest.mark.parametrize("with_target", [True, False], ids=["target", "none"])
+def test_a_loss_function_counts_over_all_replicas_where_there_is_a_target(
+    with_target: bool, two_replicas: Engine
+) -> None:
+    ids, labels = batch(7)
+    with torch.no_grad():
+        logits = Tagger("rows")(ids)
+    for replica, got in having(two_replicas(4, of_a_function, with_target), SQUARE, "last"):
+        if with_target:
+            assert_number(got, of_rows(logits, labels))
+        else:
+            torch.testing.assert_close(got, logits.split([5, 2])[replica])
+
+
+def test_replicas_whose_outputs_have_different_numbers_are_refused() -> None:
+    def body(rank: int) -> None:
+        step = fxpipe.compile(Tagger("rows"), SQUARE, microbatches=MICROBATCHES)
+        ids, labels = batch(4)
+        step.evaluate(ids, labels if replica_of(SQUARE) else None, outputs="all")
+
+    for text in refusals(body, 4):
+        assert text.startswith("RunError: ")
+        assert "the replicas' outputs have different numbers, which cannot be averaged: none; " in text
+
+
+def test_steps_go_on_as_if_nothing_had_been_evaluated(two_replicas: Engine) -> None:
+    assert len(set(two_replicas(4, losses, True) + two_replicas(4, losses, False))) == 1
+
+
+def losses(evaluates: bool) -> tuple[float, ...]:
+    step = fxpipe.compile(Tagger("rows"), SQUARE, microbatches=MICROBATCHES)
+    optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
+    found = []
+    for _ in range(3):
+        mine = [tensor.split([5, 2])[replica_of(SQUARE)] for tensor in batch(7)]
+        found.append(step(*mine).item())
+        optimizer.step()
+        if evaluates:
+            step.evaluate(*mine)
+    return tuple(found)
