@@ -118,7 +118,7 @@ class Agreement:
     ) -> list[dict[str, Any]]:
         """The micro-batches, each with its share of the number of items: the user's, or else the whole batch's count.
 
-        In training a collective call of the data axis.
+        A collective call of the data axis.
         """
         items, rank = self._options.items, self._transport.pipe_rank
         if items is None:
@@ -127,7 +127,7 @@ class Agreement:
         is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, graph.placement[s.index]))
         numbers: list[Any] = [batch.get(ITEMS) for batch in batches]
         is_given = any(number is not None for number in numbers)
-        if agreed.pattern.training and len(set(self._transport.gather_int("data", is_asked + is_asked * is_given))) > 1:
+        if len(set(self._transport.gather_int("data", is_asked + is_asked * is_given))) > 1:
             raise RunError(
                 f"the loss of some replicas divides by {ITEMS} and that of others does not, or it was given to some; "
                 "pass the same inputs on all"
@@ -188,7 +188,7 @@ class Agreement:
         if first.split_evenly:
             merged = [cut_description(merged[0], self._options.batch_dim, size) for size in sizes]
         items = self._options.items
-        if items is not None and first.training:
+        if items is not None:
             merged = [items.described(description) for description in merged]
         pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
         plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))

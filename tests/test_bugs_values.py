@@ -123,13 +123,15 @@ def test_a_number_of_items_given_beside_loss_weight_is_weighted_by_it_and_one_wi
         assert_same(gradient, gradients[name], name, 1e-6)
 
 
-def test_evaluate_takes_a_number_of_items_as_a_step_does() -> None:
+@pytest.mark.parametrize("is_given", [True, False])
+def test_evaluate_takes_or_counts_a_number_of_items_as_a_step_does(is_given: bool) -> None:
     batch = padded(8, 2)
     forward_backward = fxpipe.compile(labelled(), TWO, microbatches=4)
     items = int((batch["labels"] != -100).sum())
     with torch.no_grad():
         whole = labelled()(**batch, num_items_in_batch=items)["loss"]
-    assert_same(forward_backward.evaluate(**batch, num_items_in_batch=items)["loss"], whole, "loss", 1e-6)
+    given = {"num_items_in_batch": items} if is_given else {}
+    assert_same(forward_backward.evaluate(**batch, **given)["loss"], whole, "loss", 1e-6)
 
 
 class Told(nn.Module):
