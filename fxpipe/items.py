@@ -47,6 +47,13 @@ class Items:
         names = {name for name, given in batch if given.kind == "input"}
         return (*batch, (NAME, _GIVEN)) if "labels" in names and NAME not in {name for name, _ in batch} else batch
 
+    def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches, with the number of their items, where ``described`` has it."""
+        if not all(batch.get("labels") is not None and NAME not in batch for batch in batches):
+            return list(map(dict, batches))
+        count = self.count(batches).clamp(min=1)
+        return [{**batch, NAME: count} for batch in batches]
+
     def count(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """The labels in these micro-batches that a loss counts: 0-dimensional, int64."""
         return torch.stack([(self._labels(batch) != IGNORED).sum() for batch in batches]).sum()

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpipe.action import Action, Op
-from fxpipe.callables import Saved, edges
+from fxpipe.callables import Saved
 from fxpipe.errors import RunError
 from fxpipe.exchange import Exchange
 from fxpipe.ir import Edge, Stage, StageGraph, bytes_in
@@ -139,7 +139,7 @@ class Executor:
         if stage.has_backward and self._runs(Op.B, microbatch) and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
         of_metrics = None if self.step.metric_shares is None else self.step.metric_shares[microbatch]
-        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch], of_metrics))
+        saved.take_root(self.loss.add(part, self.step.shares[microbatch], of_metrics))
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self._stage(action), action.microbatch
