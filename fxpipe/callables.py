@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from fxpipe.errors import RunError
 from fxpipe.wire import duplicate
 
 
@@ -127,8 +128,17 @@ class Backward:
 
     def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
         roots, seeds = _begin(saved, gradients)
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        try:
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RunError(
+                f"the backward of stage {self.name} needs a tensor that was written in place since its forward, as "
+                "a buffer of a submodule is by the forward of the next micro-batch; write it out of place "
+                f"(self.n = self.n + 1) or use a clone of it: {error}"
+            ) from error
         return [arrival.gradient() for arrival in saved.arrivals]
 
     def apart(

@@ -27,8 +27,8 @@ from fxpipe.wire import duplicate
 MOST_PARAMETERS = 2**28
 """Elements of parameters beyond which nothing is checked: numbers of six times their size are held meanwhile."""
 MOST_WORK = {"cpu": 1e10, "cuda": 1e12}
-"""The same for elements of parameters × of a micro-batch's largest input: about 24 floating-point operations for each
-such pair, so a few seconds."""
+"""The same for parameters' elements × a micro-batch's positions (tokens, steps, pixels): about 24 floating-point
+operations for each such pair, 6 for a step and four steps, so some seconds at 50 GFLOP/s."""
 CLOSE = 4.0
 """Units in the last place of a tensor's largest number that two runs may always differ by."""
 ROUNDING = 10.0
@@ -113,11 +113,19 @@ def _unfit(request: Request, batch: Batch) -> str:
     if any(tensor.is_meta for tensor in [*held, *given]):
         return "the model or the example is on the meta device"
     parameters = sum(parameter.numel() for parameter in request.module.parameters())
-    elements = max((leaf.numel() for leaf in given), default=0)
+    positions = max(map(_positions, given), default=0)
     most = MOST_WORK["cuda" if any(tensor.is_cuda for tensor in held) else "cpu"]
-    if parameters > MOST_PARAMETERS or parameters * elements > most:
-        return f"{parameters:,} numbers in parameters and {elements:,} in an input of a micro-batch take too long"
+    if parameters > MOST_PARAMETERS or parameters * positions > most:
+        return f"{parameters:,} numbers in parameters at {positions:,} positions of a micro-batch take too long"
     return ""
+
+
+def _positions(given: Tensor) -> int:
+    """How often a parameter is used, at most: integers are tokens, images have channels second, others features last."""
+    if not given.is_floating_point() or given.dim() < 2:
+        return given.numel()
+    features = given.shape[-1] if given.dim() < 4 else given.shape[1]
+    return given.numel() // max(features, 1)
 
 
 class Fact(NamedTuple):

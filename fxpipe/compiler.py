@@ -108,8 +108,8 @@ def compile(
             differ. Forward hooks of the model run then, too; module attributes and containers in them, buffers and
             random state are put back, Python values elsewhere are not. It is left out, as ``print`` of ``.stages``
             tells: without an example's numbers, on the meta device, with rows that are all alike, for kinds of batch
-            that come later, and where it would not be cheap, from 2^28 numbers in parameters, or 1e10 for parameters
-            times numbers in a micro-batch's largest input (1e12 on a GPU).
+            that come later, and where it would not be cheap: from 2^28 numbers in parameters, or from 1e10 (1e12 on a
+            GPU) for these times the tokens, steps or pixels of a micro-batch.
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
 
     Raises:

@@ -339,7 +339,7 @@ def test_what_is_not_checked_is_told(options: dict[str, Any], reason: str) -> No
 def test_what_is_not_cheap_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_check, "MOST_PARAMETERS", 83)
     assert told(Hidden(at_once, at_once)).endswith(
-        "not checked: 84 numbers in parameters and 12 in an input of a micro-batch take too long"
+        "not checked: 84 numbers in parameters at 2 positions of a micro-batch take too long"
     )
 
 
