@@ -112,6 +112,8 @@ def _unfit(request: Request, batch: Batch) -> str:
     held = all_tensors(request.module).values()
     if any(tensor.is_meta for tensor in [*held, *given]):
         return "the model or the example is on the meta device"
+    if any(isinstance(part, nn.SyncBatchNorm) for part in request.module.modules()):
+        return "SyncBatchNorm waits for other ranks in forward"
     parameters = sum(parameter.numel() for parameter in request.module.parameters())
     positions = max(map(_positions, given), default=0)
     most = MOST_WORK["cuda" if any(tensor.is_cuda for tensor in held) else "cpu"]
@@ -121,7 +123,7 @@ def _unfit(request: Request, batch: Batch) -> str:
 
 
 def _positions(given: Tensor) -> int:
-    """How often a parameter is used, at most: integers are tokens, images have channels second, others features last."""
+    """How often a parameter is used at most. Integers are tokens; images have channels second, others features last."""
     if not given.is_floating_point() or given.dim() < 2:
         return given.numel()
     features = given.shape[-1] if given.dim() < 4 else given.shape[1]
@@ -255,7 +257,7 @@ class _Trial:
 
     def compare(self, got: Seen, wanted: Seen) -> None:
         """TraceError where the stages' values are not the model's, or the model's not its own when it runs again."""
-        suspects = [fact for fact in wanted if _gap(got.get(fact), wanted[fact]) > _close(wanted[fact])]
+        suspects = [fact for fact in wanted if not _is_close(got.get(fact), wanted[fact])]
         if not suspects:
             return
         self._check_repeatable(wanted)
@@ -271,7 +273,7 @@ class _Trial:
         facts = [fact for fact in wanted if fact.kind in ("loss", "gradient")]
         pairs = [(_gap(again.get(fact), wanted[fact]), _largest(wanted[fact])) for fact in facts]
         loosest = max(_unit(wanted[fact]) for fact in facts)
-        off, size = (math.sqrt(sum(number**2 for number in column)) for column in zip(*pairs, strict=True))
+        off, size = (math.hypot(*column) for column in zip(*pairs, strict=True))
         if off > math.sqrt(loosest) * size:
             fact = max(facts, key=lambda fact: _gap(again.get(fact), wanted[fact]))
             raise TraceError(
@@ -337,8 +339,16 @@ def _unit(value: Tensor | None) -> float:
     return torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
 
 
-def _close(value: Tensor | None) -> float:
-    return CLOSE * _unit(value) * _largest(value)
+def _is_close(got: Tensor | None, wanted: Tensor | None) -> bool:
+    gap = 0.0 if _is_same(got, wanted) else _gap(got, wanted)
+    return gap == 0 or gap <= CLOSE * _unit(wanted) * _largest(wanted)
+
+
+def _is_same(got: Tensor | None, wanted: Tensor | None) -> bool:
+    """Whether they are of one kind and equal, which is asked first: it takes no memory."""
+    if got is None or wanted is None or got.dtype != wanted.dtype:
+        return got is wanted
+    return got.layout is wanted.layout is torch.strided and torch.equal(got, wanted)
 
 
 _WRONG = "the captured stages do not compute what the model does"

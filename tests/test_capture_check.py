@@ -336,6 +336,12 @@ def test_what_is_not_checked_is_told(options: dict[str, Any], reason: str) -> No
     assert re.search(f"captured by the symbolic tracer, not checked: .*{reason}", told(model, **options))
 
 
+def test_a_model_that_waits_for_others_in_forward_is_not_run() -> None:
+    model = Hidden(at_once, at_once)
+    model.b = nn.Sequential(linear(), nn.SyncBatchNorm(WIDTH))
+    assert told(model, tracer="symbolic").endswith("not checked: SyncBatchNorm waits for other ranks in forward")
+
+
 def test_what_is_not_cheap_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_check, "MOST_PARAMETERS", 83)
     assert told(Hidden(at_once, at_once)).endswith(
