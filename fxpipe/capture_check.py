@@ -165,12 +165,17 @@ class _Trial:
         return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
 
     @cached_property
+    def _state(self) -> State:
+        """From which every run begins."""
+        return State(self._modules, self._devices)
+
+    @cached_property
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.request.module.named_parameters() if p.requires_grad}
 
     def run(self, call: Callable[[Batch, int], Seen], rounding: int | None = None) -> Seen:
         """What ``call`` shows on each micro-batch in turn. All that it changes is put back."""
-        state, seen = State(self._modules, self._devices), Seen()
+        state, seen = self._state, Seen()
         try:
             with self._around(rounding):
                 for place, batch in enumerate(self.batches):
