@@ -262,6 +262,43 @@ def _fixed(description: Description) -> tuple[tuple[str, Any], ...]:
     return tuple((name, given.detail) for name, given in description if given.kind != "input")
 
 
+def first_plan_together(
+    transport: Transport, scopes: Sequence[str], make: Callable[[], Plan], planner: Planner
+) -> Plan:
+    """``plan_together`` where captures are checked: a tracer found wrong on one rank's example is passed over on all.
+
+    A collective call.
+    """
+    captures = planner.captures
+    if captures is None:
+        return plan_together(transport, scopes, make)
+    attempt, tried, agreed = _attempt(make), set(captures.wrong), set[str]()
+    while True:
+        for scope in scopes:
+            for theirs in transport.gather(scope, captures.wrong):
+                captures.wrong = {**theirs, **captures.wrong}
+        if captures.wrong.keys() == agreed:  # which is the same question on all ranks
+            return plan_together(transport, scopes, attempt)
+        agreed = set(captures.wrong)
+        if tried != agreed:
+            planner.forget()
+            attempt, tried = _attempt(make), set(captures.wrong)
+
+
+def _attempt(make: Callable[[], Plan]) -> Callable[[], Plan]:
+    """A function that returns the plan, or raises what making it has raised."""
+    try:
+        plan = make()
+    except Exception as error:
+        failure = error
+
+        def fail() -> Plan:
+            raise failure
+
+        return fail
+    return lambda: plan
+
+
 def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[], Plan]) -> Plan:
     """The plan, the same on every rank; where one rank has none, or another, every rank raises. A collective call."""
     plan, failure, wrong = None, None, ""

@@ -26,6 +26,10 @@ class Saved:
     arrivals: list[_Arrival]
     roots: list[list[GradientEdge | None]]
 
+    def take_root(self, output: Any) -> None:
+        """Lets backward begin at ``output`` in place of the last output, which it was found in."""
+        self.roots[-1] = edges(output)
+
 
 class _Arrival:
     """One input of a stage: collects the gradient of each of its tensors, exactly as autograd hands it over."""
@@ -33,6 +37,8 @@ class _Arrival:
     def __init__(self, value: Any) -> None:
         self._leaves, self._spec = pytree.tree_flatten(value)
         self.gradients: list[Tensor | None] = [None] * len(self._leaves)
+        self.anchors: list[Tensor] = []
+        """Leaves of autograd's graph at which backward ends."""
 
     def enter(self) -> Any:
         """The value to compute with: cut from where it came from, its gradient collected here. Called once.
@@ -48,6 +54,7 @@ class _Arrival:
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return leaf.detach()
         anchor = torch.empty(0, requires_grad=True)
+        self.anchors.append(anchor)
         entered: Tensor = _Receive.apply(anchor, self, index, leaf.detach())  # type: ignore[no-untyped-call]
         return entered
 
@@ -120,16 +127,30 @@ class Backward:
         self.name, self.names, self.outputs = name, tuple(names), tuple(outputs)
 
     def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
-        roots: list[GradientEdge] = []
-        seeds: list[Tensor | None] = []
-        # the last user first: where one tensor is several outputs, this is the order in which autograd adds up
-        for output, gradient in reversed(list(zip(saved.roots, gradients, strict=True))):
-            for root, seed in _pairs(output, gradient):
-                roots.append(root)
-                seeds.append(seed)
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        roots, seeds = _begin(saved, gradients)
+        try:
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RunError(
+                f"the backward of stage {self.name} needs a tensor that was written in place since its forward, as "
+                "a buffer of a submodule is by the forward of the next micro-batch; write it out of place "
+                f"(self.n = self.n + 1) or use a clone of it: {error}"
+            ) from error
         return [arrival.gradient() for arrival in saved.arrivals]
+
+    def apart(
+        self, saved: Saved, gradients: Sequence[Any], parameters: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Tensor | None]]:
+        """The same, with the parameters' gradients given back and not accumulated: (input gradients, theirs)."""
+        roots, seeds = _begin(saved, gradients)
+        ends = [*parameters, *(anchor for arrival in saved.arrivals for anchor in arrival.anchors)]
+        found: Sequence[Tensor | None] = [None] * len(ends)
+        if roots and ends:
+            found = torch.autograd.grad(roots, ends, seeds, allow_unused=True)
+        return [arrival.gradient() for arrival in saved.arrivals], list(found[: len(parameters)])
 
     def __str__(self) -> str:
         returned = ", ".join(f"d_{name}" for name in self.names)
@@ -141,6 +162,18 @@ class Backward:
         )
 
     __repr__ = __str__
+
+
+def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], list[Tensor | None]]:
+    """Where a stage's backward begins, and with which gradients."""
+    roots: list[GradientEdge] = []
+    seeds: list[Tensor | None] = []
+    # the last user first: where one tensor is several outputs, this is the order in which autograd adds up
+    for output, gradient in reversed(list(zip(saved.roots, gradients, strict=True))):
+        for root, seed in _pairs(output, gradient):
+            roots.append(root)
+            seeds.append(seed)
+    return roots, seeds
 
 
 def edges(output: Any) -> list[GradientEdge | None]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
 from fxpipe.batch import Description, untold
+from fxpipe.capture_check import Sample, check
 from fxpipe.errors import RunError, TraceError
 from fxpipe.ir import Program, StageGraph
 from fxpipe.marker import ignored
@@ -58,13 +59,18 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Captured:
-    """The stages of one capture, and its program in words. ``of_one_shape``: whether they hold for no other."""
+    """The stages of one capture, and its program in words. ``tracer``: the name of the one that made it."""
 
     graph: StageGraph
     text: str
-    of_one_shape: bool = False
+    tracer: str = ""
     placement: tuple[int, ...] | None = None
     """The rank of each stage, where it was searched for."""
+
+    @property
+    def of_one_shape(self) -> bool:
+        """Whether the stages hold for micro-batches of no other shape."""
+        return self.tracer in NEED_SHAPES
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,10 @@ class Captures:
     """The type in which floating-point parameters and inputs will be, where ``precision`` changes it."""
     search: Search | None = None
     """None: stages are cut where they are marked, and placed by who asks."""
+    sample: Sample | str = "nothing is run"
+    """The micro-batches on which stages are checked against the model; or why they are not."""
+    wrong: dict[str, str] = field(default_factory=dict)
+    """Tracers whose capture was found wrong, and what of it: they are not tried again."""
 
     def __post_init__(self) -> None:
         self._kept: dict[Pattern, Captured] = {}
@@ -103,25 +113,39 @@ class Captures:
     def of(self, pattern: Pattern) -> list[Captured]:
         """The stages for each micro-batch of a pattern; one object where nothing depends on their shapes."""
         shapes = pattern.shapes or (None,) * pattern.microbatches
-        return [self._of_one(pattern, shape) for shape in shapes]
+        found = [self._of_one(pattern, shape) for shape in shapes]
+        if any(captured.tracer in self.wrong for captured in found):  # only a later shape has shown it
+            self.forget()
+            return self.of(pattern)
+        return found
 
     def _of_one(self, pattern: Pattern, shape: Description | None) -> Captured:
         this = dataclasses.replace(pattern, microbatches=1, shapes=() if shape is None else (shape,))
         known = self._kept.get(this) or self._kept.get(this.for_any_shape())
         if known is not None:
             return known
-        program = self._traced(pattern, shape)
-        of_one_shape = program.tracer in NEED_SHAPES
+        accepted: list[Captured] = []
+        program = self._traced(pattern, shape, accepted)
+        (made,) = accepted
+        of_one_shape = made.of_one_shape
         for name, leaf in untold(shape) if of_one_shape and shape is not None else ():
             raise TraceError(
                 f"input {name!r} holds {leaf!r:.60}, which is no tensor, and what {program.tracer} captures would hold "
                 'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'
             )
-        made = self._cut(program, pattern, shape, of_one_shape)
         self._kept[this if of_one_shape else this.for_any_shape()] = made
         return made
 
-    def _traced(self, pattern: Pattern, shape: Description | None) -> Program:
+    def _traced(self, pattern: Pattern, shape: Description | None, accepted: list[Captured]) -> Program:
+        """The program of the first tracer whose stages are right, which are put into ``accepted``."""
+
+        def accept(program: Program) -> None:
+            if program.tracer in self.wrong:
+                raise TraceError(self.wrong[program.tracer])
+            cut, made = self._cut(program, pattern, shape)
+            accepted.append(self._checked(made, request, pattern, shape))
+            self._first = self._first or cut
+
         request = Request(
             self.model,
             pattern.inputs,
@@ -133,12 +157,35 @@ class Captures:
             autocast=pattern.autocast,
             device=self.device,
             compute=self.compute,
+            accept=accept,
         )
         finds_cuts = self.search is not None and self.search.cuts
         with progress(f"capturing {type(self.model).__name__}"), ignored(finds_cuts):
             return capture(request, self.tracer)
 
-    def _cut(self, program: Program, pattern: Pattern, shape: Description | None, of_one_shape: bool) -> Captured:
+    def _checked(self, made: Captured, request: Request, pattern: Pattern, shape: Description | None) -> Captured:
+        """The stages, once they have been run against the model, with a word about it."""
+        if isinstance(self.sample, str):
+            told = f"not checked: {self.sample}"
+        else:
+            places = [i for i, other in enumerate(pattern.shapes) if not made.of_one_shape or other == shape]
+            try:
+                with progress("checking the stages against the model"):
+                    told = check(made.graph, request, self.sample, places)
+            except TraceError as error:
+                self.wrong[made.tracer] = str(error)
+                raise
+        head, *rest = made.graph.origin.splitlines()
+        graph = dataclasses.replace(made.graph, origin="\n".join([f"{head}, {told}", *rest]))
+        return dataclasses.replace(made, graph=graph)
+
+    def forget(self) -> None:
+        """Captures all anew; but not with tracers that are known to be wrong."""
+        self._kept.clear()
+        self._first = None
+
+    def _cut(self, program: Program, pattern: Pattern, shape: Description | None) -> tuple[Program, Captured]:
+        """The program with its stages, and they themselves."""
         search, first, placement = self.search, self._first, None
         if search is not None and search.cuts:
             program = chain(default_passes.before_balance(), program)
@@ -153,8 +200,7 @@ class Captures:
             more = search is not None and len(program.stage_names) > search.ranks > 1
             if search is not None and more and first is None and shape is not None:
                 placement = self._searched(program, pattern, shape, search).placement
-        self._first = first or program
-        return Captured(default_passes.split(program), _told(self.model, program), of_one_shape, placement)
+        return program, Captured(default_passes.split(program), _told(self.model, program), program.tracer, placement)
 
     def _searched(self, program: Program, pattern: Pattern, shape: Description | None, search: Search) -> Balanced:
         """The best cut or placement found, which is told."""

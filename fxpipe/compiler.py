@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.agreement import Options, call_signature, flags_of, pattern_of, plan_together
-from fxpipe.batch import BatchDim, Description, cut_description, describe, required_names, row_count, split_rows
+from fxpipe.agreement import Options, call_signature, first_plan_together, flags_of, pattern_of
+from fxpipe.batch import BatchDim, Description, cut_description, describe, required_names, row_count, split, split_rows
 from fxpipe.batch import bind as bind_call
 from fxpipe.boundaries import AUTO, Boundaries, resolve
+from fxpipe.capture_check import Sample
 from fxpipe.captures import Captures, Pattern, Search
 from fxpipe.connect import connect
 from fxpipe.data_axis import check_ties, check_zero, data_groups
@@ -69,6 +69,7 @@ def compile(
     parallelize: Callable[..., None] | None = None,
     stage_compiler: Callable[..., Any] | None = None,
     check_batches: bool = True,
+    check_capture: bool = True,
     passes: Sequence[Pass] | None = None,
     error_if_nonfinite: bool = False,
 ) -> ForwardBackward:
@@ -108,6 +109,13 @@ def compile(
             more ranks of a pipe group were given are compared by a digest, one call later: what differs is a RunError.
             So are those of a tensor group, in the first 3 steps and every 100th; equal batches of replicas are warned
             of. False: nothing is compared.
+        check_capture: whether the stages are run once against the model, forward and backward, on two micro-batches of
+            the example, and losses, gradients and buffers compared; "auto" goes on to the next tracer where they
+            differ. Forward hooks of the model run then, too; module attributes and containers in them, buffers and
+            random state are put back, Python values elsewhere are not. It is left out, as ``print`` of ``.stages``
+            tells: without an example's numbers, on the meta device, with rows that are all alike, for kinds of batch
+            that come later, and where it would not be cheap: from 2^28 numbers in parameters, or from 1e10 (1e12 on a
+            GPU) for these times the tokens, steps or pixels of a micro-batch.
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
         error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks alike and before
             an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
@@ -146,8 +154,16 @@ def compile(
     options = _options(model, topology, microbatches, batch_dim, loss_weight, loss_fn)
     wish = Wish(zero, zero_scope, int(bucket_cap_mb * 2**20), precision, init_fn, weights_of(checkpoint), parallelize)
     with failing_together(transport, transport.abort):
-        example = partial(_first_pattern, planner, options, example_args, example_kwargs)
-        plan = plan_together(transport, ("pipe", "data"), lambda: planner.plan(example()))
+
+        def first() -> Plan:
+            pattern = _first_pattern(planner, options, example_args, example_kwargs)
+            if planner.captures is not None:
+                planner.captures.sample = _sample(planner, options, example_args, example_kwargs, check_capture)
+            return planner.plan(pattern)
+
+        plan = first_plan_together(transport, ("pipe", "data"), first, planner)
+        if planner.captures is not None:
+            planner.captures.sample = "this kind of batch came after compile"
         owners = ownership(plan.graph)
         if transport.pipe_rank is not None:
             groups = {**data_groups(topology, zero, zero_scope), **tensor_groups(topology)}
@@ -265,6 +281,29 @@ def _first_pattern(
             parts = [options.items.described(part) for part in parts]
         return pattern_of(parts, True, options.loss_fn, flags, ambient_autocast())
     return Pattern(tuple(required_names(signature)), (), options.microbatches, options.loss_fn is not None, flags)
+
+
+def _sample(
+    planner: Planner,
+    options: Options,
+    example_args: Sequence[Any] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    wanted: bool,
+) -> Sample | str:
+    """The example's micro-batches with their numbers; or why none are run."""
+    if not wanted:
+        return "check_capture=False"
+    if example_args is None and example_kwargs is None:
+        return "no example batch"
+    given = bind_call(call_signature(planner, options.loss_fn), example_args or (), example_kwargs or {})
+    rows = row_count(describe(given), options.batch_dim)
+    if rows is None or rows < options.microbatches:
+        parts = [given] * options.microbatches
+    else:
+        parts = split(given, options.batch_dim, split_rows(rows, options.microbatches))
+    if options.items is not None:
+        parts = options.items.given(parts)
+    return Sample(parts, options.batch_dim)
 
 
 def _microbatches(example: Description, options: Options) -> list[Description]:

@@ -53,6 +53,14 @@ class Items:
         wanted = self.counts and kinds.get("labels") == "input" and ITEMS not in kinds
         return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
+    def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches, with the number of their items, where ``described`` has it."""
+        numbered = [with_number(dict(batch)) for batch in batches]
+        if not self.counts or not all(batch.get("labels") is not None and ITEMS not in batch for batch in numbered):
+            return numbered
+        count = as_number(self.count(batches).clamp(min=1))
+        return [{**batch, ITEMS: count} for batch in numbered]
+
     def count(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """The labels in these micro-batches that a loss counts: 0-dimensional, int64."""
         return torch.stack([(self._labels(batch) != IGNORED).sum() for batch in batches]).sum()

@@ -169,6 +169,12 @@ class Planner:
         stays = family.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
 
+    def forget(self) -> None:
+        """Plans all anew."""
+        self._plans.clear()
+        if self.captures is not None:
+            self.captures.forget()
+
     def let_go(self) -> None:
         """Makes the plans hold what the module now holds, and nothing that it has let go of."""
         if isinstance(self.model, StageGraph):

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpipe.action import Action, Op
-from fxpipe.callables import Saved, edges
+from fxpipe.callables import Saved
 from fxpipe.errors import RunError, noted
 from fxpipe.exchange import Exchange
 from fxpipe.finite import Extremes
@@ -156,7 +156,7 @@ class Executor:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
         if (extremes := self._extremes(microbatch)) is not None:
             extremes.add_loss(stage.index, microbatch, part.value)
-        saved.roots[-1] = edges(self.loss.add(part, self.step.shares[microbatch]))
+        saved.take_root(self.loss.add(part, self.step.shares[microbatch]))
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self._stage(action), action.microbatch

@@ -27,7 +27,8 @@ ROWS = """
     schedule verify simulate timeline held comparison bound show picture chrome_trace csv_file csv_messages
     schedules trace pipeline
     passes
-    placement balance likeness items ownership initialise materialise world precision groups boundaries stage_function
+    replay capture_check precision
+    placement balance likeness items ownership initialise materialise world groups boundaries stage_function
     collective bucket
     stopwatch
     traffic

@@ -157,7 +157,7 @@ def test_evaluation_returns_what_the_model_returns(tracer: str) -> None:
 def test_auto_tells_which_tracer_it_was_and_why_the_others_were_not() -> None:
     forward_backward = compiled("auto")
     lines = str(forward_backward.stages).splitlines()
-    assert lines[-2] == "captured by the export tracer"
+    assert lines[-2] == "captured by the export tracer, checked against the model on 2 micro-batches"
     assert lines[-1].startswith("symbolic could not: ")
 
 

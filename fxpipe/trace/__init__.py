@@ -24,11 +24,17 @@ def auto(request: Request) -> Program:
         if name in NEED_SHAPES and request.example is None:
             break
         try:
-            return tracer(request).replace(refusals=tuple(refusals))
+            return _accepted(tracer(request).replace(refusals=tuple(refusals)), request)
         except TraceError as error:
             refusals.append((name, str(error)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
     raise TraceError("\n".join(f"{name}: {reason}" for name, reason in refusals) + hint)
+
+
+def _accepted(program: Program, request: Request) -> Program:
+    if request.accept is not None:
+        request.accept(program)
+    return program
 
 
 TRACERS: Mapping[str, Tracer] = MappingProxyType(
@@ -43,12 +49,13 @@ _ASK_FOR_EXAMPLE = (
 
 
 def capture(request: Request, tracer: str = "auto") -> Program:
-    """Captures a model with the tracer of that name; TraceError where it is unknown or must refuse."""
+    """Captures a model with the tracer of that name; TraceError where it is unknown, refuses, or is not accepted."""
     if tracer not in TRACERS:
         raise TraceError(f"unknown tracer {tracer!r}{nearest(tracer, TRACERS)}")
     if tracer in NEED_SHAPES and request.example is None:
         raise TraceError(_ASK_FOR_EXAMPLE)
-    return TRACERS[tracer](request)
+    program = TRACERS[tracer](request)
+    return program if tracer == "auto" else _accepted(program, request)
 
 
 __all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "capture"]

@@ -47,6 +47,10 @@ class Snapshot:
         found = {storage_of(state.tensor): state.name for state in reversed(self._tensors.values())}
         return {storage: name for storage, name in found.items() if storage}
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the model holds."""
+        return [state.tensor for state in self._tensors.values()]
+
     def changes(self) -> Iterator[str]:
         """The names of what is no longer as it was. What is written into a tensor is not seen here."""
         for path, now, before in self._attributes:

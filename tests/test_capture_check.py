@@ -1,0 +1,383 @@
+"""Captured stages are run against the model when it is compiled: what is found, what is left alone, what is told."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import TraceError, capture_check, stage_boundary
+from fxpipe.strict import run_strict
+from tests.harness import assert_same, replica_of
+from tests.models import WIDTH, linear, vectors
+
+TWO = fxpipe.Topology([("pipe", 2)])
+
+
+def batch(rows: int = 8, seed: int = 0) -> dict[str, Any]:
+    return vectors(rows, torch.Generator().manual_seed(seed))
+
+
+class Hidden(nn.Module):
+    """``eager`` and ``captured`` are called by what a proxy of the symbolic tracer is not: a Tensor."""
+
+    def __init__(self, eager: Callable[[Any], Any], captured: Callable[[Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = linear(), linear()
+        self.eager, self.captured = eager, captured
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = stage_boundary(self.a(x), name="second")
+        h = self.eager(h) if isinstance(h, Tensor) else self.captured(h)
+        return F.mse_loss(self.b(h), y)
+
+
+def doubled() -> Hidden:
+    return Hidden(lambda h: 2 * h, lambda h: h)
+
+
+def compiled(model: nn.Module, given: dict[str, Any] | None = None, **options: Any) -> fxpipe.ForwardBackward:
+    options = {"microbatches": 4, "example_kwargs": batch() if given is None else given} | options
+    return fxpipe.compile(model, TWO, **options)
+
+
+def told(model: nn.Module, **options: Any) -> str:
+    """The line of ``.stages`` that says what was checked."""
+    return next(line for line in str(compiled(model, **options).stages).splitlines() if line.startswith("captured by"))
+
+
+# --- what is found ---
+
+
+def test_a_capture_that_computes_another_loss_is_refused_with_both_numbers() -> None:
+    model, given = doubled(), batch()
+    first = {name: tensor[:2] for name, tensor in given.items()}
+    right = model(**first).item()
+    wrong = F.mse_loss(model.b(model.a(first["x"])), first["y"]).item()
+    with pytest.raises(TraceError, match="the captured stages do not compute what the model does") as failure:
+        compiled(model, given, tracer="symbolic")
+    assert f"the loss on micro-batch 0 is {wrong:.6g} in stage 'second' and {right:.6g} in the model" in str(
+        failure.value
+    )
+
+
+def test_a_capture_that_loses_a_gradient_is_refused_with_the_parameter_and_its_stage() -> None:
+    model = Hidden(lambda h: h, lambda h: h.detach())
+    with pytest.raises(
+        TraceError, match=r"the gradient of a\.weight on micro-batch 0 is 0 in stage 'a' and .* at \[\d, \d\]"
+    ):
+        compiled(model, tracer="symbolic")
+
+
+def test_a_capture_that_fails_where_the_model_runs_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"where the model runs, they fail: RuntimeError: .*shape"):
+        compiled(Hidden(lambda h: h, lambda h: h.view(2, 5)), tracer="symbolic")
+
+
+def test_a_buffer_that_the_stages_leave_as_it_is_is_found() -> None:
+    class Lost(Hidden):
+        def __init__(self) -> None:
+            super().__init__(self.note, lambda h: h)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def note(self, h: Tensor) -> Tensor:
+            self.seen += h.detach().sum()
+            return h
+
+    with pytest.raises(TraceError, match="the buffer seen on micro-batch 0 is 0 in"):
+        compiled(Lost(), tracer="symbolic")
+
+
+def test_auto_goes_on_to_the_next_tracer_and_trains_right() -> None:
+    model, plain = doubled(), doubled()
+    forward_backward = compiled(model, microbatches=1)
+    assert "captured by the export tracer, checked" in str(forward_backward.stages)
+    assert "symbolic could not: the captured stages do not compute what the model does" in str(forward_backward.stages)
+    for rows in (8, 6):  # a later kind of batch is not captured by the tracer that was wrong
+        assert_same(forward_backward(**batch(rows, seed=1)), plain(**batch(rows, seed=1)).detach(), "loss")
+
+
+def test_it_can_be_left_out() -> None:
+    assert told(doubled(), check_capture=False) == "captured by the symbolic tracer, not checked: check_capture=False"
+
+
+calls = 0
+
+
+def test_a_model_that_is_another_each_time_it_runs_is_refused_where_its_capture_is_not() -> None:
+    def counted(h: Tensor) -> Tensor:
+        global calls
+        calls += 1
+        return h * calls
+
+    with pytest.raises(TraceError, match="the model computes something else each time"):
+        compiled(Hidden(counted, counted), tracer="symbolic")
+
+
+def outlier_on_the_second_replica() -> tuple[str, float]:
+    """Only the second replica's example shows that ``clamp`` is not in the symbolic capture."""
+    topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
+    given = batch(seed=replica_of(topology))
+    model = Hidden(lambda h: h.clamp(max=50), lambda h: h)
+    if replica_of(topology) == 1:
+        given["x"] *= 1000
+    forward_backward = fxpipe.compile(model, topology, microbatches=1, example_kwargs=given)
+    return forward_backward.stages.origin.splitlines()[0], forward_backward(**given).item()
+
+
+def test_a_tracer_that_one_rank_finds_wrong_is_passed_over_on_all() -> None:
+    (first, loss), (second, _) = run_strict(lambda rank: outlier_on_the_second_replica(), 2, 0)
+    assert first.startswith("the export tracer")
+    assert second.startswith("the export tracer")
+    model, given = Hidden(lambda h: h.clamp(max=50), lambda h: h), [batch(seed=0), batch(seed=1)]
+    given[1]["x"] *= 1000
+    assert loss == pytest.approx(sum(model(**one).item() for one in given) / 2, rel=1e-6)
+
+
+# --- what is equal to rounding is right ---
+
+
+def in_another_order(h: Any) -> Any:
+    return ((h * 3.0 + h * 0.7) + h * 0.1) / 3.8
+
+
+def at_once(h: Any) -> Any:
+    return h * (3.0 / 3.8 + 0.7 / 3.8 + 0.1 / 3.8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_in_another_order_are_right(dtype: torch.dtype) -> None:
+    given = {name: tensor.to(dtype) for name, tensor in batch().items()}
+    model = Hidden(in_another_order, at_once).to(dtype)
+    assert any(not torch.equal(in_another_order(t), at_once(t)) for t in given.values())
+    assert "checked against the model on 2" in told(model, example_kwargs=given, tracer="symbolic")
+
+
+def test_a_gradient_that_is_nothing_but_rounding_may_be_any_other() -> None:
+    """A bias before a difference from the mean: its gradient is 0, up to the sum's order."""
+
+    def centred(h: Any) -> Any:
+        return h - h.mean(0)
+
+    def centred_otherwise(h: Any) -> Any:
+        return h - (h[0:1] + h[1:2]).sum(0) / 2
+
+    given = batch(2)
+    model = Hidden(centred, centred_otherwise)
+    assert "checked against the model on 2" in told(model, example_kwargs=given, tracer="symbolic", microbatches=1)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.5)])
+def test_a_factor_is_no_rounding(dtype: torch.dtype, factor: float) -> None:
+    given = {name: tensor.to(dtype) for name, tensor in batch().items()}
+    with pytest.raises(TraceError, match="do not compute"):
+        compiled(Hidden(lambda h: h * factor, lambda h: h).to(dtype), given, tracer="symbolic")
+
+
+class Autocast(Hidden):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.b(in_another_order(stage_boundary(self.a(x))))
+        return F.mse_loss(h.float(), y)
+
+
+@pytest.mark.parametrize("tracer", ["export", "record"])
+@pytest.mark.parametrize("precision", [None, fxpipe.Precision()])
+def test_types_that_are_computed_in_are_those_of_the_run(tracer: str, precision: Any) -> None:
+    assert "checked" in told(Autocast(at_once, at_once), tracer=tracer, precision=precision)
+
+
+def test_precision_rounds_the_model_for_the_check_alone() -> None:
+    model = Hidden(lambda h: h.to(torch.bfloat16), lambda h: h)
+    before = model.a.weight.detach().clone()
+    assert "checked" in told(model, tracer="symbolic", precision=fxpipe.Precision(compute=torch.bfloat16))
+    assert torch.equal(model.a.weight, before.bfloat16())
+
+
+# --- random numbers ---
+
+
+class Draws(nn.Module):
+    """Two towers whose numbers are drawn in turn, and each tower is a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = linear(), linear(), linear(), linear()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, two = self.drop(self.a(x)), self.drop(self.b(y))
+        one, two = self.drop(self.c(one)), self.drop(self.d(two)) + torch.randn_like(two)
+        one, two = stage_boundary(one, name="end"), stage_boundary(two)
+        return F.mse_loss(one, two) + F.dropout(one, 0.5).sum()
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_draws_that_the_stages_make_in_another_order_are_the_same(tracer: str) -> None:
+    assert "checked against the model on 2" in told(Draws(), tracer=tracer)
+
+
+class Layer(nn.Module):
+    """Skipped at random, by Python's numbers; with noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator, self.own = linear(), torch.Generator(), random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.rand(x.shape, generator=self.generator)
+        return self.linear(x) * self.own.random() if random.random() < 0.5 else x
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList([Layer() for _ in range(4)]), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.last(stage_boundary(x)), y)
+
+
+def states(model: Skips) -> list[Any]:
+    own = [(layer.generator.get_state().tolist(), layer.own.getstate()) for layer in model.layers]
+    return [torch.get_rng_state().tolist(), random.getstate(), own]
+
+
+def test_numbers_of_python_and_of_own_generators_are_replayed_and_put_back() -> None:
+    model, unchecked = Skips(), Skips()
+    assert "not checked" in told(unchecked, tracer="record", check_capture=False)
+    assert "checked against the model on 2" in told(model, tracer="record")
+    assert states(model) == states(unchecked)
+
+
+# --- what is left alone ---
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.seen, self.cache = linear(), 0, [], {}
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.cache[self.calls] = x.detach()
+        self.total += 1
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return self.norm(self.linear(x)) * self.calls
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Stateful(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(stage_boundary(self.inner(x))), y)
+
+
+def test_the_model_is_afterwards_what_it_was() -> None:
+    model = Outer()
+    inner, accumulated = model.inner, []
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+        parameter.register_post_accumulate_grad_hook(accumulated.append)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    forward_backward = compiled(model, tracer="record")
+    assert "checked against the model on 2" in str(forward_backward.stages)
+    assert (inner.calls, inner.seen, inner.cache) == (0, [], {})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert accumulated == []
+    assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in model.parameters() if p.grad is not None)
+    forward_backward(**batch())
+    assert inner.calls == 4
+
+
+def test_the_example_is_not_written() -> None:
+    class Writes(Hidden):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x += 1
+            return super().forward(x, y)
+
+    given, before = batch(), batch()
+    assert "checked against the model on 2" in told(Writes(at_once, at_once), example_kwargs=given)
+    assert torch.equal(given["x"], before["x"])
+
+
+# --- what is not checked ---
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"example_kwargs": None}, "no example batch"),
+        ({"example_kwargs": batch(1), "microbatches": 1}, "the example has one row"),
+        ({"example_kwargs": {"x": torch.ones(8, WIDTH), "y": torch.ones(8, WIDTH)}}, "rows that are all alike"),
+        ({"example_kwargs": {"x": torch.empty(8, WIDTH, device="meta"), "y": torch.ones(8, WIDTH)}}, "meta device"),
+        ({"example_kwargs": {"x": torch.randn(8, 2), "y": torch.ones(8, WIDTH)}}, "the model fails .* RuntimeError: "),
+    ],
+)
+def test_what_is_not_checked_is_told(options: dict[str, Any], reason: str) -> None:
+    model = Hidden(at_once, at_once)
+    assert re.search(f"captured by the symbolic tracer, not checked: .*{reason}", told(model, **options))
+
+
+def test_a_model_that_waits_for_others_in_forward_is_not_run() -> None:
+    model = Hidden(at_once, at_once)
+    model.b = nn.Sequential(linear(), nn.SyncBatchNorm(WIDTH))
+    assert told(model, tracer="symbolic").endswith("not checked: SyncBatchNorm waits for other ranks in forward")
+
+
+def test_what_is_not_cheap_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_check, "MOST_PARAMETERS", 83)
+    assert told(Hidden(at_once, at_once)).endswith(
+        "not checked: 84 numbers in parameters at 2 positions of a micro-batch take too long"
+    )
+
+
+def test_one_micro_batch_is_checked_with_another_order_of_its_rows() -> None:
+    assert "checked against the model on 2" in told(Hidden(at_once, at_once), microbatches=1, tracer="export")
+
+
+@pytest.mark.parametrize("trainable", [(), ("b",)])
+def test_a_model_may_be_frozen(trainable: tuple[str, ...]) -> None:
+    model = Hidden(at_once, at_once)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name[0] in trainable)
+    assert "checked against the model on 2" in told(model)
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(11, WIDTH, sparse=True), linear()
+
+    def forward(self, ids: Tensor, y: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        h = self.last(stage_boundary(self.table(ids)).mean(1))
+        return {"loss": fxpipe.Sum((h - y).square().sum() * scale, y.numel()), "size": h.detach().norm()}
+
+
+def test_sums_dicts_and_sparse_gradients_are_compared() -> None:
+    given = {"ids": torch.randint(0, 11, (8, 3)), "y": torch.randn(8, WIDTH), "scale": 0.5}
+    assert "checked against the model on 2" in told(Summed(), example_kwargs=given)
+
+
+def test_a_stage_graph_of_the_users_own_is_no_capture() -> None:
+    graph = fxpipe.StageGraph.from_callables(
+        {"a": linear(), "b": lambda h: h.mean()}, edges=[("a", "b")], inputs={"a": ["x"]}
+    )
+    assert "checked" not in str(fxpipe.compile(graph, TWO, example_args=(torch.randn(8, WIDTH),)).stages)
