@@ -120,9 +120,9 @@ class _Run:
 
     def forward(self) -> None:
         """Runs the model, and its loss function."""
-        assert self._request.example is not None
-        recorder, calls = self._recorder, self._calls
-        values = recorder.fake.inputs(self._request.example)
+        request, recorder, calls = self._request, self._recorder, self._calls
+        assert request.example is not None
+        values = recorder.fake.inputs(request.example)
         self._sources = [Source("placeholder", name, value) for name, value in values.items()]
         for source in self._sources:
             for path, leaf in paths(source.result):
@@ -130,8 +130,9 @@ class _Run:
                     recorder.name(leaf, Value(source, path))
         try:
             with quiet(), recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
-                with recording(recorder.record_boundary), cutting(self._request.module, self._request.cuts):
-                    output = self._request.wanted(self._request.call(values))
+                cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
+                with recording(recorder.record_boundary), cuts:
+                    output = request.wanted(request.call(values))
                 calls.write_buffers()
                 recorder.check_random()
                 result = pytree.tree_map(lambda leaf: _leaf(recorder, leaf), output)
