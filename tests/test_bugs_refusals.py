@@ -364,6 +364,89 @@ def test_assertions_on_values_between_submodules_are_in_nobodys_way(tracer: str)
     assert_trains(Asserting, [vectors(0), vectors(1)], ["layers.1", "layers.3"], 3, tracer=tracer)
 
 
+# --- methods that look at values, of a module that is cut elsewhere ---
+
+
+class Sees(nn.Module):
+    """As Idefics 3: pictures that are nothing but padding are dropped, and the others take the places of some rows."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.vision, self.text = Layer(), nn.Sequential(Layer(), Layer(), Layer())
+        self.counts, self.seen = counts, 0
+
+    def features(self, pictures: Tensor, scale: float) -> dict[str, Any]:
+        if self.counts:
+            self.seen = self.seen + 1
+        kept = pictures[(pictures != 0).any(-1)]
+        return {"all": [self.vision(kept) * scale]}
+
+    def forward(self, x: Tensor, y: Tensor, pictures: Tensor) -> Tensor:
+        found = torch.cat(self.features(pictures, scale=0.5)["all"])
+        x = x.masked_scatter((pictures != 0).any(-1, keepdim=True), found)
+        return F.mse_loss(self.text(x), y)
+
+
+class Wrapped(nn.Module):
+    """A method behind another one of the same name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.model = Sees(**options)
+
+    def features(self, pictures: Tensor) -> Any:
+        return self.model.features(pictures, 1.0)
+
+    def forward(self, x: Tensor, y: Tensor, pictures: Tensor) -> Tensor:
+        return self.model(x, y, pictures)  # type: ignore[no-any-return]
+
+
+def with_pictures(number: int) -> Inputs:
+    """Every second picture of batches with odd numbers is padding."""
+    pictures = vectors(number + 50)["x"]
+    pictures[1 :: 2 if number % 2 else 8] = 0.0
+    if number % 2 == 0:
+        pictures[1] = 1.0
+    return vectors(number) | {"pictures": pictures}
+
+
+@pytest.mark.parametrize(("make", "prefix"), [(Sees, ""), (Wrapped, "model.")])
+def test_a_method_that_looks_at_values_stays_whole_where_cuts_are_elsewhere(make: Any, prefix: str) -> None:
+    cuts = [f"{prefix}text.1", f"{prefix}text.2"]
+    forward_backward = assert_trains(make, [with_pictures(0), with_pictures(2)], cuts, 3, tracer="record")
+    homes = [any("vision" in name for name in stage.tensors) for stage in forward_backward.stages]
+    assert homes == [True, False, False]
+
+
+def picture_losses(engine: str) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+    torch.manual_seed(0)
+    forward_backward = compiled(Sees(), with_pictures(0), ["text.1"], tracer="record")
+    return [(forward_backward(**with_pictures(2)), gradients_of(forward_backward.named_parameters()))]
+
+
+def test_it_stays_whole_on_two_processes(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain = Sees()
+    wanted_loss, _ = accumulate(lambda _, part: plain(**part), cut(with_pictures(2), 2))
+    wanted = gradients_of(plain.named_parameters())
+    for ((loss, gradients),) in engine_of("distributed", lambda: pool)(2, picture_losses, ""):
+        assert_same(loss, wanted_loss, "loss")
+        for name, gradient in gradients.items():
+            assert_same(gradient, wanted[name], name)
+
+
+@pytest.mark.parametrize(
+    ("make", "cuts", "told"),
+    [
+        (lambda: Sees(counts=True), ["text.1"], r"it sets Sees\.seen, which would be lost"),
+        (Sees, ["text.1", "vision"], "looks at the values of a tensor"),
+    ],
+)
+def test_a_method_that_cannot_stay_whole_is_refused(make: Any, cuts: Any, told: str) -> None:
+    with pytest.raises(TraceError, match=told):
+        compiled(make(), with_pictures(0), cuts, tracer="record")
+
+
 # --- masks by vmap ---
 
 
@@ -604,11 +687,32 @@ def hugging_face() -> Mapping[str, Any]:
         batch: Inputs = hf.causal(8, seeded(number))
         return batch | {"token_type_ids": torch.zeros_like(batch["input_ids"])}
 
-    cuts = hf.layers("model.language_model.layers", 1, 2)
-    return {"Gemma 3, images": (gemma3, with_kinds, cuts), "Gemma 3, text": (gemma3, without_images, cuts)}
+    def idefics(config: Any, model: Any) -> Callable[[], nn.Module]:
+        words = {**hf.DECODER, **hf.SPECIAL, "num_hidden_layers": 4, "model_type": "llama"}
+        images = {**hf.IMAGES, "num_hidden_layers": 2}
+        made = config(
+            text_config=words, vision_config=images, image_token_id=hf.IMAGE_TOKEN, scale_factor=2, pad_token_id=0
+        )
+        return lambda: model(made)
+
+    def one_token_an_image(number: int) -> Inputs:
+        batch: Inputs = hf.images_in_text(8, seeded(number))
+        places = hf.PATCHES - 1  # four patches make a token
+        texts = {name: value[:, places:] for name, value in batch.items() if name != "pixel_values"}
+        return texts | {"pixel_values": batch["pixel_values"][:, None]}
+
+    cuts, texts = hf.layers("model.language_model.layers", 1, 2), hf.layers("model.text_model.layers", 1, 2)
+    idefics3 = idefics(transformers.Idefics3Config, transformers.Idefics3ForConditionalGeneration)
+    smolvlm = idefics(transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration)
+    return {
+        "Gemma 3, images": (gemma3, with_kinds, cuts),
+        "Gemma 3, text": (gemma3, without_images, cuts),
+        "Idefics 3": (idefics3, one_token_an_image, texts),
+        "SmolVLM": (smolvlm, one_token_an_image, texts),
+    }
 
 
-@pytest.mark.parametrize("name", ["Gemma 3, images", "Gemma 3, text"])
+@pytest.mark.parametrize("name", ["Gemma 3, images", "Gemma 3, text", "Idefics 3", "SmolVLM"])
 def test_models_of_hugging_face_that_were_refused(name: str) -> None:
     model, batch, cuts = hugging_face()[name]
     assert_trains_counted(model, [batch(0), batch(1)], cuts)

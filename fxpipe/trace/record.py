@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from fxpipe.trace.cuts import cutting
 from fxpipe.trace.emit import emit
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
 from fxpipe.trace.guard import plain_modes
+from fxpipe.trace.methods import Name
 from fxpipe.trace.modes_now import ModesNow
-from fxpipe.trace.recorder import Recorder
+from fxpipe.trace.recorder import NeedsValues, Recorder
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import RandomState, Snapshot
 from fxpipe.trace.source import definition, line_of
@@ -61,13 +63,15 @@ class _Plan:
 
     ``descend``: submodules that cannot be kept whole. ``limit``: the bytes of parameters in one that can.
     ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time. ``watch``:
-    where it sets them is to be found out, which takes time.
+    where it sets them is to be found out, which takes time. ``methods``: those of submodules with a boundary that are
+    kept whole, and why they cannot be recorded.
     """
 
     descend: frozenset[str] = frozenset()
     limit: int | None = None
     settled: bool = False
     watch: bool = False
+    methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def _capture(request: Request, plan: _Plan) -> Program | _Plan:
@@ -82,7 +86,12 @@ def _capture(request: Request, plan: _Plan) -> Program | _Plan:
             first.forward()
         before = [Snapshot(root) for root in roots]
         run = _Run(request, plan, fake, real, before, plain, first)
-        run.forward()
+        try:
+            run.forward()
+        except NeedsValues as error:
+            if error.method is None or error.method in plan.methods:
+                raise
+            return replace(plan, methods={**plan.methods, error.method: str(error)})
         return run.better_plan() or run.program()
 
 
@@ -114,7 +123,9 @@ class _Run:
         names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
         self._recorder = Recorder(fake, names, stand_ins, self._changes if plan.watch else tuple)
         excused = frozenset() if first is None else first.excused
-        self._calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused)
+        cuts, methods = frozenset(request.cuts), plan.methods
+        calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused, cuts, methods)
+        self._calls = calls
         self._lines = {} if first is None else first._calls.lines
         self._around = ModesNow.of()
 
@@ -136,6 +147,9 @@ class _Run:
                 calls.write_buffers()
                 recorder.check_random()
                 result = pytree.tree_map(lambda leaf: _leaf(recorder, leaf), output)
+        except NeedsValues as error:
+            calls.note_method(error)
+            raise
         except TraceError:
             raise
         except Exception as error:
