@@ -438,7 +438,7 @@ def test_it_stays_whole_on_two_processes(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("make", "cuts", "told"),
     [
-        (lambda: Sees(counts=True), ["text.1"], r"it sets Sees\.seen, which would be lost"),
+        (lambda: Sees(counts=True), ["text.1"], r"Sees\.features sets seen, which would be lost"),
         (Sees, ["text.1", "vision"], "looks at the values of a tensor"),
     ],
 )

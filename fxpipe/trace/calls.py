@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError
 from fxpipe.trace.attributes import WatchedAttributes
 from fxpipe.trace.emit import effects_of
 from fxpipe.trace.fake import is_fake, outside
 from fxpipe.trace.functions import functions_watched
 from fxpipe.trace.guard import patched
-from fxpipe.trace.methods import Name, called_alone, kept_method, method_in
+from fxpipe.trace.methods import Name, kept_method, method_in
 from fxpipe.trace.opaque import Applied, Method
 from fxpipe.trace.recorder import Frame, NeedsValues, Recorder
 from fxpipe.trace.rehearsal import Given, Rehearsed, rehearse
@@ -37,8 +37,7 @@ class Calls:
     ``real``: the model's own tensors by name. ``descend``: submodules that are not kept whole. ``limit``: how many
     bytes of parameters a submodule may hold that is kept whole. ``before``: the plain attributes of the model before
     the capture (``plain_attributes``); ``excused``: those that kept calls have changed in an earlier run. ``cuts``:
-    the submodules that are cut from outside; ``methods``:
-    those that are kept whole, and why they cannot be recorded.
+    the submodules that are cut from outside. ``methods``: those that are kept whole, and why they cannot be recorded.
     """
 
     def __init__(
@@ -197,11 +196,10 @@ class Calls:
         frame.module, frame.reset = kept, dict(self.reset)
         target = f"{name}_{len(self.opaque)}"
         self.opaque[target] = kept
-        inner = functools.partial(called_alone, kept)
         try:
-            return self._rehearsed(frame, inner, args, kwargs, target, NeedsValues(self._methods[path, name]))
+            return self._rehearsed(frame, kept, args, kwargs, target, NeedsValues(self._methods[path, name]))
         except NeedsValues as error:
-            if isinstance(error.__cause__, TraceError):
+            if isinstance(error.__cause__, FxpipeError):
                 raise
             raise NeedsValues(self._methods[path, name]) from error  # it needs more than is left of the submodule
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
-from fxpipe.errors import TraceError
 from fxpipe.trace.opaque import Method
 
 Name = tuple[str, str]
@@ -47,15 +45,3 @@ def kept_method(module: nn.Module, name: str, path: str, cuts: frozenset[str]) -
         if not any(f"{cut}.".startswith(f"{prefix}{child}.") for cut in cuts)
     }
     return Method(module, name, free)
-
-
-def called_alone(method: Method, *args: Any, **kwargs: Any) -> Any:
-    """What the method returns; TraceError where it sets an attribute of its submodule, which would be lost."""
-    part = method.stand_in()
-    before = dict(vars(part))
-    result = getattr(type(part), method.name)(part, *args, **kwargs)
-    now = vars(part)
-    changed = next((name for name in {**before, **now} if now.get(name, part) is not before.get(name, part)), None)
-    if changed is not None:
-        raise TraceError(f"it sets {type(part).__name__}.{changed}, which would be lost")
-    return result
