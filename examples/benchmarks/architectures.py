@@ -248,7 +248,9 @@ MORE: Mapping[str, HFCase] = {
     "HuBERT": speech("Hubert"),
     "WavLM": speech("WavLM"),
     "DeiT": image_classes("DeiT", layers("deit.layers", 1, 2, 3), **IMAGES, num_hidden_layers=4, **NO_DROPOUT),
-    "BEiT": image_classes("Beit", layers("beit.layers", 1, 2, 3), **IMAGES, num_hidden_layers=4, **NO_DROPOUT),
+    "BEiT": image_classes(
+        "Beit", layers("beit.layers", 1, 2, 3), **IMAGES, num_hidden_layers=4, drop_path_rate=0.0, **NO_DROPOUT
+    ),
     "DINOv2": image_classes(
         "Dinov2",
         layers("dinov2.encoder.layer", 1, 2, 3),
