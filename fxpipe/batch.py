@@ -61,11 +61,20 @@ Description = tuple[tuple[str, Given], ...]
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it."""
+    """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it.
+
+    What ``*args`` takes has no name: TypeError where it is given any.
+    """
     bound = signature.bind_partial(*args, **kwargs).arguments
     values: dict[str, Any] = {}
     for name, value in bound.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise TypeError(
+                f"forward takes *{name}, and {len(value)} inputs were given by place, which have no name by which "
+                "stages could ask for them; pass every input by its name, as in input_ids=..."
+            )
+        if kind is inspect.Parameter.VAR_KEYWORD:
             values |= dict(sorted(value.items()))
         else:
             values[name] = value
@@ -81,7 +90,8 @@ def required_names(signature: inspect.Signature) -> list[str]:
     return [
         name
         for name, parameter in signature.parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
 
 

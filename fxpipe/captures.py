@@ -153,6 +153,7 @@ class Captures:
             self.loss_fn if pattern.with_loss else None,
             example=None if shape is None else _example(pattern, shape),
             cuts=self.cuts,
+            may_lack_cuts=self._first is not None,  # which has called them all
             training=pattern.training,
             autocast=pattern.autocast,
             device=self.device,

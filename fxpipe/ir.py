@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -149,6 +150,11 @@ def readers(value: fx.Node) -> Iterator[fx.Node]:
 def is_compute(node: fx.Node) -> bool:
     """Whether ``node`` does something: no input, parameter, boundary or output."""
     return node.op.startswith("call_") and not is_boundary(node) and not is_boundary_value(node)
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether ``node`` only raises an error where its operand is false."""
+    return node.target in (torch._assert, torch._assert_async)
 
 
 def where(node: fx.Node) -> str:

@@ -39,7 +39,9 @@ class Items:
         """None where the model takes no ``num_items_in_batch``, by its signature or as transformers' Trainer tells."""
         if isinstance(model, StageGraph) or loss_fn is not None:
             return None
-        parameters = inspect.signature(model.forward).parameters
+        # of adapters around a model (PEFT), it is the model that says what it takes, as the Trainer asks, too
+        base: Any = getattr(model, "get_base_model", lambda: model)()
+        parameters = inspect.signature(base.forward).parameters
         by_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and hasattr(model, "loss_function")
         if ITEMS not in parameters and not (by_kwargs and getattr(model, "accepts_loss_kwargs", True)):
             return None

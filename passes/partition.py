@@ -6,6 +6,9 @@
    of boundaries downstream differ, so that code moves to the side of its consumers; repeat while a cycle remains.
 4. The pieces are the stages, in topological order, ties in program order.
 
+An assertion, and what is computed for assertions alone, runs with the latest value that it looks at, on that value's
+side of a boundary, and is never a stage of its own.
+
 It ends: every edge between fully separated pieces strictly shrinks the set of boundaries downstream.
 """
 
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, is_compute, readers, where
+from fxpipe.ir import Program, before_boundary, is_assertion, is_boundary, is_boundary_value, is_compute, readers, where
 from fxpipe.passes.alias_groups import holders_of_written
 from fxpipe.passes.effects import is_number, writes_apart, written
 from fxpipe.passes.inner_gradients import inner_gradients
@@ -83,6 +86,7 @@ class _Flow:
         self._join_written(program)
         for path in inner_gradients(program):
             self._join(path)
+        self._checks = _checks(self.nodes)
         for write, host in hosts_of_lone_writes(program, self.units):
             self.units.join(write, host)
         for node in program.graph.nodes:
@@ -126,7 +130,12 @@ class _Flow:
 
     def _add_node(self, node: fx.Node, operands: list[tuple[fx.Node, frozenset[fx.Node]]]) -> None:
         sources = [source for source, _ in operands if source in self.units]
-        if node not in self.units:
+        if node in self._checks and sources:
+            latest = max(sources)  # which has the value before it crosses any boundary
+            self._join([latest, node])
+            self.edges += [_Edge(source, node, True) for source in sources if source is not latest]
+            self._add_arrows(node, [(source, frozenset()) for source in sources])
+        elif node not in self.units:
             self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
         elif is_number(node) and len({self.units.find(source) for source in sources}) == 1:
             self._join([node, *sources])
@@ -176,6 +185,15 @@ class _Flow:
             if not (apart and edge.source in separated and edge.target in separated):
                 pieces.join(edge.source, edge.target)
         return pieces
+
+
+def _checks(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes that only assertions need, and these."""
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if is_assertion(node) or (node.users and found.issuperset(node.users)):
+            found.add(node)
+    return found
 
 
 def _check_versions(program: Program, edges: list[_Edge]) -> None:

@@ -283,6 +283,38 @@ class Part(nn.Module):
         return self.function(self.linear, *args, **kwargs)
 
 
+def filled(linear: nn.Module, x: Tensor, found: list[Tensor]) -> Tensor:
+    found.append(linear(x))
+    return found[0] + x
+
+
+def collects_more(m: Any, x: Tensor) -> Tensor:
+    found = [x * 2]
+    return m.part(x, found) + found[1] + found[0]  # type: ignore[no-any-return]
+
+
+def changes(linear: nn.Module, found: dict[str, Tensor]) -> Tensor:
+    found["x"], x = linear(found["x"]), found["x"]
+    return x
+
+
+def reads_changed(m: Any, x: Tensor) -> Tensor:
+    found = {"x": x * 2}
+    return m.part(found) + found["x"] * 3  # type: ignore[no-any-return]
+
+
+def turns(linear: nn.Module, found: list[Any]) -> Tensor:
+    found.reverse()
+    found[0].append(linear(found[0][0]))
+    return found[0][1]  # type: ignore[no-any-return]
+
+
+def reads_turned(m: Any, x: Tensor) -> Tensor:
+    found = [[x * 2], [x * 3]]
+    inner = found[1]
+    return m.part(found) + found[0][0] + inner[1] + found[1][0] * 7  # type: ignore[no-any-return]
+
+
 @dataclass
 class Body:
     """A call of ``part``, and for each boundary that the name puts there how many values cross it."""
@@ -292,11 +324,6 @@ class Body:
     function: Callable[..., Any]
     """``part``'s: its linear layer, and what it is given, to what it returns."""
     call: Callable[[Any, Tensor], Any] = lambda m, x: m.part(x)
-
-
-def filled(linear: nn.Module, x: Tensor, found: list[Tensor]) -> Tensor:
-    found.append(linear(x))
-    return found[0] + x
 
 
 def collects(m: Any, x: Tensor) -> Tensor:
@@ -335,6 +362,9 @@ BODIES = {
         lambda m, x: m.part(x, m.table, [m.mean]),
     ),
     "an empty list may be filled": Body("before", [1], filled, collects),
+    "a list that is filled is its caller's": Body("before", [2], filled, collects_more),
+    "a dict that is changed is its caller's": Body("both", [1, 1], changes, reads_changed),
+    "lists in a list are turned round": Body("before", [2], turns, reads_turned),
 }
 
 
@@ -425,30 +455,25 @@ def given_a_parameter(m: Any, x: Tensor) -> Any:
     return x + m.part(m.table)  # here
 
 
-def given_a_list_to_fill(m: Any, x: Tensor) -> Any:
+def given_a_list_twice(m: Any, x: Tensor) -> Any:
     found = [x]
-    return m.part(x, found)  # here
-
-
-def given_a_dict_to_change(m: Any, x: Tensor) -> Any:
-    return m.part(x, {"x": x})  # here
+    return m.part(found, found)  # here
 
 
 def returns_nothing(m: Any, x: Tensor) -> Any:
     return x + len(m.part(x) or "")  # here
 
 
-def changes(linear: nn.Module, x: Tensor, found: dict[str, Tensor]) -> Tensor:
-    found["x"] = linear(x)
-    return x
+def changes_the_first(linear: nn.Module, first: list[Tensor], second: list[Tensor]) -> Tensor:
+    first[0] = linear(first[0])
+    return second[0]
 
 
 REFUSED: dict[Callable[..., Any], tuple[Cut, Callable[..., Any], str]] = {
     never: ("before", lambda linear, x: x, "boundaries= names part, which Model.forward never calls"),
     given_nothing: ("before", lambda linear, n: n, "part is given no tensor that could cross a boundary"),
     given_a_parameter: ("before", lambda linear, p: linear(p), "part is given no tensor that could cross"),
-    given_a_list_to_fill: ("before", filled, "part changes a list or dict that it is given"),
-    given_a_dict_to_change: ("both", changes, "part changes a list or dict that it is given"),
+    given_a_list_twice: ("before", changes_the_first, "part changes a list that it is given"),
     returns_nothing: ("after", lambda linear, x: None, "part returns no tensor that could cross a boundary"),
 }
 

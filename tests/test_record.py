@@ -593,7 +593,7 @@ def draw(model: Refused, h: Tensor) -> Tensor:
 
 
 def boundary_in_checkpoint(model: Refused, h: Tensor) -> Any:
-    return checkpoint(lambda h: fxpipe.stage_boundary(h * 2), h, use_reentrant=False)
+    return checkpoint(lambda h: fxpipe.stage_boundary(h * 2) * 2, h, use_reentrant=False)
 
 
 def write_in_checkpoint(model: Refused, h: Tensor) -> Any:
@@ -615,11 +615,11 @@ def write_in_checkpoint(model: Refused, h: Tensor) -> Any:
         (lambda model, h: torch.rand(8, generator=torch.Generator()), "a Generator"),
         (lambda model, h: setattr(h, "data", h * 2), "sets .data of a tensor"),
         (lambda model, h: setattr(model, "last", h), "forward changes Refused.last"),
-        (lambda model, h: torch.vmap(lambda row: row * 2)(h), "not made by an operation of torch"),
+        (lambda model, h: torch.vmap(lambda row: row * 2)(h), "uses torch.vmap on tensors that need a gradient"),
         (lambda model, h: h @ torch.ones(3, 3), "mat1 and mat2 shapes cannot be multiplied"),
         (lambda model, h: model.nothing, "no attribute 'nothing'"),
         (lambda model, h: fxpipe.stage_boundary([1, 2]), "in which there is no tensor"),
-        (boundary_in_checkpoint, "inside a function given to torch.utils.checkpoint"),
+        (boundary_in_checkpoint, "amid a function given to torch.utils.checkpoint"),
         (write_in_checkpoint, "writes a tensor from outside"),
     ],
 )

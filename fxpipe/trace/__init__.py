@@ -8,6 +8,7 @@ from types import MappingProxyType
 from fxpipe.errors import TraceError, nearest
 from fxpipe.ir import Program
 from fxpipe.trace.export import export
+from fxpipe.trace.furthest import Refusal, entering, told
 from fxpipe.trace.record import record
 from fxpipe.trace.request import Cut, Request
 from fxpipe.trace.symbolic import symbolic
@@ -17,18 +18,20 @@ Tracer = Callable[[Request], Program]
 
 def auto(request: Request) -> Program:
     """The first of the tracers, in the order of ``TRACERS``, that captures the model; TraceError with all reasons."""
-    refusals: list[tuple[str, str]] = []
+    refusals: list[Refusal] = []
     for name, tracer in TRACERS.items():
         if tracer is auto:
             continue
         if name in NEED_SHAPES and request.example is None:
             break
         try:
-            return _accepted(tracer(request).replace(refusals=tuple(refusals)), request)
+            with entering(request.module) as entered:
+                program = tracer(request)
+            return _accepted(program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals)), request)
         except TraceError as error:
-            refusals.append((name, str(error)))
+            refusals.append(Refusal(name, str(error), len(entered)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
-    raise TraceError("\n".join(f"{name}: {reason}" for name, reason in refusals) + hint)
+    raise TraceError(told(refusals) + hint)
 
 
 def _accepted(program: Program, request: Request) -> Program:

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
+from fxpipe.errors import FxpipeError
 from fxpipe.trace.attributes import WatchedAttributes
 from fxpipe.trace.differentiated import leads_around
 from fxpipe.trace.emit import effects_of
 from fxpipe.trace.fake import is_fake, outside
 from fxpipe.trace.functions import functions_watched
 from fxpipe.trace.guard import patched
-from fxpipe.trace.opaque import Applied
+from fxpipe.trace.methods import Name, kept_method, method_in
+from fxpipe.trace.opaque import Applied, Method
 from fxpipe.trace.recorder import Frame, NeedsValues, Recorder
 from fxpipe.trace.rehearsal import Given, Rehearsed, rehearse
 from fxpipe.trace.snapshot import storage_of
@@ -34,7 +37,8 @@ class Calls:
 
     ``real``: the model's own tensors by name. ``descend``: submodules that are not kept whole. ``limit``: how many
     bytes of parameters a submodule may hold that is kept whole. ``before``: the plain attributes of the model before
-    the capture (``plain_attributes``); ``excused``: those that kept calls have changed in an earlier run.
+    the capture (``plain_attributes``); ``excused``: those that kept calls have changed in an earlier run. ``cuts``:
+    the submodules that are cut from outside. ``methods``: those that are kept whole, and why they cannot be recorded.
     """
 
     def __init__(
@@ -46,12 +50,14 @@ class Calls:
         limit: int | None,
         before: Mapping[str, Any],
         excused: frozenset[str],
+        cuts: frozenset[str] = frozenset(),
+        methods: Mapping[Name, str] = MappingProxyType({}),
     ) -> None:
         self.opaque: dict[str, nn.Module] = {}
         self._recorder, self._descend, self._limit = recorder, descend, limit
         self._paths = {id(vars(part)): path for path, part in module.named_modules()}
         self._owners = {type(part): _call_owner(type(part)) for part in module.modules()}
-        self._root = module
+        self._root, self._cuts, self._methods = module, cuts, methods
         self._before = before
         self.excused = set(excused)
         """Attributes that were changed inside of calls that are kept whole, which change them in every step."""
@@ -75,6 +81,9 @@ class Calls:
             owners: list[type[nn.Module]] = [nn.Module, *self._owners.values()]
             for owner in dict.fromkeys(owners):
                 stack.enter_context(patched(owner, "__call__", self._call_of(owner)))
+            for path, name in self._methods:
+                owner = type(self._root.get_submodule(path))
+                stack.enter_context(patched(owner, name, self._method_of(owner, name)))
             stack.enter_context(functions_watched(self._recorder, self._is_ours, self._apply))
             stack.enter_context(self._attributes.watched())
             stack.enter_context(self._recorder.blocks.counting())
@@ -122,6 +131,7 @@ class Calls:
                 result = inner(*args, **kwargs)
         except NeedsValues as error:
             recorder.stack = around
+            self.note_method(error)
             return self._rehearsed(frame, inner, args, kwargs, path, error)
         finally:
             recorder.stack = around
@@ -160,6 +170,40 @@ class Calls:
                 f"{path or type(module).__name__} has backward hooks and is traced through, so they would never run",
                 f"put the hook on a submodule that holds no boundary\n{definition(hook)}",
             )
+
+    # methods
+
+    def note_method(self, error: NeedsValues) -> None:
+        """Notes in an error which method it has come through."""
+        error.method = error.method or method_in(error, self._paths)
+
+    def _method_of(self, owner: type[nn.Module], name: str) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self._paths.get(id(vars(module)), "")
+            if (path, name) not in self._methods or not self._is_ours():
+                return original(module, *args, **kwargs)
+            return self._call_method(path, module, name, args, kwargs)
+
+        return call
+
+    def _call_method(
+        self, path: str, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A method that cannot be recorded, as one call; NeedsValues where it cannot be that, either."""
+        frame = self._recorder.enter(f"{path}.{name}".lstrip("."), None, args, kwargs, self._buffers.count)
+        kept = kept_method(module, name, path, self._cuts)
+        frame.module, frame.reset = kept, dict(self.reset)
+        target = f"{name}_{len(self.opaque)}"
+        self.opaque[target] = kept
+        try:
+            return self._rehearsed(frame, kept, args, kwargs, target, NeedsValues(self._methods[path, name]))
+        except NeedsValues as error:
+            if isinstance(error.__cause__, FxpipeError):
+                raise
+            raise NeedsValues(self._methods[path, name]) from error  # it needs more than is left of the submodule
 
     # autograd functions
 
@@ -224,13 +268,18 @@ class Calls:
             if not error.asked:
                 raise error from failure
             fact = f"{frame.path} cannot run by itself on made-up inputs, either: {failure}"
-            raise NeedsValues(f"{error}\n{fact}") from failure
+            again = NeedsValues(f"{error}\n{fact}")
+            again.method = error.method
+            raise again from failure
         finally:
             recorder.paused = False
         if not self._is_untouched(frame) or self._writes_elsewhere(frame, found.touched):
             raise error
         self.reset = frame.reset
         found.touched.draws_random |= any(states)
+        if isinstance(frame.module, Method):  # of the parts that it uses, it may use more another time
+            used = (part for part in frame.module.parts.children() if self._held_by(part) & found.touched.reads)
+            found.touched.reads |= set().union(*map(self._held_by, used))
         result = self._faked(frame, found)
         effects = effects_of(found.touched, frame.tensors, (), self.storages)
         effects = replace(effects, shares=found.shares, unread=(), is_rehearsed=True)
@@ -313,9 +362,10 @@ class Calls:
         return self._own(frame) | {storage_of(tensor) for tensor in frame.tensors}
 
     def _own(self, frame: Frame) -> set[int]:
-        if frame.module is None:
-            return set()
-        return {storage_of(tensor) for tensor in (*frame.module.parameters(), *frame.module.buffers())}
+        return set() if frame.module is None else self._held_by(frame.module)
+
+    def _held_by(self, module: nn.Module) -> set[int]:
+        return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     def _writes_elsewhere(self, frame: Frame, touched: Touched) -> bool:
         foreign = (set(self.storages) - self._own(frame)) | {storage_of(tensor) for tensor in frame.tensors}

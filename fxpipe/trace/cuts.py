@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from fxpipe.trace.request import Cut
 
 
 @contextlib.contextmanager
-def cutting(module: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[None]:
+def cutting(module: nn.Module, cuts: Mapping[str, Cut], may_lack: bool = False) -> Iterator[None]:
     """While it is open, each call of a submodule that ``cuts`` names is cut as by ``stage_boundary``.
 
     "before": all tensors among its arguments cross one boundary, which opens a stage of the submodule's name; "after":
@@ -25,14 +26,15 @@ def cutting(module: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[None]:
     hooks, and a ``__call__`` of its own class. Every call is cut where there are several.
 
     It belongs inside ``recording``, and around the call of the model: one for each run of it. Classes are patched, and
-    put back. TraceError where a named submodule was never called, or fills a list that it was given.
+    put back. TraceError where a named submodule was never called, unless forward ``may_lack`` it.
     """
     plan = _Plan(module, cuts)
     with contextlib.ExitStack() as stack:
         for owner in plan.classes:
             stack.enter_context(patched(owner, "__call__", plan.call_of(owner)))
         yield
-    plan.check_called()
+    if not may_lack:
+        plan.check_called()
 
 
 @dataclass
@@ -89,10 +91,11 @@ class _Plan:
         if not named.before:
             output = inner(*args, **kwargs)
         else:
-            leaves, spec = self._cross((tuple(args), dict(kwargs)), named.path, f"{named.path} is given")
-            args, kwargs = behind = pytree.tree_unflatten(leaves, spec)
-            output = inner(*args, **kwargs)
-            _check_unchanged(behind, leaves, spec, named.path)
+            given = tuple(args), dict(kwargs)
+            behind = pytree.tree_unflatten(*self._cross(given, named.path, f"{named.path} is given"))
+            passed = _Passed(given, behind, named.path)
+            output = inner(*behind[0], **behind[1])
+            passed.hand_back()
         if not named.after:
             return output
         return pytree.tree_unflatten(*self._cross(output, None, f"{named.path} returns"))
@@ -122,8 +125,9 @@ class _Plan:
         never = [named.path for named in self._named.values() if not named.calls]
         if never:
             raise TraceError(
-                f"boundaries= names {', '.join(never)}, which {type(self.module).__name__}.forward never calls; name "
-                "submodules that run in every forward"
+                f"boundaries= names {', '.join(never)}, which {type(self.module).__name__}.forward never calls with "
+                "these inputs; name submodules that run, or give an example batch (example_args=) with all that the "
+                "model takes: a later batch may lack some"
             )
 
 
@@ -135,12 +139,61 @@ def _is_leaf(value: Any) -> bool:
     return not isinstance(value, (tuple, list, dict)) or not value
 
 
-def _check_unchanged(value: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, path: str) -> None:
-    """A list or dict that held tensors is the callee's own behind a boundary: what it puts there, its caller misses."""
-    given = {id(leaf) for leaf in leaves}
-    now, shape = pytree.tree_flatten(value, is_leaf=lambda part: _is_leaf(part) or id(part) in given)
-    if shape != spec or any(one is not other for one, other in zip(now, leaves, strict=True)):
-        raise refuse(
-            f"{path} changes a list or dict that it is given, which would be lost behind a boundary",
-            "return what is new, or put stage_boundary on the tensors where forward makes them",
-        )
+class _Passed:
+    """What a submodule is given behind its boundary, beside what its caller has: lists and dicts are its caller's own.
+
+    What it puts into one of them, ``x[0] = self.branch(x[0])``, its caller finds there, as without the boundary.
+    """
+
+    def __init__(self, given: Any, behind: Any, path: str) -> None:
+        self._path, self._behind = path, behind  # kept: an identity is good as long as its object lives
+        self._callers: dict[int, Any] = {}
+        """What the caller has in place of a leaf or container that is behind the boundary, by identity."""
+        self._containers: list[tuple[Any, Any, list[Any]]] = []
+        self._pair(given, behind)
+
+    def _pair(self, given: Any, behind: Any) -> None:
+        self._callers[id(behind)] = given
+        if given is behind or _is_leaf(given):
+            return
+        if isinstance(given, (list, dict)):
+            self._containers.append((given, behind, _entries(behind)))
+        for one, other in zip(_parts(given), _parts(behind), strict=True):
+            self._pair(one, other)
+
+    def hand_back(self) -> None:
+        """Does to the caller's lists and dicts what was done to those behind the boundary.
+
+        TraceError for one that was given twice, whose other copy knows nothing of it, and for one of another class.
+        """
+        given_as = Counter(id(given) for given, _, _ in self._containers)
+        for given, behind, before in self._containers:
+            now = _entries(behind)
+            if len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True)):
+                continue
+            if given_as[id(given)] > 1 or type(given) not in _PLAIN:
+                raise refuse(
+                    f"{self._path} changes a {type(given).__name__} that it is given, which would be lost behind a "
+                    "boundary",
+                    "return what is new, or put stage_boundary on the tensors where forward makes them",
+                )
+            given.clear()
+            if isinstance(given, dict):
+                given.update({key: self._callers_own(part) for key, part in behind.items()})
+            else:
+                given.extend(self._callers_own(part) for part in behind)
+
+    def _callers_own(self, part: Any) -> Any:
+        return self._callers.get(id(part), part)
+
+
+_PLAIN = (list, dict, OrderedDict, defaultdict)
+
+
+def _parts(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _entries(container: Any) -> list[Any]:
+    """What a list or dict holds; of a dict the keys, too."""
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)

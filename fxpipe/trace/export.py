@@ -123,7 +123,8 @@ class _Call:
         """Calls the model, or the stand-in for it by which torch.export tells the submodules of a call."""
         self.boundaries = 0
         request = replace(self.request, module=model)
-        with recording(self._record), cutting(self.request.module, request.cuts), self.guard.forward():
+        cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)
+        with recording(self._record), cuts, self.guard.forward():
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None) -> Any:

@@ -1,8 +1,8 @@
-"""Functions that forward calls and that a recorder sees as wholes: autograd functions, and checkpointed ones.
+"""Functions that forward calls and that a recorder sees as wholes: autograd functions, checkpointed and vmapped ones.
 
-torch offers no way to see the calls of ``torch.utils.checkpoint.checkpoint``, which models bind long before a capture:
-the two functions inside of it that are patched here, and the autograd function of modules with backward hooks, are
-torch's own and named nowhere else.
+torch offers no way to see the calls of ``torch.utils.checkpoint.checkpoint`` and of what ``torch.vmap`` returns, which
+models bind long before a capture: the functions inside of them that are patched here, and the autograd function of
+modules with backward hooks, are torch's own and named nowhere else.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import apis as functorch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import BackwardHookFunction
@@ -44,7 +45,14 @@ def functions_watched(recorder: Recorder, is_ours: Callable[[], bool], applied: 
     def non_reentrant(*args: Any, **kwargs: Any) -> Any:
         return _non_reentrant(recorder, *args) if is_ours() else generator(*args, **kwargs)
 
+    mapped = vars(functorch)["vmap_impl"]
+
+    def vmapped(*args: Any, **kwargs: Any) -> Any:
+        with recorder.operators() if is_ours() else contextlib.nullcontext():
+            return mapped(*args, **kwargs)
+
     with (
+        patched(functorch, "vmap_impl", vmapped),
         patched(torch.autograd.Function, "apply", classmethod(watched)),
         patched(checkpointing, "_checkpoint_without_reentrant_generator", non_reentrant),
         patched(Tensor, "backward", refuse_backward),

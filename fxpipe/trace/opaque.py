@@ -8,6 +8,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
+from fxpipe.errors import RunError
 from fxpipe.modes import modes_restored
 
 
@@ -23,6 +24,38 @@ class Applied(nn.Module):
 
     def extra_repr(self) -> str:
         return self.function.__qualname__
+
+
+class Method(nn.Module):
+    """A method of a submodule that cannot be kept whole itself: called on a stand-in for it, with these of its parts.
+
+    The stand-in has what attributes the submodule has at the time of the call. RunError where the method sets one,
+    which the submodule itself would not have.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict()
+        self.parts._modules.update(parts)
+        self._owner, self.name = (owner,), name  # in a tuple: the owner is not a part of this one
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (owner,) = self._owner
+        stand_in = object.__new__(type(owner))
+        vars(stand_in).update(vars(owner))
+        vars(stand_in)["_modules"] = dict(self.parts.items())
+        before = dict(vars(stand_in))
+        result = getattr(stand_in, self.name)(*args, **kwargs)
+        changed = next((name for name, value in vars(stand_in).items() if value is not before.get(name, self)), None)
+        if changed is not None:
+            raise RunError(
+                f"{type(owner).__name__}.{self.name} sets {changed}, which would be lost; set it in a submodule that "
+                "holds no boundary"
+            )
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{type(self._owner[0]).__name__}.{self.name}"
 
 
 class Checkpointed(nn.Module):

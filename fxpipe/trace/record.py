@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from fxpipe.trace.cuts import cutting
 from fxpipe.trace.emit import emit
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
 from fxpipe.trace.guard import plain_modes
+from fxpipe.trace.methods import Name
 from fxpipe.trace.modes_now import ModesNow
-from fxpipe.trace.recorder import Recorder
+from fxpipe.trace.recorder import NeedsValues, Recorder
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import RandomState, Snapshot
 from fxpipe.trace.source import definition, line_of
@@ -61,13 +63,15 @@ class _Plan:
 
     ``descend``: submodules that cannot be kept whole. ``limit``: the bytes of parameters in one that can.
     ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time. ``watch``:
-    where it sets them is to be found out, which takes time.
+    where it sets them is to be found out, which takes time. ``methods``: those of submodules with a boundary that are
+    kept whole, and why they cannot be recorded.
     """
 
     descend: frozenset[str] = frozenset()
     limit: int | None = None
     settled: bool = False
     watch: bool = False
+    methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def _capture(request: Request, plan: _Plan) -> Program | _Plan:
@@ -82,7 +86,12 @@ def _capture(request: Request, plan: _Plan) -> Program | _Plan:
             first.forward()
         before = [Snapshot(root) for root in roots]
         run = _Run(request, plan, fake, real, before, plain, first)
-        run.forward()
+        try:
+            run.forward()
+        except NeedsValues as error:
+            if error.method is None or error.method in plan.methods:
+                raise
+            return replace(plan, methods={**plan.methods, error.method: str(error)})
         return run.better_plan() or run.program()
 
 
@@ -114,15 +123,17 @@ class _Run:
         names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
         self._recorder = Recorder(fake, names, stand_ins, self._changes if plan.watch else tuple)
         excused = frozenset() if first is None else first.excused
-        self._calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused)
+        cuts, methods = frozenset(request.cuts), plan.methods
+        calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused, cuts, methods)
+        self._calls = calls
         self._lines = {} if first is None else first._calls.lines
         self._around = ModesNow.of()
 
     def forward(self) -> None:
         """Runs the model, and its loss function."""
-        assert self._request.example is not None
-        recorder, calls = self._recorder, self._calls
-        values = recorder.fake.inputs(self._request.example)
+        request, recorder, calls = self._request, self._recorder, self._calls
+        assert request.example is not None
+        values = recorder.fake.inputs(request.example)
         self._sources = [Source("placeholder", name, value) for name, value in values.items()]
         for source in self._sources:
             for path, leaf in paths(source.result):
@@ -130,11 +141,15 @@ class _Run:
                     recorder.name(leaf, Value(source, path))
         try:
             with quiet(), recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
-                with recording(recorder.record_boundary), cutting(self._request.module, self._request.cuts):
-                    output = self._request.wanted(self._request.call(values))
+                cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
+                with recording(recorder.record_boundary), cuts:
+                    output = request.wanted(request.call(values))
                 calls.write_buffers()
                 recorder.check_random()
                 result = pytree.tree_map(lambda leaf: _leaf(recorder, leaf), output)
+        except NeedsValues as error:
+            calls.note_method(error)
+            raise
         except TraceError:
             raise
         except Exception as error:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.batch import Like
 from fxpipe.callables import blank
 from fxpipe.errors import TraceError
 from fxpipe.ir import Effects
 from fxpipe.marker import boundary
+from fxpipe.trace.certain import outcome
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
 from fxpipe.trace.guard import BACKWARD, refuse, refuse_backward
@@ -59,6 +61,8 @@ class NeedsValues(TraceError):
     def __init__(self, message: str, asked: bool = True) -> None:
         super().__init__(message)
         self.asked = asked
+        self.method: tuple[str, str] | None = None
+        """The innermost method that it happened in, if any: the path of its submodule, its name."""
         self.tried = False
         """Whether a submodule was run on made-up inputs in vain."""
 
@@ -129,6 +133,8 @@ class Recorder:
         self.blocks = AutocastBlocks()
         self.stack: dict[str, type] = {}
         self.checkpoints: tuple[Checkpoint, ...] = ()
+        self._ended: dict[Checkpoint, str] = {}
+        """The checkpointed parts behind whose last operation a boundary lies, and its name."""
         self.mode = _Mode(self)
         self.paused = False
         """Whether what runs now is not to be recorded."""
@@ -194,6 +200,10 @@ class Recorder:
         name = name_of(function)
         if name == "__iter__":
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
+        if function is torch._assert and isinstance(args[0], Tensor):
+            return None  # an assertion on the values of tensors is not a part of the program
+        if function is Tensor.__bool__ and (certain := outcome(self.known(args[0]), self.tape)) is not None:
+            return certain
         if name in _HOOKS:
             self.problem(f"forward calls {name} on a tensor, which is not recorded", _INSIDE)
         if function is BACKWARD:
@@ -291,7 +301,11 @@ class Recorder:
     ) -> Operation:
         self.check_random()
         self._serial += 1
-        operation = Operation(kind, target, args, kwargs, result, place or self.place(), touched, self._serial, effects)
+        place = place or self.place()
+        ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
+        if ended is not None:
+            raise refuse(_AMID.format(name=ended), _AT_THE_EDGE)
+        operation = Operation(kind, target, args, kwargs, result, place, touched, self._serial, effects)
         self.tape.append(operation)
         return operation
 
@@ -336,15 +350,52 @@ class Recorder:
             before, self._random = self._random, RandomState()
             return self._random != before
 
+    # operators
+
+    @contextlib.contextmanager
+    def operators(self) -> Iterator[None]:
+        """While it is open, torch's operators are recorded in place of its functions.
+
+        Inside of ``torch.vmap`` a function is given a stand-in for one row, and its operators all rows: as a mask is
+        made of positions. They are below autograd, so that gradients would be lost.
+        """
+        self.paused = True
+        try:
+            with _Operators(self):
+                yield
+        finally:
+            self.paused = False
+
+    def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one operator on fake tensors, and records it."""
+        if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
+            fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
+            raise NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
+        with self.touched.noting() as touched:
+            result = self._run(operator, args, kwargs)
+        if not self._changes_nothing(operator, args, kwargs, result, touched):
+            self._record(operator, args, kwargs, result, touched)
+        return result
+
     # boundaries
 
     def record_boundary(self, value: Any, name: str | None) -> Any:
-        if self.checkpoints:
-            raise refuse(
-                "stage_boundary is used inside a function given to torch.utils.checkpoint, which runs as a whole",
-                "checkpoint the parts before and behind it",
-            )
-        return crossing(value, lambda leaf: isinstance(leaf, Tensor), partial(self._behind, name))
+        """The value behind a boundary; one at the very edge of a checkpointed part lies outside of it.
+
+        It is in front of ``checkpoint(layer, x)`` where nothing was computed in it yet, and behind it where nothing
+        will be any more, which ``append`` sees to.
+        """
+        around, self.checkpoints = self.checkpoints, ()
+        self._ended |= dict.fromkeys(self._begun(around), name or "an unnamed one")
+        try:
+            return crossing(value, lambda leaf: isinstance(leaf, Tensor), partial(self._behind, name))
+        finally:
+            self.checkpoints = around
+
+    def _begun(self, parts: tuple[Checkpoint, ...]) -> list[Checkpoint]:
+        """Those of the checkpointed parts that have computed something."""
+        begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
+        return [part for part in parts if part in begun]
 
     def _behind(self, name: str | None, given: list[Tensor]) -> list[Tensor]:
         """Tensors as they are behind a boundary."""
@@ -442,9 +493,28 @@ class _Mode(TorchFunctionMode):
         return self._recorder.call(function, tuple(args), kwargs or {})
 
 
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands every operator to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.operator(func, tuple(args), kwargs or {})
+
+
 _INSIDE = "do it inside a submodule that holds no boundary, which then runs as a whole"
 _ASKS = (
     "forward looks at the values of a tensor ({name}) between submodules, and which they are is known only when it runs"
+)
+_AMID = (
+    "a boundary ({name}) lies amid a function given to torch.utils.checkpoint, which runs as a whole: it computes both "
+    "before and behind it"
+)
+_AT_THE_EDGE = (
+    "cut before the first submodule that such a function calls or after its last, checkpoint the parts before and "
+    'behind the boundary, or let fxpipe find the cuts with boundaries="auto"'
 )
 _ESCAPED = "a tensor made inside of {path} is used elsewhere, and {path} does not return it"
 

@@ -26,7 +26,8 @@ class Request:
     ``inputs``: the names that become inputs of the program, in call order. ``fixed``: inputs whose value is a part of
     the program (None, bools, strings: what Python code branches on). ``example``: what tracers that need shapes know
     of a micro-batch; each input with a ``Like`` in place of each tensor. ``cuts``: submodule path → where a boundary
-    is put, as if the user had marked it. ``training``: of what the model returns, only the loss and the scalars beside
+    is put, as if the user had marked it. ``may_lack_cuts``: whether these inputs may leave submodules out that are cut,
+    as a batch of text the image encoder. ``training``: of what the model returns, only the loss and the scalars beside
     it are wanted. ``autocast``: what is on around the call.
     """
 
@@ -37,6 +38,7 @@ class Request:
     target: str = "target"
     example: Mapping[str, Any] | None = None
     cuts: Mapping[str, Cut] = field(default_factory=lambda: MappingProxyType({}))
+    may_lack_cuts: bool = False
     training: bool = True
     autocast: tuple[Autocast, ...] = ()
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
@@ -57,14 +59,17 @@ class Request:
 
     @staticmethod
     def signature(module: nn.Module, loss_fn: Callable[..., Any] | None) -> inspect.Signature:
-        """The signature of a call: the model's forward, and ``target`` where there is a loss function."""
+        """The signature of a call: the model's forward, and ``target`` where there is a loss function.
+
+        What is given by place to a forward of ``*args, **kwargs`` has no name, and ``batch.bind`` refuses it.
+        """
         signature = inspect.signature(module.forward)
-        for parameter in signature.parameters.values():
-            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                raise TraceError(
-                    f"{type(module).__name__}.forward takes *{parameter.name}; give its inputs names, so that stages "
-                    "can ask for them"
-                )
+        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        if kinds == [inspect.Parameter.VAR_POSITIONAL]:
+            raise TraceError(
+                f"{type(module).__name__}.forward takes *{next(iter(signature.parameters))} and nothing by name; give "
+                "its inputs names, so that stages can ask for them"
+            )
         if loss_fn is None or "target" in signature.parameters:
             return signature
         extra = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY)

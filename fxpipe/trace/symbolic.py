@@ -30,7 +30,7 @@ def symbolic(request: Request) -> Program:
         with (
             tracer.guard.watching(),
             recording(tracer.record_boundary),
-            cutting(request.module, request.cuts),
+            cutting(request.module, request.cuts, request.may_lack_cuts),
             _proxied_factories(tracer),
         ):
             graph = tracer.trace(request.module)

@@ -1,0 +1,735 @@
+"""Models and habits that were refused, and need not be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import fxpipe
+from fxpipe import RunError, TraceError, stage_boundary
+from tests.harness import accumulate, assert_same, cut, engine_of, gradients_of
+from tests.models import Inputs
+from tests.pool import Pool
+
+WIDTH = 8
+ENGINES = ["local", "distributed"]
+
+
+def vectors(number: int, rows: int = 8) -> Inputs:
+    generator = torch.Generator().manual_seed(number)
+    return {name: torch.randn(rows, WIDTH, generator=generator) for name in ("x", "y")}
+
+
+def compiled(model: nn.Module, batch: Inputs, boundaries: Any, ranks: int = 2, **options: Any) -> Any:
+    topology = fxpipe.Topology([("pipe", ranks)])
+    return fxpipe.compile(model, topology, boundaries=boundaries, microbatches=2, example_kwargs=batch, **options)
+
+
+def assert_trains(
+    make: Callable[[], nn.Module],
+    batches: Sequence[Inputs],
+    boundaries: Any,
+    stages: int | None = None,
+    tolerance: float = 0.0,
+    **options: Any,
+) -> fxpipe.ForwardBackward:
+    """Captured with the first batch, it computes for the others what plain PyTorch does, micro-batch by micro-batch."""
+    torch.manual_seed(0)
+    model = make().train()
+    plain = copy.deepcopy(model)
+    forward_backward: fxpipe.ForwardBackward = compiled(model, batches[0], boundaries, **options)
+    if stages is not None:
+        assert len(forward_backward.stages) == stages, str(forward_backward.stages)
+    for batch in batches[1:]:
+        forward_backward.zero_grad()
+        plain.zero_grad()
+        loss = forward_backward(**batch)
+        wanted_loss, _ = accumulate(lambda _, part: loss_of(plain(**part)), cut(batch, 2))
+        assert_same(loss, wanted_loss, "loss", tolerance)
+        wanted = gradients_of(plain.named_parameters(remove_duplicate=False))
+        for name, gradient in gradients_of(forward_backward.named_parameters()).items():
+            assert_same(gradient, wanted[name], name, tolerance)
+    return forward_backward
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output["loss"]  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Layers(nn.Module):
+    """Four layers in a row; the subclasses say how they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.run(self.first(x)), y)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+# --- inputs that have no names ---
+
+
+class LowRank(nn.Module):
+    """As PEFT's layers: the layer that was there, and a product of two thin matrices beside it."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, WIDTH, bias=False)})
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = self.base_layer(x, *args, **kwargs)
+        for adapter in self.lora_A:
+            result = result + self.lora_B[adapter](self.lora_A[adapter](x)) * 2.0
+        return result  # type: ignore[no-any-return]
+
+
+class Tuner(nn.Module):
+    """As PEFT's LoraModel, which calls the model's forward itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
+
+
+class Adapted(nn.Module):
+    """As PeftModel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = Layers()
+        for layer in model.layers:
+            layer.linear = LowRank(layer.linear)
+        self.base_model = Tuner(model)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kept = {name: value for name, value in kwargs.items() if name != "adapter_names"}
+        return self.base_model.model(*args, **kept)
+
+
+class AdaptedByName(Adapted):
+    """As PeftModelForCausalLM: some inputs by name, the rest passed on."""
+
+    def forward(self, x: Any = None, mask: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        return self.base_model(x=x, **kwargs)
+
+
+every_tracer = pytest.mark.parametrize("tracer", ["symbolic", "export", "record", "auto"])
+
+
+@every_tracer
+@pytest.mark.parametrize("make", [Adapted, AdaptedByName])
+def test_a_forward_of_args_and_kwargs_takes_its_inputs_by_name(make: Any, tracer: str) -> None:
+    cuts = ["base_model.model.layers.1", "base_model.model.layers.3"]
+    forward_backward = assert_trains(make, [vectors(0), vectors(1), vectors(2)], cuts, stages=3, tracer=tracer)
+    assert set(forward_backward.required_inputs) == {"x", "y"}
+
+
+def test_what_is_given_by_place_to_a_forward_of_args_is_refused_with_what_to_write() -> None:
+    batch = vectors(0)
+    forward_backward = compiled(Adapted(), batch, ["base_model.model.layers.1"])
+    with pytest.raises(RunError, match=r"takes \*args, and 1 inputs were given by place.*pass every input by its name"):
+        forward_backward(batch["x"], y=batch["y"])
+
+
+class OnlyArgs(Layers):
+    def forward(self, *args: Any) -> Tensor:
+        return super().forward(*args)
+
+
+def test_a_forward_of_args_alone_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"takes \*args and nothing by name"):
+        fxpipe.compile(OnlyArgs(), fxpipe.Topology([("pipe", 2)]), example_args=tuple(vectors(0).values()))
+
+
+def test_an_adapted_model_of_hugging_face_is_given_the_number_of_its_labels() -> None:
+    hf = pytest.importorskip("tests.hf")
+
+    class Peft(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.base_model = Tuner(model)
+
+        def get_base_model(self) -> nn.Module:
+            return self.base_model.model
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.base_model.model, name)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.get_base_model()(*args, **kwargs)
+
+    torch.manual_seed(0)
+    model = Peft(hf.llama())
+    plain, batches = copy.deepcopy(model), [hf.causal(8, torch.Generator().manual_seed(n)) for n in (0, 1)]
+    forward_backward = compiled(model, batches[0], ["base_model.model.model.layers.2"])
+    loss = forward_backward(**batches[1])
+    items = (batches[1]["labels"][:, 1:] != -100).sum()
+    parts = [plain(**part, num_items_in_batch=items).loss for part in cut(batches[1], 2)]
+    assert_same(loss, sum(parts[1:], start=parts[0]).detach(), "loss")
+
+
+# --- submodules that are checkpointed ---
+
+
+class Checkpointed(Layers):
+    reentrant = False
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedClosures(Layers):
+    def run(self, x: Tensor) -> Tensor:
+        def called(layer: nn.Module) -> Callable[..., Any]:
+            return lambda *args: layer(*args)
+
+        for layer in self.layers:
+            x = checkpoint(called(layer), x, use_reentrant=False)
+        return x
+
+
+class CheckpointedPairs(Layers):
+    def run(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class CheckpointedTwice(Layers):
+    def run(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return checkpoint(self.layers[2], x, use_reentrant=False)  # type: ignore[no-any-return]
+
+        for layer in (self.layers[0], inner, self.layers[3]):
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "cuts", "stages"),
+    [
+        (Checkpointed, {"layers.1": "before", "layers.3": "before"}, 3),
+        (Checkpointed, {"layers.1": "both"}, 3),
+        (Checkpointed, {"layers.*": {"every": 2}}, 2),
+        (CheckpointedReentrant, {"layers.1": "both"}, 3),
+        (CheckpointedClosures, {"layers.1": "before", "layers.2": "after"}, 3),
+        (CheckpointedPairs, {"layers.2": "before"}, 2),
+        (CheckpointedPairs, {"layers.1": "after"}, 2),
+        (CheckpointedTwice, {"layers.2": "both"}, 3),
+        (CheckpointedPairs, "auto", None),
+    ],
+)
+def test_a_cut_beside_a_checkpointed_submodule_lies_outside_of_the_checkpoint(
+    make: Any, cuts: Any, stages: int | None
+) -> None:
+    forward_backward = assert_trains(make, [vectors(0), vectors(1)], cuts, stages)
+    assert "record" in str(forward_backward.stages)
+    assert any("checkpoint_" in str(stage.forward) for stage in forward_backward.stages)
+
+
+def checkpointed_losses(engine: str) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+    torch.manual_seed(0)
+    forward_backward = compiled(Checkpointed(), vectors(0), ["layers.2"])
+    return [(forward_backward(**vectors(1)), gradients_of(forward_backward.named_parameters()))]
+
+
+def test_it_does_so_on_two_processes(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain = Checkpointed()
+    wanted_loss, _ = accumulate(lambda _, part: plain(**part), cut(vectors(1), 2))
+    wanted = gradients_of(plain.named_parameters())
+    for ((loss, gradients),) in engine_of("distributed", lambda: pool)(2, checkpointed_losses, ""):
+        assert_same(loss, wanted_loss, "loss")
+        for name, gradient in gradients.items():
+            assert_same(gradient, wanted[name], name)
+
+
+def test_a_cut_amid_a_checkpointed_function_is_refused_and_auto_is_named() -> None:
+    with pytest.raises(TraceError, match=r'\(layers\.1\) lies amid a function.*boundaries="auto"'):
+        compiled(CheckpointedPairs(), vectors(0), ["layers.1"])
+
+
+# --- branches on numbers that no input reaches ---
+
+
+class LayerDrop(Layers):
+    """As speech models skip layers; ``skips``: whether one is skipped."""
+
+    skips: Callable[[], Any]
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not type(self).skips():
+                x = layer(x)
+        return x
+
+
+def dropping(function: Callable[[], Any]) -> type[LayerDrop]:
+    return type("LayerDrop", (LayerDrop,), {"skips": staticmethod(function)})
+
+
+CERTAIN = {
+    "rand < 0": lambda: torch.rand([]) < 0.0,
+    "rand(1) < 0": lambda: torch.rand(1) < 0,
+    "0 > rand": lambda: torch.rand(()) > 1.0,
+    "rand >= 1": lambda: torch.rand([]).ge(1),
+    "not rand >= 0": lambda: not torch.rand([]) >= 0,
+    "rand.lt": lambda: torch.lt(torch.rand([]), -1),
+}
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_a_branch_on_a_drawn_number_that_is_certain_is_decided(name: str) -> None:
+    assert_trains(dropping(CERTAIN[name]), [vectors(0), vectors(1)], ["layers.1", "layers.3"], 3)
+
+
+@pytest.mark.parametrize("name", ["rand < 1", "rand <= 1"])
+def test_layers_that_are_always_skipped_are_left_out(name: str) -> None:
+    def skips() -> Any:
+        return torch.rand([]) < 1 if name == "rand < 1" else torch.rand([]) <= 1.0
+
+    class Half(dropping(skips)):  # type: ignore[misc]
+        def run(self, x: Tensor) -> Tensor:
+            return self.layers[3](super().run(self.layers[0](x)))  # type: ignore[no-any-return]
+
+    assert_trains(Half, [vectors(0), vectors(1)], ["layers.3"], 2)
+
+
+def written() -> Any:
+    drawn = torch.rand([])
+    drawn.view(1).sub_(1)
+    return drawn < 0
+
+
+UNCERTAIN = {
+    "rand < 0.1": lambda: torch.rand([]) < 0.1,
+    "rand <= 0": lambda: torch.rand([]) <= 0,
+    "rand > 0": lambda: torch.rand([]) > 0,
+    "randn < 0": lambda: torch.randn([]) < 0,
+    "rand < nan": lambda: torch.rand([]) < float("nan"),
+    "written": written,
+    "shifted": lambda: torch.rand([]) - 1 < 0,
+}
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_one_that_is_not_is_refused(name: str) -> None:
+    with pytest.raises(TraceError, match="looks at the values of a tensor"):
+        compiled(dropping(UNCERTAIN[name])(), vectors(0), ["layers.1"])
+
+
+class Asserting(Layers):
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._assert((x < 1e6).all(), "too large")
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+def test_assertions_on_values_between_submodules_are_in_nobodys_way(tracer: str) -> None:
+    assert_trains(Asserting, [vectors(0), vectors(1)], ["layers.1", "layers.3"], 3, tracer=tracer)
+
+
+# --- methods that look at values, of a module that is cut elsewhere ---
+
+
+class Sees(nn.Module):
+    """As Idefics 3: pictures that are nothing but padding are dropped, and the others take the places of some rows."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.vision, self.text = Layer(), nn.Sequential(Layer(), Layer(), Layer())
+        self.counts, self.seen = counts, 0
+
+    def features(self, pictures: Tensor, scale: float) -> dict[str, Any]:
+        if self.counts:
+            self.seen = self.seen + 1
+        kept = pictures[(pictures != 0).any(-1)]
+        return {"all": [self.vision(kept) * scale]}
+
+    def forward(self, x: Tensor, y: Tensor, pictures: Tensor) -> Tensor:
+        found = torch.cat(self.features(pictures, scale=0.5)["all"])
+        x = x.masked_scatter((pictures != 0).any(-1, keepdim=True), found)
+        return F.mse_loss(self.text(x), y)
+
+
+class Wrapped(nn.Module):
+    """A method behind another one of the same name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.model = Sees(**options)
+
+    def features(self, pictures: Tensor) -> Any:
+        return self.model.features(pictures, 1.0)
+
+    def forward(self, x: Tensor, y: Tensor, pictures: Tensor) -> Tensor:
+        return self.model(x, y, pictures)  # type: ignore[no-any-return]
+
+
+def with_pictures(number: int) -> Inputs:
+    """Every second picture of batches with odd numbers is padding."""
+    pictures = vectors(number + 50)["x"]
+    pictures[1 :: 2 if number % 2 else 8] = 0.0
+    if number % 2 == 0:
+        pictures[1] = 1.0
+    return vectors(number) | {"pictures": pictures}
+
+
+@pytest.mark.parametrize(("make", "prefix"), [(Sees, ""), (Wrapped, "model.")])
+def test_a_method_that_looks_at_values_stays_whole_where_cuts_are_elsewhere(make: Any, prefix: str) -> None:
+    cuts = [f"{prefix}text.1", f"{prefix}text.2"]
+    forward_backward = assert_trains(make, [with_pictures(0), with_pictures(2)], cuts, 3, tracer="record")
+    homes = [any("vision" in name for name in stage.tensors) for stage in forward_backward.stages]
+    assert homes == [True, False, False]
+
+
+def picture_losses(engine: str) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+    torch.manual_seed(0)
+    forward_backward = compiled(Sees(), with_pictures(0), ["text.1"], tracer="record")
+    return [(forward_backward(**with_pictures(2)), gradients_of(forward_backward.named_parameters()))]
+
+
+def test_it_stays_whole_on_two_processes(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain = Sees()
+    wanted_loss, _ = accumulate(lambda _, part: plain(**part), cut(with_pictures(2), 2))
+    wanted = gradients_of(plain.named_parameters())
+    for ((loss, gradients),) in engine_of("distributed", lambda: pool)(2, picture_losses, ""):
+        assert_same(loss, wanted_loss, "loss")
+        for name, gradient in gradients.items():
+            assert_same(gradient, wanted[name], name)
+
+
+@pytest.mark.parametrize(
+    ("make", "cuts", "told"),
+    [
+        (lambda: Sees(counts=True), ["text.1"], r"Sees\.features sets seen, which would be lost"),
+        (Sees, ["text.1", "vision"], "looks at the values of a tensor"),
+    ],
+)
+def test_a_method_that_cannot_stay_whole_is_refused(make: Any, cuts: Any, told: str) -> None:
+    with pytest.raises(TraceError, match=told):
+        compiled(make(), with_pictures(0), cuts, tracer="record")
+
+
+# --- masks by vmap ---
+
+
+class Vmapped(Layers):
+    """Attention with a mask that is made of positions, one pair of them at a time; ``allowed`` indexes with tensors."""
+
+    def run(self, x: Tensor) -> Tensor:
+        groups = (x.detach().sum(-1) > 0).long().cumsum(0)
+
+        def allowed(row: Tensor, column: Tensor) -> Tensor:
+            return (row >= column) & (groups.index_select(0, row.view(1)) <= 3).squeeze(0)
+
+        places = torch.arange(x.shape[0])
+        mask = torch.vmap(torch.vmap(allowed, (None, 0)), (0, None))(places, places)
+        for layer in self.layers:
+            x = layer(torch.where(mask, x @ x.T, 0.0).softmax(-1) @ x)
+        return x
+
+
+def test_a_mask_made_by_vmap_is_recorded() -> None:
+    batches = [vectors(n, 12) for n in (0, 1, 2)]
+    assert_trains(Vmapped, batches, ["layers.1", "layers.3"], 3, tracer="record")
+
+
+class VmappedLayer(Layers):
+    def run(self, x: Tensor) -> Tensor:
+        return self.layers(torch.vmap(self.layers[0])(x))  # type: ignore[no-any-return]
+
+
+def test_vmap_over_what_is_trained_is_refused_between_submodules() -> None:
+    with pytest.raises(TraceError, match=r"torch\.vmap on tensors that need a gradient"):
+        compiled(VmappedLayer(), vectors(0), ["layers.1"], tracer="record")
+
+
+# --- lists that are changed ---
+
+
+class Branches(nn.Module):
+    """As HRNet's modules: puts what it computes into the list that it is given, and returns another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: list[Tensor]) -> list[Tensor]:
+        for place, branch in enumerate(self.branches):
+            x[place] = branch(x[place])
+        return [x[0] + x[1], x[1] - x[0]]
+
+
+class HighResolution(nn.Module):
+    """``reads``: whether the list is read again, as eager PyTorch then has it."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Branches() for _ in range(3))
+        self.reads = reads
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        values = [x, x * 2]
+        for stage in self.stages:
+            made = stage(values)
+            values = [made[0] + values[0], made[1]] if self.reads else made
+        return F.mse_loss(values[0] + values[1], y)
+
+
+@every_tracer
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_list_that_a_submodule_changes_is_its_callers(reads: bool, tracer: str) -> None:
+    cuts = ["stages.1", "stages.2"]
+    assert_trains(lambda: HighResolution(reads), [vectors(0), vectors(1)], cuts, tracer=tracer)
+
+
+# --- submodules that a batch does not call ---
+
+
+class MaybeImage(nn.Module):
+    """image → image tower ∥ text → layers, which meet; without an image the text goes on alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Sequential(Layer(), Layer()), nn.Sequential(Layer(), Layer(), Layer())
+        self.join = Layer()
+
+    def forward(self, x: Tensor, y: Tensor, image: Tensor | None = None) -> Tensor:
+        t = self.text(x)
+        if image is not None:
+            t = t + self.image(image)
+        return F.mse_loss(self.join(t), y)
+
+
+IMAGE_CUTS = {"image.1": "before", "text.1": "before", "join": "before"}
+
+
+def with_images(number: int) -> Inputs:
+    return vectors(number) | {"image": vectors(number + 100)["x"]}
+
+
+@every_tracer
+def test_a_cut_in_what_a_batch_lacks_is_left_out_for_it(tracer: str) -> None:
+    batches = [with_images(0), vectors(1), with_images(2), vectors(3)]
+    assert_trains(MaybeImage, batches, IMAGE_CUTS, 4, tracer=tracer, ranks=1)
+
+
+def image_losses(engine: str) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+    torch.manual_seed(0)
+    forward_backward = compiled(MaybeImage(), with_images(0), IMAGE_CUTS)
+    found = []
+    for batch in (with_images(1), vectors(2) | {"image": None}):
+        forward_backward.zero_grad()
+        found.append((forward_backward(**batch), gradients_of(forward_backward.named_parameters())))
+    return found
+
+
+def test_it_is_so_on_two_processes(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain = MaybeImage()
+    for step, batch in enumerate((with_images(1), vectors(2))):
+        plain.zero_grad()
+        wanted_loss, _ = accumulate(lambda _, part: plain(**part), cut(batch, 2))
+        wanted = gradients_of(plain.named_parameters())
+        for run in engine_of("distributed", lambda: pool)(2, image_losses, ""):
+            loss, gradients = run[step]
+            assert_same(loss, wanted_loss, "loss")
+            for name, gradient in gradients.items():
+                assert_same(gradient, wanted[name], name)
+
+
+def test_a_cut_in_what_the_example_lacks_is_refused_with_what_to_give() -> None:
+    told = r"names image\.1, which MaybeImage\.forward never calls with these inputs.*give an example batch"
+    with pytest.raises(TraceError, match=told):
+        compiled(MaybeImage(), vectors(0), IMAGE_CUTS)
+
+
+# --- assertions ---
+
+
+class Patched(nn.Module):
+    """As torchvision's ViT: each block asserts the dimensions of what it is given."""
+
+    def __init__(self, by_value: bool = False) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(4))
+        self.by_value = by_value
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        _, width = x.shape
+        torch._assert(width == WIDTH, f"Wrong width! Expected {WIDTH} but got {width}!")
+        x = self.first(x)
+        for layer in self.layers:
+            x = stage_boundary(x)
+            torch._assert(x.dim() == 2, f"Expected (rows, width), got {x.shape}")
+            if self.by_value:
+                torch._assert((x.abs() * 2 < 1e6).all(), "too large")
+            x = layer(x)
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_an_assertion_runs_in_its_operands_stage_and_makes_none_of_its_own(by_value: bool) -> None:
+    forward_backward = assert_trains(
+        lambda: Patched(by_value), [vectors(0), vectors(1)], (), 5, tracer="symbolic", ranks=1
+    )
+    found = [str(stage.forward).count("torch._assert(") for stage in forward_backward.stages]
+    assert found == [1 + by_value] * 4 + [0]
+
+
+def test_an_assertion_that_does_not_hold_is_raised() -> None:
+    forward_backward = compiled(Patched(True), vectors(0), (), tracer="symbolic", ranks=1)
+    with pytest.raises(AssertionError, match="too large"):
+        forward_backward(**{name: value * 1e7 for name, value in vectors(1).items()})
+
+
+def test_one_that_looks_at_two_stages_runs_in_the_later() -> None:
+    class Two(Layers):
+        def run(self, x: Tensor) -> Tensor:
+            a = self.layers[0](x)
+            b = self.layers[1](stage_boundary(a))
+            torch._assert((a + stage_boundary(b)).sum() < 1e6, "too large")
+            return self.layers[2](stage_boundary(b))  # type: ignore[no-any-return]
+
+    forward_backward = assert_trains(Two, [vectors(0), vectors(1)], (), 3, tracer="symbolic", ranks=1)
+    assert ["torch._assert(" in str(stage.forward) for stage in forward_backward.stages] == [False, True, False]
+
+
+# --- the error of all tracers ---
+
+
+class Late(Layers):
+    """symbolic and export stop at the first layer, record at the last."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layers[0], x, use_reentrant=False)
+        x = self.layers[1](x)
+        return self.layers[3](self.layers[2](x)) * x.sum().item()  # type: ignore[no-any-return]
+
+
+def test_the_error_leads_with_the_tracer_that_got_furthest() -> None:
+    with pytest.raises(TraceError) as caught:
+        compiled(Late(), vectors(0), ["layers.1"])
+    first, file, code, *others = str(caught.value).splitlines()
+    assert first.startswith("record: forward looks at the values of a tensor (item)")
+    assert "test_bugs_refusals.py" in file
+    assert "x.sum().item()" in code
+    assert [line.partition(":")[0] for line in others] == ["export", "symbolic"]
+    assert all("activation checkpointing" in line and "test_bugs_refusals.py:" in line for line in others)
+
+
+# --- models of other people ---
+
+
+def hugging_face() -> Mapping[str, Any]:
+    """name → (model, batch of a number, boundaries)"""
+    hf = pytest.importorskip("tests.hf")
+    import transformers
+
+    def seeded(number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(number)
+
+    def gemma3() -> nn.Module:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        words = {**hf.DECODER, "head_dim": 4, "num_hidden_layers": 4, "sliding_window": 4, "layer_types": kinds}
+        config = transformers.Gemma3Config(
+            text_config=words,
+            vision_config={**hf.IMAGES, "num_hidden_layers": 2},
+            mm_tokens_per_image=4,
+            image_token_index=hf.IMAGE_TOKEN,
+            boi_token_index=44,
+            eoi_token_index=43,
+        )
+        return transformers.Gemma3ForConditionalGeneration(config)
+
+    def with_kinds(number: int) -> Inputs:
+        batch: Inputs = hf.images_in_text(8, seeded(number))
+        return batch | {"token_type_ids": (batch["input_ids"] == hf.IMAGE_TOKEN).long()}
+
+    def without_images(number: int) -> Inputs:
+        batch: Inputs = hf.causal(8, seeded(number))
+        return batch | {"token_type_ids": torch.zeros_like(batch["input_ids"])}
+
+    def idefics(config: Any, model: Any) -> Callable[[], nn.Module]:
+        words = {**hf.DECODER, **hf.SPECIAL, "num_hidden_layers": 4, "model_type": "llama"}
+        images = {**hf.IMAGES, "num_hidden_layers": 2}
+        made = config(
+            text_config=words, vision_config=images, image_token_id=hf.IMAGE_TOKEN, scale_factor=2, pad_token_id=0
+        )
+        return lambda: model(made)
+
+    def one_token_an_image(number: int) -> Inputs:
+        batch: Inputs = hf.images_in_text(8, seeded(number))
+        places = hf.PATCHES - 1  # four patches make a token
+        texts = {name: value[:, places:] for name, value in batch.items() if name != "pixel_values"}
+        return texts | {"pixel_values": batch["pixel_values"][:, None]}
+
+    cuts, texts = hf.layers("model.language_model.layers", 1, 2), hf.layers("model.text_model.layers", 1, 2)
+    idefics3 = idefics(transformers.Idefics3Config, transformers.Idefics3ForConditionalGeneration)
+    smolvlm = idefics(transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration)
+    return {
+        "Gemma 3, images": (gemma3, with_kinds, cuts),
+        "Gemma 3, text": (gemma3, without_images, cuts),
+        "Idefics 3": (idefics3, one_token_an_image, texts),
+        "SmolVLM": (smolvlm, one_token_an_image, texts),
+    }
+
+
+@pytest.mark.parametrize("name", ["Gemma 3, images", "Gemma 3, text", "Idefics 3", "SmolVLM"])
+def test_models_of_hugging_face_that_were_refused(name: str) -> None:
+    model, batch, cuts = hugging_face()[name]
+    assert_trains_counted(model, [batch(0), batch(1)], cuts)
+
+
+def assert_trains_counted(make: Callable[[], nn.Module], batches: Sequence[Inputs], cuts: Any) -> None:
+    """As ``assert_trains``, where one micro-batch holds the batch: its loss is the mean over its own labels."""
+    torch.manual_seed(0)
+    model = make().train()
+    plain = copy.deepcopy(model)
+    topology = fxpipe.Topology([("pipe", 1)])
+    forward_backward = fxpipe.compile(model, topology, boundaries=cuts, microbatches=1, example_kwargs=batches[0])
+    assert len(forward_backward.stages) == 3
+    for batch in batches[1:]:
+        (wanted := plain(**batch).loss).backward()
+        assert_same(forward_backward(**batch), wanted.detach(), "loss", 1e-6)
+    expected = gradients_of(plain.named_parameters())
+    for name, gradient in gradients_of(forward_backward.named_parameters()).items():
+        if name in expected:
+            assert_same(gradient, expected[name], name, 1e-6)
