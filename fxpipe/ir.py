@@ -11,12 +11,12 @@ from typing import Any
 
 from tabulate import tabulate
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.callables import Backward, Forward
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.marker import boundary
 from fxpipe.modes import modes_restored
+from fxpipe.torch_compat import pytree
 
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 """The names in ``operator`` behind ``x += y`` and its like: each writes its first argument, and returns it."""

@@ -12,7 +12,6 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.dtensors import is_dtensor
 from fxpipe.errors import RunError
@@ -21,6 +20,7 @@ from fxpipe.ownership import Ownership
 from fxpipe.parallel_gradients import ParallelGradients
 from fxpipe.reduce import Reducer
 from fxpipe.stage_copy import StageCopy
+from fxpipe.torch_compat import pytree
 from fxpipe.transport import Transport
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
 __all__ = [
+    "ASSERTIONS",
     "AUTOCAST_CACHE",
     "BATCH_STATISTICS",
     "CHECKPOINT_GENERATOR",
@@ -137,6 +138,16 @@ def overload_name(overload: OpOverload) -> str:
 no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """What export leaves of ``torch.no_grad()`` in a graph."""
+
+ASSERTIONS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+"""What only checks."""
 
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 AUTOCAST_CACHE = "_cache_enabled"

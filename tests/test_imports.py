@@ -166,7 +166,7 @@ def test_torch_distributed_is_named_where_processes_meet_and_nowhere_else(path: 
 
 @each(path for path in FILES if room_of(path) != "torch_compat")
 def test_one_file_names_what_is_private_to_torch_and_no_other(path: Path) -> None:
-    assert private_names(path) - {"torch.utils._pytree"} == set()
+    assert private_names(path) == set()
 
 
 def test_private_names_are_found(tmp_path: Path) -> None:

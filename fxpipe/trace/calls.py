@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.attributes import WatchedAttributes
 from fxpipe.trace.emit import effects_of
 from fxpipe.trace.fake import is_fake, outside

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
 from fxpipe.errors import TraceError
 from fxpipe.ir import Program
 from fxpipe.marker import recording
 from fxpipe.modes import within
-from fxpipe.torch_compat import DataDependentOutputException, DynamicOutputShapeException, guard_on_data
+from fxpipe.torch_compat import DataDependentOutputException, DynamicOutputShapeException, guard_on_data, pytree
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cuts import cutting
 from fxpipe.trace.exported import TENSOR, Traced, modes_as_operations

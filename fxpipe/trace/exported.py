@@ -20,6 +20,7 @@ from fxpipe.ir import IN_PLACE_NAMES, Program
 from fxpipe.marker import boundary
 from fxpipe.modes import Autocast, Modes
 from fxpipe.torch_compat import (
+    ASSERTIONS,
     FakeTensor,
     HigherOrderOperator,
     OpOverload,
@@ -38,16 +39,6 @@ from fxpipe.trace.source import is_users
 TENSOR = object()
 """Stands for a tensor among the leaves of a result."""
 
-_aten = torch.ops.aten
-_DROPPED = {
-    _aten._assert_tensor_metadata.default,
-    _aten._assert_async.msg,
-    _aten._assert_async.default,
-    _aten._assert_scalar.default,
-    _aten.sym_constrain_range.default,
-    _aten.sym_constrain_range_for_size.default,
-}
-"""What only checks; shapes are static."""
 _BOUNDARY = torch.ops.fxpipe.boundary.default
 _IN_PLACE = {operator.setitem, *(getattr(operator, name) for name in IN_PLACE_NAMES)}
 
@@ -156,7 +147,7 @@ class _Conversion:
             placeholder.meta["val"] = value
             self._parts[(name,)] = placeholder
         for node in self._traced.exported.graph.nodes:
-            if node.op == "call_function" and node.target not in _DROPPED and not self._modes.follow(node):
+            if node.op == "call_function" and node.target not in ASSERTIONS and not self._modes.follow(node):
                 self._convert(node)
         self._add_output()
         _drop_dead(self._graph)

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir import Program
 from fxpipe.marker import recording
 from fxpipe.modes import within
-from fxpipe.torch_compat import import_dynamo
+from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.calls import Calls, plain_attributes
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cuts import cutting
