@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import RunError
 from fxpipe.loss import Sum
+from fxpipe.torch_compat import pytree
 
 BatchDim = int | Mapping[str, int | None]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import RunError
+from fxpipe.torch_compat import pytree
 from fxpipe.wire import duplicate
 
 

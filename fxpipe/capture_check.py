@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.batch import BatchDim, dimension
 from fxpipe.callables import Saved
@@ -21,6 +20,7 @@ from fxpipe.loss import MicrobatchLoss, read_loss
 from fxpipe.modes import within
 from fxpipe.precision import cast_batch
 from fxpipe.replay import Rounded, State, same_draws
+from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
 from fxpipe.wire import duplicate
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.torch_compat import plain_results
 
 
 class DetachedLoss(Tensor):
@@ -19,7 +19,7 @@ class DetachedLoss(Tensor):
     """
 
     # as torch's notes on extending it have it
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_results
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RunError(

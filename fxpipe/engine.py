@@ -14,7 +14,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.action import Action
 from fxpipe.agreement import Agreed, Agreement, Call, Options, plan_together
@@ -44,6 +43,7 @@ from fxpipe.schedules import Family, with_costs
 from fxpipe.seeds import seed_of
 from fxpipe.timeline import Timeline
 from fxpipe.topology import Topology
+from fxpipe.torch_compat import pytree
 from fxpipe.traffic import Traffic
 from fxpipe.transport import failing_together
 from fxpipe.zero import DistributedOptimizer

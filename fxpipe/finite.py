@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.dtensors import local
+from fxpipe.torch_compat import pytree
 from fxpipe.transport import Transport
 
 _COMPARABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -14,6 +14,7 @@ from fxpipe.collective import Collective, Scope, Work
 from fxpipe.data_axis import Way
 from fxpipe.errors import RunError
 from fxpipe.stopwatch import Stopwatch
+from fxpipe.torch_compat import version_of
 from fxpipe.transport import Transport
 
 
@@ -129,7 +130,7 @@ class FlatBucket:
     def _clear_marks(self) -> None:
         """Whoever has written into a mark, to clear it, has cleared the gradient."""
         for place, parameter in enumerate(self.parameters):
-            if self._marks[place]._version:
+            if version_of(self._marks[place]):
                 if parameter.grad is not None and self._is_mark(place, parameter.grad):
                     parameter.grad = None
                 self._marks[place] = self._new_mark()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fxpipe.collective import Collective, Work
 from fxpipe.precision import Precision
+from fxpipe.torch_compat import fsdp_end_backward, fsdp_groups, fsdp_set_up
 from fxpipe.transport import Transport
 
 if TYPE_CHECKING:
@@ -93,13 +94,14 @@ class Unit:
             if parameter.requires_grad and parameter.grad is None:
                 dtype = parameter.grad_dtype or parameter.dtype
                 parameter.grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        _post_backward(self.shell)
+        for group in fsdp_groups(self.shell):
+            group.post_backward()
         self._reduced = True
 
     def finish(self) -> None:
         """The shards' ``.grad`` may be used."""
         if self._reduced:
-            _final_callback(self.shell)
+            fsdp_end_backward(self.shell)
         self._reduced = False
 
 
@@ -149,23 +151,11 @@ class _AllReduce:
         self._transport.start([Collective("all_reduce", "replica", shard)], self._what).wait()
 
 
-# --- what torch has no public name for: torch.distributed.pipelining calls the same ---
-
-
 def finish_setup(shells: Sequence[FSDPModule]) -> None:
     """One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has."""
     share_comm_ctx(list(shells))
     for shell in shells:
-        fully_shard.state(shell)._lazy_init()  # type: ignore[attr-defined]
-
-
-def _post_backward(shell: FSDPModule) -> None:
-    for group in fully_shard.state(shell)._fsdp_param_groups:  # type: ignore[attr-defined]
-        group.post_backward()
-
-
-def _final_callback(shell: FSDPModule) -> None:
-    fully_shard.state(shell)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        fsdp_set_up(shell)
 
 
 def accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Parameter:

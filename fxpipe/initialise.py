@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import RunError
 from fxpipe.ir import all_tensors
 from fxpipe.marks import mark, marks_left
 from fxpipe.seeds import seeded
+from fxpipe.torch_compat import TorchDispatchMode, schema_of, storage_id
 
 InitFn = Callable[[nn.Module], Any]
 
@@ -129,15 +129,15 @@ class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, seed: int, path: str, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {_memory(tensor): name for name, tensor in reversed(all_tensors(model).items())}
+        self._names = {storage_id(tensor): name for name, tensor in reversed(all_tensors(model).items())}
         self._key = struct.pack("<Q", seed % 2**64) + path.encode()
         self._device = device
         self._writes: dict[str, int] = {}
         self._start("", 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        written = args[0] if args and func._schema.is_mutable else None
-        name = self._names.get(_memory(written)) if isinstance(written, Tensor) else None
+        written = args[0] if args and schema_of(func).is_mutable else None
+        name = self._names.get(storage_id(written)) if isinstance(written, Tensor) else None
         if name is None:
             return func(*args, **(kwargs or {}))
         count = self._writes[name] = self._writes.get(name, 0) + 1
@@ -153,11 +153,6 @@ class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 torch.cuda.manual_seed(seed)
-
-
-def _memory(tensor: Tensor) -> int:
-    """What is equal for tensors that share memory, be it that of the meta device."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 # --- which tensors init_fn may write

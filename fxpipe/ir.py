@@ -9,15 +9,14 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from tabulate import tabulate
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.callables import Backward, Forward
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.marker import boundary
 from fxpipe.modes import modes_restored
+from fxpipe.torch_compat import CHECKS, pytree
 
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 """The names in ``operator`` behind ``x += y`` and its like: each writes its first argument, and returns it."""
@@ -154,7 +153,7 @@ def is_compute(node: fx.Node) -> bool:
 
 def is_assertion(node: fx.Node) -> bool:
     """Whether ``node`` only raises an error where its operand is false."""
-    return node.target in (torch._assert, torch._assert_async)
+    return node.target in CHECKS
 
 
 def where(node: fx.Node) -> str:

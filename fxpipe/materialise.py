@@ -19,6 +19,7 @@ from fxpipe.errors import CheckpointError, RunError
 from fxpipe.initialise import InitFn, initialise
 from fxpipe.ir import all_tensors
 from fxpipe.progress import is_teller
+from fxpipe.torch_compat import has_hooks
 from fxpipe.weights import Weights, likeliest
 
 
@@ -192,7 +193,7 @@ def _raise_without_init_fn(missing: Sequence[_Held], weights: Weights | None) ->
 def _real(held: _Held, device: torch.device) -> Tensor:
     """A tensor like one on the meta device, with memory; its values are anything."""
     meta = held.tensor
-    if meta._backward_hooks or getattr(meta, "_post_accumulate_grad_hooks", None):
+    if has_hooks(meta):
         raise RunError(f"{held.names[0]} is on the meta device and has a hook, which would be lost; register it later")
     tensor = torch.empty_like(meta, device=device, requires_grad=False)
     if isinstance(meta, nn.Parameter):

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.dtensors import is_dtensor
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.slices import Slice, memory_order
 from fxpipe.target import Target
+from fxpipe.torch_compat import pytree
 
 MASTER = "master"
 """The key of a parameter in the type that it is stepped in."""

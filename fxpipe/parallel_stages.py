@@ -12,7 +12,6 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.callables import check_shapes
 from fxpipe.dtensors import is_dtensor
@@ -22,6 +21,7 @@ from fxpipe.ownership import Ownership
 from fxpipe.parallel_gradients import ParallelGradients
 from fxpipe.reduce import Reducer
 from fxpipe.stage_copy import StageCopy
+from fxpipe.torch_compat import pytree
 from fxpipe.transport import Transport
 
 if TYPE_CHECKING:

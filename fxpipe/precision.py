@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.batch import ITEMS
 from fxpipe.errors import RunError
+from fxpipe.torch_compat import pytree
 
 
 @dataclass(frozen=True)

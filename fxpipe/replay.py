@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.torch_compat import TorchDispatchMode, pytree
 from fxpipe.trace.snapshot import RandomState, Snapshot
 
 MOST_DRAWS = 100_000

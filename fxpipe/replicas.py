@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import RunError
 from fxpipe.loss import Sum
+from fxpipe.torch_compat import pytree
 from fxpipe.transport import Transport
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fxpipe.action import Action, Op
 from fxpipe.callables import Saved
@@ -21,6 +20,7 @@ from fxpipe.lower import Compute, Instruction, Message, Receive, Release, Send
 from fxpipe.modes import Autocast, within
 from fxpipe.seeds import seeded
 from fxpipe.stopwatch import Stopwatch
+from fxpipe.torch_compat import pytree
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,11 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import fx, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
+from torch.distributed.fsdp import FSDPModule, share_comm_ctx
+
+from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
 
 
 class ShardedStage:
@@ -24,13 +27,12 @@ class ShardedStage:
         self._modules = [module for root in roots for module in _sharded_in(root)]
         self._gathered = False
         for root in self._roots:
-            fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+            fsdp_set_up(root)
             _may_return_views(root)
         for module in self._modules:
             # Shares are of the whole batch, so gradients are summed; and a sum alone is what gloo can.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)  # so that the buffers of all replicas match
             module.set_reshard_after_forward(False, recurse=False)
             # What is whole needs no prefetch; torch's own looks up indices that another stage's end has cleared.
             module.set_modules_to_backward_prefetch([module])
@@ -60,15 +62,18 @@ class ShardedStage:
         Returns the shards whose parameters this replica has used; the others get zeros of it.
         """
         used = [managed.sharded_param for managed in self._managed if _has_gradient(managed)]
+        for managed in self._managed:  # so that the buffers of all replicas match
+            if managed.unsharded_param.requires_grad and not _has_gradient(managed):
+                managed.unsharded_param.grad = torch.zeros_like(managed.unsharded_param)
         for root in self._roots:
             root.set_is_last_backward(True)
         for module in reversed(self._modules):
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
-            for group in _groups_of(module):
+            for group in fsdp_groups(module):
                 group.post_backward()
         for root in self._roots:
-            fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+            fsdp_end_backward(root)
         self._gathered = False
         return used
 
@@ -76,7 +81,7 @@ class ShardedStage:
         """Without a backward: only shards are left."""
         if self._gathered:
             for root in self._roots:
-                root.reset_iter_state()
+                fsdp_forget(root)
         self._gathered = False
 
 
@@ -111,19 +116,12 @@ def _sharded_in(root: FSDPModule) -> list[FSDPModule]:
     found: dict[int, FSDPModule] = {}
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            found.setdefault(id(fully_shard.state(module)), module)  # type: ignore[attr-defined]
+            found.setdefault(id(fsdp_state(module)), module)
     return list(found.values())
 
 
-# --- what torch has no public name for: torch.distributed.pipelining calls the same ---
-
-
-def _groups_of(module: FSDPModule) -> list:  # type: ignore[type-arg]
-    return list(fully_shard.state(module)._fsdp_param_groups)  # type: ignore[attr-defined]
-
-
 def _managed_by(module: FSDPModule) -> list:  # type: ignore[type-arg]
-    return [managed for group in _groups_of(module) for managed in group.fsdp_params]
+    return [managed for group in fsdp_groups(module) for managed in group.fsdp_params]
 
 
 def _has_gradient(managed) -> bool:  # type: ignore[no-untyped-def]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxpipe.torch_compat import TO_COPY, plain_results, wrapper
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
@@ -70,11 +72,11 @@ class Slice(Tensor):
     order: tuple[int, ...]
 
     def __new__(cls, local: Tensor, start: int, shape: Sequence[int], order: Sequence[int]) -> Slice:
-        made: Slice = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
+        made: Slice = wrapper(cls, shape, local.dtype, local.device)
         made.local, made.start, made.order = local, start, tuple(order)
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_results
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -156,7 +158,7 @@ def _new_empty(one: Slice, size: Sequence[int], **kwargs: Any) -> Tensor:
 _COPIES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.detach.default: lambda one: one.alike(one.local.detach()),
     torch.ops.aten.clone.default: lambda one, **kwargs: one.alike(one.local.clone()),
-    torch.ops.aten._to_copy.default: lambda one, **kwargs: one.alike(
+    TO_COPY: lambda one, **kwargs: one.alike(
         one.local.to(**{key: value for key, value in kwargs.items() if key != "memory_format"}, copy=True)
     ),
     torch.ops.aten.empty_like.default: lambda one, **kwargs: one.alike(

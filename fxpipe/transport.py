@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import datetime
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from torch import Tensor
 from fxpipe.collective import Collective, PeerLost, Scope, Starter, Streams, Threads, Work, without_frames
 from fxpipe.errors import RunError, told
 from fxpipe.topology import Topology, served_device_type
+from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, reduce_scatter_single
 
 Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""
@@ -213,7 +215,7 @@ class DistributedTransport:
             self._new_scope(scope, groups)
         self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._look_up)
         _open.add(self)
-        self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{_next_number()}", _default_store())
+        self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{_next_number()}", default_store())
 
     def _new_scope(self, scope: Scope, groups: Sequence[Sequence[int]]) -> None:
         """Makes a device group and a host group for each list of ranks; all ranks of the world, in one order."""
@@ -273,10 +275,17 @@ class DistributedTransport:
             raise PeerLost(f"{call.__name__} with rank {peer}: {error}") from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
-        group, items = self._member(self._hosts, scope), [item] * len(self._ranks[scope])
-        if len(items) > 1:
-            _together(f"an all-gather over {scope}", dist.all_gather_object, items, item, group=group)
-        return items
+        group, count = self._member(self._hosts, scope), len(self._ranks[scope])
+        if count == 1:
+            return [item]
+        # torch's all_gather_object needs NumPy. Pickled, and filled up to the longest.
+        pickled = pickle.dumps(item)
+        sizes = self.gather_int(scope, len(pickled))
+        longest = max(sizes)
+        mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
+        items = torch.empty(count * longest, dtype=torch.uint8, device="cpu")
+        _together(f"an all-gather over {scope}", all_gather_single, items, mine, group=group)
+        return [pickle.loads(bytes_of(each)) for each in items.chunk(count)]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         group = self._member(self._hosts, scope)
@@ -284,7 +293,7 @@ class DistributedTransport:
             return (item,)
         items = torch.empty(len(self._ranks[scope]), dtype=torch.int64, device="cpu")
         mine = torch.tensor([item], device="cpu")
-        _together(f"an all-gather over {scope}", dist.all_gather_single, items, mine, group=group)
+        _together(f"an all-gather over {scope}", all_gather_single, items, mine, group=group)
         return tuple(items.tolist())
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
@@ -319,11 +328,11 @@ class DistributedTransport:
             case "maximum":
                 work = dist.all_reduce(step.output, dist.ReduceOp.MAX, group=group, async_op=True)
             case "reduce_scatter" if self._on_cuda:
-                work = dist.reduce_scatter_single(step.output, step.input, group=group, async_op=True)
+                work = reduce_scatter_single(step.output, step.input, group=group, async_op=True)
             case "reduce_scatter":  # gloo's own is an all-reduce of a copy, whose wait cannot be left
                 work = dist.all_reduce(step.input, group=group, async_op=True)
             case "all_gather":
-                work = dist.all_gather_single(step.output, step.input, group=group, async_op=True)
+                work = all_gather_single(step.output, step.input, group=group, async_op=True)
             case "reduce":
                 work = dist.reduce(step.output, root, group=group, async_op=True)
             case "broadcast":
@@ -462,9 +471,3 @@ def _next_number() -> int:
     assert world is not None
     _made[world] = _made.get(world, 0) + 1
     return _made[world]
-
-
-def _default_store() -> dist.distributed_c10d.Store:
-    """The store that the processes met in. torch has no public name for it, so this function does."""
-    store: dist.distributed_c10d.Store = dist.distributed_c10d._get_default_store()
-    return store

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from fxpipe.torch_compat import pytree
 
 _LINE = 64  # bytes of a cache line, to which torch aligns what it allocates
 

@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload, OpOverloadPacket  # of torch.ops.aten.add.Tensor, .add: no public names
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fxpipe.callables import setitem
 from fxpipe.ir import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value
+from fxpipe.torch_compat import (
+    BATCH_STATISTICS,
+    DROPOUTS,
+    SPECTRAL_NORM,
+    OpOverload,
+    OpOverloadPacket,
+    overload_name,
+    schema_of,
+)
 
 _IN_PLACE_OPERATORS: frozenset[Any] = frozenset(getattr(operator, name) for name in IN_PLACE_NAMES)
 _IN_PLACE_METHODS = frozenset(f"__{name}__" for name in IN_PLACE_NAMES)
@@ -37,10 +45,10 @@ _RUNNING_STATISTICS = frozenset(
     "batch_norm_update_stats".split()
 )
 """Functions whose schema does not tell that they write ``running_mean`` and ``running_var``."""
-_MAY_RETURN_INPUT = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
-_HAVE_STATISTICS = (nn.modules.batchnorm._NormBase, nn.utils.parametrizations._SpectralNorm)
+_MAY_RETURN_INPUT = (nn.Identity, nn.Flatten, nn.Unflatten, DROPOUTS)
+_HAVE_STATISTICS = (BATCH_STATISTICS, SPECTRAL_NORM)
 _RANDOM_MODULES = (
-    nn.modules.dropout._DropoutNd,
+    DROPOUTS,
     nn.RReLU,
     nn.MultiheadAttention,
     nn.RNNBase,
@@ -91,7 +99,7 @@ def returns_written(node: fx.Node) -> bool:
     if node.op == "call_module" or node.target in _IN_PLACE_OPERATORS:
         return True
     if isinstance(node.target, OpOverload):
-        returns = node.target._schema.returns
+        returns = schema_of(node.target).returns
         return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
     if is_in_place(node) or isinstance(node.kwargs.get("out"), fx.Node):
         return True
@@ -235,7 +243,7 @@ def _is_known(target: Any) -> bool:
 def operator_name(node: fx.Node) -> str:
     """``add_`` for ``x.add_(y)``, ``torch.Tensor.add_(x, y)`` and ``torch.ops.aten.add_.Tensor(x, y)`` alike."""
     if isinstance(node.target, OpOverload):
-        return node.target._schema.name.rpartition("::")[2]
+        return str(schema_of(node.target).name).rpartition("::")[2]
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
@@ -275,7 +283,7 @@ def _schemas(target: str | OpOverload) -> tuple[_Argument, ...]:
         return ()
     found = [_Argument(None, "", False, False)]
     for overload in overloads:
-        for position, argument in enumerate(overload._schema.arguments):
+        for position, argument in enumerate(schema_of(overload).arguments):
             if argument.alias_info is not None:
                 place = None if argument.kwarg_only else position
                 found.append(_Argument(place, argument.name, argument.alias_info.is_write, True))
@@ -298,9 +306,9 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
         defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
         return {**defaults, **_bound(node)}
     overloads = _overloads(node)
-    if not overloads or not (len(overloads) == 1 or overloads[0]._overloadname == "default"):
+    if not overloads or not (len(overloads) == 1 or overload_name(overloads[0]) == "default"):
         return dict(node.kwargs)
-    arguments = overloads[0]._schema.arguments
+    arguments = schema_of(overloads[0]).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
     return {**defaults, **given, **node.kwargs}

@@ -14,13 +14,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import fxpipe
+from fxpipe import torch_compat
 
 ROOT = Path(__file__).parents[1]
 
 # A file imports only from rows above its own, and from its own row. Rows as in the design, top to bottom.
 ROWS = """
+    torch_compat
     errors marker wire seeds collector detached
     topology action callables modes progress weights weight_files marks dtensors slices
     ir costs dependency lower loss batch batch_digest
@@ -45,12 +48,14 @@ ROWS = """
 """
 ROW = {room: row for row, rooms in enumerate(ROWS.split("\n")) for room in rooms.split()}
 
-PASSES_MAY_IMPORT = {"errors", "ir", "pipeline", "callables", "modes", "passes"}
+PASSES_MAY_IMPORT = {"errors", "ir", "pipeline", "callables", "modes", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "balance", "captures", "__init__"}
 MAY_NAME_DISTRIBUTED = set(
     """topology transport connect world engine fsdp_unit fully_sharded weight_files dtensors sharded_stage slices
-    optimizer_state""".split()
+    optimizer_state torch_compat""".split()
 )
+PYTHONS = set("_replace _fields _getframe _exit _SubParsersAction".split())
+"""Private by their form; what Python's documentation names."""
 
 
 def room_of(path: Path) -> str:
@@ -89,6 +94,33 @@ def names_distributed(path: Path) -> bool:
     """As an import that runs, or as an attribute: ``torch.distributed.barrier()``."""
     attributes = {ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
     return any(name.startswith("torch.distributed") for name in imported(path) - under_type_checking(path) | attributes)
+
+
+def private_names(path: Path) -> set[str]:
+    """The private names of torch that a file uses: modules, and attributes that are no module's table or fxpipe's."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "torch"]
+    modules = {f"{n.module}.{alias.name}" for n in imports for alias in n.names}
+    modules |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    modules |= {
+        n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and " " not in n.value
+    }
+    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) not in ("self", "cls")}
+    allowed = PYTHONS | set(torch_compat.MODULE_TABLES) | own_names(path)
+    return {name for name in modules if re.match(r"torch\.(.*\.)?_(?!_)", name)} | {
+        name for name in attributes - allowed if re.match("_(?!_)", name)
+    }
+
+
+def own_names(path: Path) -> set[str]:
+    """What a file itself gives a private name: attributes, methods, fields."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    return (
+        {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self", "cls")}
+        | {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+        | {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    )
 
 
 def under_type_checking(path: Path) -> set[str]:
@@ -131,6 +163,24 @@ def test_only_who_wires_them_imports_the_passes(path: Path) -> None:
 @each(path for path in FILES if room_of(path) not in MAY_NAME_DISTRIBUTED)
 def test_torch_distributed_is_named_where_processes_meet_and_nowhere_else(path: Path) -> None:
     assert not names_distributed(path)
+
+
+@each(path for path in FILES if room_of(path) != "torch_compat")
+def test_one_file_names_what_is_private_to_torch_and_no_other(path: Path) -> None:
+    assert private_names(path) == set()
+
+
+def test_private_names_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "some.py"
+    file.write_text(
+        "from torch._ops import OpOverload\nimport torch.utils._pytree\nx = torch._C.f(y._version, '_a b')\n"
+    )
+    assert private_names(file) == {"torch._ops.OpOverload", "torch.utils._pytree", "_C", "_version"}
+
+
+@pytest.mark.parametrize("name", torch_compat.MODULE_TABLES)
+def test_a_module_has_the_tables_that_are_used(name: str) -> None:
+    assert name in vars(torch.nn.Module())
 
 
 def test_no_file_imports_in_a_circle() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.balance.hardware import Hardware
 from fxpipe.balance.node_costs import NodeCost, NodeCosts, call_node, costs_from_shapes, modes_of
@@ -22,6 +21,7 @@ from fxpipe.batch import Like
 from fxpipe.errors import PartitionError
 from fxpipe.ir import Program
 from fxpipe.modes import Autocast, modes_restored, within
+from fxpipe.torch_compat import pytree
 
 RUNS = 3
 """Each node is timed so often; the median counts, so that a first run, which is slow, does not."""

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.balance.hardware import Hardware
+from fxpipe.torch_compat import TorchDispatchMode, packet_of, pytree, schema_of
 
 _ATTENTION = "_scaled_dot_product"
 _ATTENTION_BACKWARD = 2.5
@@ -54,7 +53,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if not made or _is_view(func, given, made):
             return
-        name = func._overloadpacket.__name__
+        name = packet_of(func).__name__
         flops = _flops(func, name, args, kwargs, result)
         read = made if name in _GATHERS else given
         moved = sum(_bytes(tensor) for tensor in [*read, *made])
@@ -98,7 +97,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
     """By torch's own table; attention for the CPU, which is not in it, is the product of q, k and v as elsewhere."""
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(packet_of(func))
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))
     if name.startswith(_ATTENTION):
@@ -109,7 +108,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
 
 def _is_view(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
     """Whether an operator only looks at memory that there is."""
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return False
     memory = {id(tensor.untyped_storage()) for tensor in given}
     return all(id(tensor.untyped_storage()) in memory for tensor in made)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.balance.hardware import Hardware
 from fxpipe.balance.meter import Meter
@@ -25,6 +24,7 @@ from fxpipe.collector import paused
 from fxpipe.errors import PartitionError
 from fxpipe.ir import Program, is_assertion, where
 from fxpipe.modes import Autocast, enter_modes, leave_modes, modes_restored, within
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import FakeModel, fake_model
 
 

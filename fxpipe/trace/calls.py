@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
 from fxpipe.errors import FxpipeError
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.attributes import WatchedAttributes
 from fxpipe.trace.differentiated import leads_around
 from fxpipe.trace.emit import effects_of

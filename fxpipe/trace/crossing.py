@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir import is_boundary
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.guard import refuse
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.marker import stage_boundary
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.guard import patched, refuse
 from fxpipe.trace.request import Cut
 

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
 from fxpipe.errors import TraceError
 from fxpipe.ir import Program
 from fxpipe.marker import recording
 from fxpipe.modes import within
+from fxpipe.torch_compat import DataDependentOutputException, DynamicOutputShapeException, guard_on_data, pytree
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cuts import cutting
 from fxpipe.trace.exported import TENSOR, Traced, modes_as_operations
@@ -30,7 +28,7 @@ from fxpipe.trace.request import Request
 from fxpipe.trace.source import line_of
 from fxpipe.trace.tracing_guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
 
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
 
 _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What a graph computes: tensors, and Python numbers that are the values of tensors."""

@@ -6,7 +6,6 @@ Export leaves a change of grad mode or autocast in the graph as an operation; ea
 from __future__ import annotations
 
 import contextlib
-import importlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +13,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir import IN_PLACE_NAMES, Program
 from fxpipe.marker import boundary
 from fxpipe.modes import Autocast, Modes
+from fxpipe.torch_compat import (
+    ASSERTIONS,
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    enter_autocast,
+    exit_autocast,
+    mode_passes,
+    pytree,
+    schema_of,
+    set_grad_enabled,
+)
 from fxpipe.trace.guard import patched
 from fxpipe.trace.marked import marked  # noqa: F401  (it registers the operator)
 from fxpipe.trace.snapshot import storage_of
@@ -30,19 +39,8 @@ from fxpipe.trace.source import is_users
 TENSOR = object()
 """Stands for a tensor among the leaves of a result."""
 
-_aten = torch.ops.aten
-_DROPPED = {
-    _aten._assert_tensor_metadata.default,
-    _aten._assert_async.msg,
-    _aten._assert_async.default,
-    _aten._assert_scalar.default,
-    _aten.sym_constrain_range.default,
-    _aten.sym_constrain_range_for_size.default,
-}
-"""What only checks; shapes are static."""
 _BOUNDARY = torch.ops.fxpipe.boundary.default
 _IN_PLACE = {operator.setitem, *(getattr(operator, name) for name in IN_PLACE_NAMES)}
-_HOP_PASSES = ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass")
 
 
 @contextlib.contextmanager
@@ -50,11 +48,10 @@ def modes_as_operations() -> Iterator[None]:
     """While it is open, torch.export leaves changes of modes as operations in the graph.
 
     By itself it moves the operations in between into functions of their own, where boundaries are hidden; and in torch
-    2.13 it loses a ``no_grad`` inside an autocast region. torch offers no switch: its two private passes stand here.
+    2.13 it loses a ``no_grad`` inside an autocast region. torch offers no switch, so its two passes are replaced.
     """
     with contextlib.ExitStack() as stack:
-        for name in _HOP_PASSES:
-            module = importlib.import_module(f"torch._export.passes.{name}")
+        for module, name in mode_passes():
             stack.enter_context(patched(module, name, _unchanged))
         yield
 
@@ -96,14 +93,14 @@ class _ModesNow:
 
     def follow(self, node: fx.Node) -> bool:
         """Whether the node changes a mode; the change is then noted."""
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled:
             self._set_grad(bool(node.args[0]))
-        elif node.target is torch.amp.autocast_mode._enter_autocast:
+        elif node.target is enter_autocast:
             device, dtype, enabled, _ = node.args
             self._entered += 1
             region = Autocast(str(device), bool(enabled), dtype, next(self.cached))  # type: ignore[arg-type]
             self._autocasts.append((self._entered, region))
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is exit_autocast:
             self._autocasts.pop()
         else:
             return False
@@ -150,7 +147,7 @@ class _Conversion:
             placeholder.meta["val"] = value
             self._parts[(name,)] = placeholder
         for node in self._traced.exported.graph.nodes:
-            if node.op == "call_function" and node.target not in _DROPPED and not self._modes.follow(node):
+            if node.op == "call_function" and node.target not in ASSERTIONS and not self._modes.follow(node):
                 self._convert(node)
         self._add_output()
         _drop_dead(self._graph)
@@ -163,7 +160,7 @@ class _Conversion:
         )
 
     def _convert(self, node: fx.Node) -> None:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             raise TraceError(
                 f"forward uses {node.target}, whose branches or loop cannot be cut into stages; "
                 f"tracer='record' keeps a submodule that uses it whole{_line_of(node, *node.all_input_nodes)}"
@@ -339,14 +336,14 @@ def _is_known(target: Any) -> bool:
     """Whether it is an operator, or a function of Python's or torch's on numbers: what can run by itself."""
     numbers = ("_operator", "builtins", "math")
     known = getattr(target, "__module__", None) in numbers or getattr(target, "__name__", "").startswith("sym_")
-    return isinstance(target, torch._ops.OpOverload) or known
+    return isinstance(target, OpOverload) or known
 
 
 def _is_pure(node: fx.Node) -> bool:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         known = target.namespace in ("aten", "prims")
-        return known and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+        return known and not schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
     return target is getattr or (getattr(target, "__module__", "") == "_operator" and target not in _IN_PLACE)
 
 

@@ -1,8 +1,4 @@
-"""Fake tensors: a model and a micro-batch without numbers, for tracers that need shapes.
-
-torch has no public way to make a fake tensor of a chosen device, to tell one, or to do without the modes of a capture
-for a while; the private imports stand here and nowhere else.
-"""
+"""Fake tensors: a model and a micro-batch without numbers, for tracers that need shapes."""
 
 from __future__ import annotations
 
@@ -14,12 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpipe.batch import ITEMS, Like
+from fxpipe.torch_compat import (
+    FAKE_TENSOR_LOG,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    is_functorch,
+    no_dispatch_modes,
+    no_function_modes,
+    pytree,
+)
 
 _META = torch.device("meta")
 
@@ -103,30 +108,30 @@ def _stand_in(fake: FakeModel, tensor: Tensor) -> Tensor:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no numbers; so for what ``torch.vmap`` and its like make of one, too."""
-    return isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return isinstance(tensor, FakeTensor) or is_functorch(tensor)
 
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
     """No torch function mode sees what is computed."""
-    with torch._C.DisableTorchFunction():
+    with no_function_modes():
         yield
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
     """Real tensors inside of a capture: no mode of any kind sees what is computed."""
-    with unrecorded(), _disable_current_modes():
+    with unrecorded(), no_dispatch_modes():
         yield
 
 
 def needs_values(error: BaseException) -> bool:
     """Whether an operation on fake tensors failed for want of numbers: to branch on, to size a result, to hand on."""
     kinds = (
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-        fake_tensor.UnsupportedFakeTensorException,
-        fake_tensor.UnsupportedOperatorException,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
     )
     return isinstance(error, kinds) or (
         isinstance(error, (RuntimeError, TypeError, NotImplementedError))
@@ -137,7 +142,7 @@ def needs_values(error: BaseException) -> bool:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without what torch logs where an operation fails on fake tensors: whoever makes them decides what follows."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOG)
     before, log.disabled = log.disabled, True
     try:
         yield

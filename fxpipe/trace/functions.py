@@ -8,17 +8,22 @@ modules with backward hooks, are torch's own and named nowhere else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import apis as functorch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint as checkpointing
 
+from fxpipe.torch_compat import (
+    CHECKPOINT_GENERATOR,
+    BackwardHookFunction,
+    checkpoint_options,
+    function_apply,
+    vmap_home,
+)
 from fxpipe.trace.guard import patched, refuse_backward
 from fxpipe.trace.recorder import Recorder
 from fxpipe.trace.tape import Checkpoint
@@ -29,7 +34,7 @@ Apply = Callable[[type[torch.autograd.Function], Callable[..., Any], tuple[Any, 
 @contextlib.contextmanager
 def functions_watched(recorder: Recorder, is_ours: Callable[[], bool], applied: Apply) -> Iterator[None]:
     """While it is open, ``applied(function, apply, args, kwargs)`` is called for each autograd function applied."""
-    apply = vars(torch.autograd.Function)["apply"].__func__
+    apply = function_apply()
 
     def watched(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if not is_ours():
@@ -40,21 +45,23 @@ def functions_watched(recorder: Recorder, is_ours: Callable[[], bool], applied: 
             return _renamed(recorder, args, apply(function, *args, **kwargs))
         return applied(function, apply, args, kwargs)
 
-    generator = checkpointing._checkpoint_without_reentrant_generator
+    generator = vars(checkpointing)[CHECKPOINT_GENERATOR]
 
     def non_reentrant(*args: Any, **kwargs: Any) -> Any:
-        return _non_reentrant(recorder, *args) if is_ours() else generator(*args, **kwargs)
+        if not is_ours():
+            return generator(*args, **kwargs)
+        return _non_reentrant(recorder, checkpoint_options(generator, args, kwargs))
 
-    mapped = vars(functorch)["vmap_impl"]
+    mapped = vars(vmap_home)["vmap_impl"]
 
     def vmapped(*args: Any, **kwargs: Any) -> Any:
         with recorder.operators() if is_ours() else contextlib.nullcontext():
             return mapped(*args, **kwargs)
 
     with (
-        patched(functorch, "vmap_impl", vmapped),
+        patched(vmap_home, "vmap_impl", vmapped),
         patched(torch.autograd.Function, "apply", classmethod(watched)),
-        patched(checkpointing, "_checkpoint_without_reentrant_generator", non_reentrant),
+        patched(checkpointing, CHECKPOINT_GENERATOR, non_reentrant),
         patched(Tensor, "backward", refuse_backward),
         patched(torch.autograd, "backward", refuse_backward),
         patched(saved_tensors_hooks, "__enter__", _noted(recorder, saved_tensors_hooks.__enter__, is_ours, _PACKED)),
@@ -99,26 +106,9 @@ def _reentrant(recorder: Recorder, function: Callable[..., Any], preserve_rng_st
         return function(*args)
 
 
-def _non_reentrant(
-    recorder: Recorder,
-    function: Callable[..., Any],
-    preserve_rng_state: bool = True,
-    context_fn: Callable[[], Any] = checkpointing.noop_context_fn,
-    determinism_check: str = "default",
-    debug: bool = False,
-    early_stop: bool = True,
-    *args: Any,
-) -> Iterator[None]:
+def _non_reentrant(recorder: Recorder, options: Mapping[str, Any]) -> Iterator[None]:
     """In place of the generator around a checkpointed function, which runs at its ``yield``."""
-    options = {
-        "use_reentrant": False,
-        "preserve_rng_state": preserve_rng_state,
-        "context_fn": context_fn,
-        "determinism_check": determinism_check,
-        "debug": debug,
-        "early_stop": early_stop,
-    }
-    with _inside(recorder, Checkpoint(options, recorder.place())):
+    with _inside(recorder, Checkpoint({"use_reentrant": False, **options}, recorder.place())):
         yield
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import TraceError
+from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree, schema_of
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 from fxpipe.trace.source import current_line, definition
 
@@ -136,7 +135,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{func} draws random numbers while tracing, and they would be the same ever after",
                 "draw from a traced tensor (torch.randn_like(x), x.new_empty(4, 8).normal_())",
             )
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(schema_of(func).arguments):
             value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, Tensor):
@@ -188,7 +187,7 @@ def _devices() -> list[str]:
 def no_checkpoints() -> Iterator[None]:
     """Refuses activation checkpointing; torch offers no way to see it but by what it calls itself."""
     with (
-        patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _refuse_checkpoint),
+        patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, _refuse_checkpoint),
         patched(torch.utils.checkpoint.CheckpointFunction, "apply", _refuse_checkpoint),
     ):
         yield

@@ -6,7 +6,6 @@ A submodule that is kept runs as in the model itself, with its hooks, its contro
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -14,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir import Program
 from fxpipe.marker import recording
 from fxpipe.modes import within
+from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.calls import Calls, plain_attributes
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cuts import cutting
@@ -42,7 +41,7 @@ _FINE = 32
 def record(request: Request) -> Program:
     """Captures a model by running it on fake tensors; TraceError for what cannot be recorded, with the user's line."""
     assert request.example is not None
-    importlib.import_module("torch._dynamo")  # it keeps torch's functions as it finds them: before any is patched
+    import_dynamo()
     random = RandomState()
     plan = _Plan()
     try:

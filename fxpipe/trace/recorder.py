@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.batch import Like
 from fxpipe.callables import blank
 from fxpipe.errors import TraceError
 from fxpipe.ir import Effects
 from fxpipe.marker import boundary
+from fxpipe.torch_compat import CHECKS, TorchDispatchMode
 from fxpipe.trace.certain import outcome
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
@@ -200,7 +200,7 @@ class Recorder:
         name = name_of(function)
         if name == "__iter__":
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
-        if function is torch._assert and isinstance(args[0], Tensor):
+        if function in CHECKS and isinstance(args[0], Tensor):
             return None  # an assertion on the values of tensors is not a part of the program
         if function is Tensor.__bool__ and (certain := outcome(self.known(args[0]), self.tape)) is not None:
             return certain

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Like
 from fxpipe.errors import TraceError
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 from fxpipe.trace.tape import Touched
 from fxpipe.trace.touched import TouchedMode

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.torch_compat import bytes_of, storage_id
+
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _MISSING = object()
 
@@ -100,7 +102,7 @@ class _TensorState:
 def storage_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory; 0 for a tensor that has none of its own, such as a sparse one."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_id(tensor)
     except (NotImplementedError, RuntimeError):
         return 0
 
@@ -136,7 +138,7 @@ class RandomState:
 
     def _numbers(self) -> tuple[Any, ...]:
         numpy = () if self._numpy is None else (self._numpy[1].tobytes(), *self._numpy[2:])
-        return self._python, numpy, self._torch.numpy().tobytes()
+        return self._python, numpy, bytes_of(self._torch)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RandomState) and self._numbers() == other._numbers()

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
 from fxpipe.trace.snapshot import RandomState, storage_of
 from fxpipe.trace.tape import Touched
 
@@ -40,11 +39,11 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not hasattr(func, "_schema"):  # a higher-order operator, such as flex_attention
+        if (schema := schema_of(func)) is None:  # a higher-order operator, such as flex_attention
             self._now.reads |= {storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)}
             return func(*args, **kwargs)
         given: dict[str, Any] = {}
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(schema.arguments):
             value = given[argument.name] = args[position] if position < len(args) else kwargs.get(argument.name)
             storages = {storage_of(leaf) for leaf in pytree.tree_leaves(value) if _is_tensor(leaf)}
             self._now.reads |= storages

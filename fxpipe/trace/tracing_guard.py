@@ -7,26 +7,27 @@ backward of an ``autograd.Function``, a hook on a gradient, a block that is to b
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
+from fxpipe.torch_compat import AUTOCAST_CACHE, RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
 from fxpipe.trace.attributes import AssignedBuffers
 from fxpipe.trace.guard import KEEPS, no_checkpoints, patched, refuse
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 from fxpipe.trace.source import definition, is_torchs
 
+_ASKED = "_cache_asked"
+"""Where a region of autocast is told whether its caller wants a weight to be cast once in it."""
 PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, type(None))
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 """Where transformers notes that it has put forward hooks on its layers, which it does in a model's first call."""
-_CACHES = frozenset({_HOOKS_INSTALLED, "_flat_weights", "_flat_weight_refs"})
+_CACHES = frozenset({_HOOKS_INSTALLED, *RECURRENT_CACHES})
 """What libraries keep in a module for speed, and make anew where it does not fit: torch.nn's recurrent layers too."""
 
 
@@ -49,7 +50,7 @@ class TracingGuard:
         """Leaves the model and the random state as they were."""
         for root in self._roots:
             _refuse_backward_hooks(root)
-        importlib.import_module("torch._dynamo")  # it keeps torch's functions as it finds them: before any is patched
+        import_dynamo()
         self._snapshots = {root: Snapshot(root) for root in self._roots}
         try:
             yield
@@ -163,7 +164,7 @@ class TracingGuard:
 
     def _noting_region(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(region: Any) -> Any:
-            self.cached_regions.append(getattr(region, "_cache_asked", region._cache_enabled))
+            self.cached_regions.append(getattr(region, _ASKED, getattr(region, AUTOCAST_CACHE)))
             return original(region)
 
         return enter
@@ -175,7 +176,7 @@ def _noting_cache(original: Callable[..., None]) -> Callable[..., None]:
     def init(region: Any, *args: Any, **kwargs: Any) -> None:
         original(region, *args, **kwargs)
         asked = kwargs.get("cache_enabled", args[3] if len(args) > 3 else None)
-        region._cache_asked = True if asked is None else asked
+        setattr(region, _ASKED, True if asked is None else asked)
 
     return init
 
@@ -204,7 +205,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _guarded_apply() -> Callable[..., Any]:
-    original = vars(torch.autograd.Function)["apply"].__func__
+    original = function_apply()
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function.__module__.startswith("torch."):

@@ -1,0 +1,278 @@
+"""What torch offers under a private name alone, or under other names from version to version, 2.12 to 2.15.
+
+No other file names a private part of torch, so this is the one to read against a new version. Where nothing else is
+said, a name is the same in all four, and none of them has a public one in its place. What stays where it is used are
+the tables of an ``nn.Module`` (``MODULE_TABLES``): modules are pickled with them, so their names cannot change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._functorch import apis as vmap_home  # torch.vmap calls its vmap_impl
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # of torch.ops.aten.add.Tensor, .add
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what export leaves of a region in a graph
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer  # export's
+from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
+from torch.utils import _pytree as pytree  # trees of containers; documented, and private all the same
+from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+
+__all__ = [
+    "ASSERTIONS",
+    "AUTOCAST_CACHE",
+    "BATCH_STATISTICS",
+    "CHECKPOINT_GENERATOR",
+    "CHECKS",
+    "DROPOUTS",
+    "FAKE_TENSOR_LOG",
+    "MODULE_TABLES",
+    "RECURRENT_CACHES",
+    "SPECTRAL_NORM",
+    "TO_COPY",
+    "BackwardHookFunction",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "PythonKeyTracer",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "all_gather_single",
+    "bytes_of",
+    "checkpoint_options",
+    "default_store",
+    "enter_autocast",
+    "exit_autocast",
+    "fsdp_end_backward",
+    "fsdp_forget",
+    "fsdp_groups",
+    "fsdp_set_up",
+    "fsdp_state",
+    "function_apply",
+    "guard_on_data",
+    "has_hooks",
+    "import_dynamo",
+    "is_functorch",
+    "mode_passes",
+    "no_dispatch_modes",
+    "no_function_modes",
+    "overload_name",
+    "packet_of",
+    "plain_results",
+    "pytree",
+    "reduce_scatter_single",
+    "schema_of",
+    "set_grad_enabled",
+    "storage_id",
+    "version_of",
+    "vmap_home",
+    "wrapper",
+]
+
+MODULE_TABLES = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
+)
+
+RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
+"""What torch.nn's recurrent layers keep for speed, and make anew where it does not fit."""
+DROPOUTS: type[nn.Module] = nn.modules.dropout._DropoutNd
+BATCH_STATISTICS: type[nn.Module] = nn.modules.batchnorm._NormBase
+SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
+
+# --- tensors and operators
+
+TO_COPY = torch.ops.aten._to_copy.default
+"""What ``.to()`` runs."""
+
+plain_results: Any = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
+
+
+def wrapper(cls: type[Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass without memory of its own, whose ``__torch_dispatch__`` does all that is done with it."""
+    return Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """What is equal for tensors that share memory, be it that of the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written in place."""
+    return tensor._version
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The memory of a contiguous tensor on the CPU; ``.numpy()`` needs NumPy, and modes see an operation."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def schema_of(operator: Any) -> Any:
+    """The signature of an operator's overload, with what it writes; None for a higher-order operator."""
+    return getattr(operator, "_schema", None)
+
+
+def packet_of(overload: OpOverload) -> OpOverloadPacket:
+    """``aten.add`` for ``aten.add.Tensor``."""
+    return overload._overloadpacket
+
+
+def overload_name(overload: OpOverload) -> str:
+    """``Tensor`` for ``aten.add.Tensor``."""
+    return str(overload._overloadname)
+
+
+# --- captures
+
+no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""What export leaves of ``torch.no_grad()`` in a graph."""
+
+ASSERTIONS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+"""What only checks, as operators."""
+CHECKS = (torch._assert, torch._assert_async)
+"""The same as users write it."""
+
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+AUTOCAST_CACHE = "_cache_enabled"
+"""The attribute of a ``torch.autocast`` that says whether a weight is cast once in it."""
+
+CHECKPOINT_GENERATOR = next(
+    name
+    for name in (
+        "_checkpoint_without_reentrant_generator_impl",  # 2.14 and later, where the other is no longer called
+        "_checkpoint_without_reentrant_generator",
+    )
+    if hasattr(checkpointing, name)
+)
+"""What ``torch.utils.checkpoint.checkpoint`` runs around its function with ``use_reentrant=False``."""
+
+
+def checkpoint_options(generator: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The options of ``checkpoint`` among the arguments of its generator: 2.14 has one more than 2.13."""
+    bound = inspect.signature(generator).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name not in ("fn", "args", "kwargs")}
+
+
+def function_apply() -> Callable[..., Any]:
+    """``torch.autograd.Function.apply``, whose first argument is the class. From 2.14 on it has no ``__func__``."""
+    apply = vars(torch.autograd.Function)["apply"]
+    return getattr(apply, "__func__", apply)  # type: ignore[no-any-return]
+
+
+def is_functorch(tensor: Tensor) -> bool:
+    """Whether ``torch.vmap`` or its like has made it."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def import_dynamo() -> None:
+    """It keeps torch's functions as it finds them when it is imported: so before any of them is patched."""
+    importlib.import_module("torch._dynamo")
+
+
+def guard_on_data() -> type[Exception]:
+    """What export raises where forward branches on a value. Imported here, since it brings all of sympy."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
+
+
+def mode_passes() -> Iterator[tuple[Any, str]]:
+    """Export's two passes that move what runs in another mode into a function of its own: (module, function)."""
+    for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass"):
+        yield importlib.import_module(f"torch._export.passes.{name}"), name
+
+
+# --- processes
+
+# 2.12 has the older name alone, which 2.13 deprecates.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def default_store() -> dist.distributed_c10d.Store:
+    """The store that the processes met in."""
+    store: dist.distributed_c10d.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+# --- FSDP2: torch.distributed.pipelining calls the same
+
+
+def fsdp_state(module: Any) -> Any:
+    """What is one and the same for modules that were sharded together."""
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def fsdp_set_up(module: Any) -> None:
+    """What FSDP2 makes at the first forward of a module."""
+    fsdp_state(module)._lazy_init()
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """What is gathered and reduced together: each has ``fsdp_params`` and ``post_backward()``."""
+    return list(fsdp_state(module)._fsdp_param_groups)
+
+
+def fsdp_end_backward(root: Any) -> None:
+    """What a root does after the last backward: the shards' gradients are there."""
+    state = fsdp_state(root)
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # 2.15: its hooks set it, where they have run
+        state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
+
+
+def fsdp_forget(root: Any) -> None:
+    """After a forward without a backward: only shards are left. ``root.reset_iter_state()``, which 2.12 lacks."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = fsdp_state(root)
+    idle = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common").TrainingState.IDLE
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    for part in state._state_ctx.all_states:
+        part._modules_to_run_forward.clear()
+        for each in (part, *part._fsdp_param_groups):
+            each._training_state = idle
+        for group in part._fsdp_param_groups:
+            group._post_forward_indices.clear()
+            group._to_sharded()
