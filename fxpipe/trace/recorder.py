@@ -22,7 +22,7 @@ from fxpipe.callables import blank
 from fxpipe.errors import TraceError
 from fxpipe.ir import Effects
 from fxpipe.marker import boundary
-from fxpipe.torch_compat import CHECKS, TorchDispatchMode
+from fxpipe.torch_compat import CHECKS, TorchDispatchMode, pytree
 from fxpipe.trace.certain import outcome
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
@@ -305,6 +305,7 @@ class Recorder:
         ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
         if ended is not None:
             raise refuse(_AMID.format(name=ended), _AT_THE_EDGE)
+        result = pytree.tree_map(lambda leaf: leaf, result)  # forward may put other values into what it is given back
         operation = Operation(kind, target, args, kwargs, result, place, touched, self._serial, effects)
         self.tape.append(operation)
         return operation
