@@ -262,3 +262,19 @@ def test_a_replica_that_evaluates_alone_is_refused_and_does_not_hang(
         texts = [str(error)]
     for text in texts:
         assert "the replicas [1] make a step and [0] call evaluate, which all ranks call together" in text
+
+
+class Squeezing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(stage_boundary(self.body(x))).squeeze()
+
+
+def test_a_squeeze_that_drops_the_dimension_of_a_single_row_is_told_of() -> None:
+    step = fxpipe.compile(Squeezing(), Topology([("pipe", 2)]), microbatches=2)
+    assert step.evaluate(torch.ones(4, WIDTH)).shape == (4,)
+    with pytest.raises(fxpipe.RunError, match=r"squeeze\(\) drops the dimension of a single row, too"):
+        step.evaluate(torch.ones(3, WIDTH))
