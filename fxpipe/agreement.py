@@ -32,6 +32,9 @@ from fxpipe.plan import Plan, Planner
 from fxpipe.trace import Request
 from fxpipe.transport import Transport
 
+_NUMBERS_CHECKED = 3
+"""In how many calls it is looked at what number of items the user gives: it waits for the device."""
+
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
 
@@ -81,6 +84,7 @@ class Agreement:
         self._signature = call_signature(planner, options.loss_fn)
         self._numbers: dict[_Offer, int] = {}
         self._settled: dict[tuple[int, ...], Agreed] = {}
+        self._numbers_given = 0
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
@@ -134,12 +138,31 @@ class Agreement:
             )
         if not is_asked:
             return list(batches)
-        if not is_given:
+        if is_given:
+            self._check_number(items, next(number for number in numbers if number is not None), batches)
+        else:
             numbers = [self._counted(items, batches)] * len(batches)
         return [
             batch | {ITEMS: number * (share or 1.0)}  # nothing comes of one without weight, nor should it divide by 0
             for batch, number, share in zip(batches, numbers, shares, strict=True)
         ]
+
+    def _check_number(self, items: Items, number: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
+        """RunError, on all replicas alike, where they were given the numbers of their own parts of the batch."""
+        self._numbers_given += 1
+        if self._transport.data_size == 1 or self._numbers_given > _NUMBERS_CHECKED:
+            return
+        mine = int(number)
+        told = mine, mine in items.counts_of(batches), sum(items.counts_of(batches)[:1])
+        everyone = self._transport.gather("data", told)
+        given = [one for one, _, _ in everyone]
+        whole = sum(count for _, _, count in everyone)
+        if len(set(given)) > 1 or any(is_own and one < whole for one, is_own, _ in everyone):
+            raise RunError(
+                f"{ITEMS} is that of the whole batch, over all replicas, and the same on all; the replicas were given "
+                f"{given}, for {whole} labels in all. Leave it out, and it is counted; or add it up over the "
+                "replicas, as by torch.distributed.all_reduce(number, group=topo.group('data'))"
+            )
 
     def _counted(self, items: Items, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """The items of the whole batch, over all replicas: 0-dimensional, float32."""

@@ -270,10 +270,15 @@ def _rows_along(column: Sequence[Tensor], sizes: Sequence[int], along: int) -> i
     for place in (along, 0):
         if all(-t.dim() <= place < t.dim() and t.shape[place] == n for t, n in zip(column, sizes, strict=True)):
             return place
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
+    if len({tensor.dim() for tensor in column}) > 1:
+        raise RunError(
+            f"an output has as many dimensions as rows allow, shapes {shapes} for micro-batches of {list(sizes)} rows: "
+            "squeeze() drops the dimension of a single row, too; write squeeze(-1), or which dimension is meant"
+        )
     per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
     if len(per_row) == 1 and per_row.pop()[1] == 0:
         return 0
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
     raise RunError(
         f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "
         "return one row per row of the input, or a number"

@@ -54,8 +54,8 @@ class BatchCheck:
         if self.on and (beyond or (is_checked(count) and len(self._transport.ranks("pipe")) > 1)):
             self._left = (f"step {step}" if training else f"evaluate before step {step}", Digest(batches), beyond)
 
-    def compare(self, training: bool) -> None:
-        """Compares what an earlier call has left. A collective call of a pipe group; in training of all ranks.
+    def compare(self, everywhere: bool) -> None:
+        """Compares what an earlier call has left. A collective call of a pipe group; ``everywhere``: of all ranks.
 
         Raises:
             RunError: an input differs; on all ranks of the pipe group, or tensor group, alike.
@@ -67,7 +67,7 @@ class BatchCheck:
             self._warn_of_nothing_shared(what, everyone)
             if beyond:
                 self._beyond = what, {name: number for told in everyone for name, number in told.numbers.items()}
-        if training and self._beyond is not None:  # all ranks have it from the same step, and are in the same call
+        if everywhere and self._beyond is not None:  # all ranks have it from the same step
             (what, numbers), self._beyond = self._beyond, None
             if self._tensor:
                 self._check_equal("tensor", what, self._transport.gather("tensor", _Told(numbers, frozenset(numbers))))

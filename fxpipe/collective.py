@@ -6,7 +6,9 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -146,46 +148,57 @@ _JOIN_SECONDS = 10.0
 
 
 class Threads:
-    """A thread for each scope, which performs the collectives of that scope in order."""
+    """A thread for each scope, which performs the collectives of that scope in order.
+
+    An idle thread holds nothing but its queue, and ends with this object: a thread that held the transport would keep
+    its groups, and all their threads, for as long as the process lives.
+    """
 
     def __init__(self, perform: Callable[[Collective], object], look_up: Callable[[], None]) -> None:
         self._perform, self._look_up = perform, look_up
-        self._lanes: dict[Scope, queue.SimpleQueue[tuple[Chain, int] | None]] = {}
+        self._lanes: dict[Scope, _Lane] = {}
         self._threads: list[threading.Thread] = []
         self._chains: WeakSet[Chain] = WeakSet()
+        weakref.finalize(self, _end, self._lanes)
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
         chain = Chain(steps, what, ended, self._look_up)
         self._chains.add(chain)
         for place, step in enumerate(steps):
-            self._lane(step.scope).put((chain, place))
+            self._lane(step.scope).put(partial(chain.run, place, self._perform))
         return chain
 
-    def _lane(self, scope: Scope) -> queue.SimpleQueue[tuple[Chain, int] | None]:
+    def _lane(self, scope: Scope) -> _Lane:
         if scope not in self._lanes:
             lane = self._lanes[scope] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(lane,), name=f"collectives {scope}", daemon=True)
+            thread = threading.Thread(target=_serve, args=(lane,), name=f"collectives {scope}", daemon=True)
             thread.start()
             self._threads.append(thread)
         return self._lanes[scope]
 
-    def _serve(self, lane: queue.SimpleQueue[tuple[Chain, int] | None]) -> None:
-        while (entry := lane.get()) is not None:
-            chain, place = entry
-            chain.run(place, self._perform)
-            del chain, entry  # its buffers, which nobody may need any more
-
     def fail(self, error: Exception) -> None:
         for chain in list(self._chains):
             chain.fail(error)
-        for lane in self._lanes.values():
-            lane.put(None)
+        _end(self._lanes)
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.put(None)
+        _end(self._lanes)
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
+
+
+_Lane = queue.SimpleQueue[Callable[[], None] | None]
+
+
+def _serve(lane: _Lane) -> None:
+    while (run := lane.get()) is not None:
+        run()
+        del run  # its buffers, which nobody may need any more
+
+
+def _end(lanes: Mapping[Scope, _Lane]) -> None:
+    for lane in lanes.values():
+        lane.put(None)
 
 
 class Streams:

@@ -218,7 +218,7 @@ class ForwardBackward:
             agreed, batches = self._agree([(args, kwargs)], split_evenly=True, training=False)
             with self._failing_together():
                 self._tell_of_last()
-                shares = self._shares(agreed, self._agreement.weights(agreed, batches))
+                shares = self._shares(agreed, self._agreement.weights(agreed, batches), training=False)
                 with self._reducer.evaluating(agreed.plan.graphs, self._actions(agreed.plan)):
                     executors = self._run(agreed, batches, shares, training=False)
                 return self._collect(agreed, executors, shares, everywhere=outputs == "all")
@@ -249,10 +249,11 @@ class ForwardBackward:
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         agreed, batches = self._agree(calls, split_evenly, training=True)
+        with self._failing_together():
+            shares = self._shares(agreed, self._agreement.weights(agreed, batches), training=True)
         with self._failing_together(FxpipeError):
             self._check_rows(agreed)
         with self._failing_together():
-            shares = self._shares(agreed, self._agreement.weights(agreed, batches))
             known = self._outcomes.get(agreed.kind)
             scales = self._is_sum is not False
             self._reducer.begin(agreed.plan.graphs, self._actions(agreed.plan), self._sync, scales)
@@ -332,7 +333,7 @@ class ForwardBackward:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
         self._check_open()
         self._transport.begin_step()
-        self._compare_batches(training)
+        self._compare_batches(everywhere=True)
         offer, given = self._agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing_together(*([FxpipeError] if self._transport.data_size == 1 else [])):
@@ -340,10 +341,10 @@ class ForwardBackward:
         self._check.note(agreed.kind, self._step, training, given)
         return agreed, self._agreement.batches(agreed, offer, given)
 
-    def _compare_batches(self, training: bool) -> None:
+    def _compare_batches(self, everywhere: bool) -> None:
         """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
         with self._failing_together(*self._alike):
-            self._check.compare(training)
+            self._check.compare(everywhere)
 
     def _check_kind_of_loss(self, outcome: Outcome) -> None:
         """Gradients of means and of sums cannot be accumulated together, nor in a type that has no room for sums."""
@@ -375,14 +376,22 @@ class ForwardBackward:
                 "tables of their own; give all replicas batches of one kind, or write zero=1"
             )
 
-    def _shares(self, agreed: Agreed, weights: Sequence[float]) -> tuple[float, ...]:
+    def _shares(self, agreed: Agreed, weights: Sequence[float], training: bool) -> tuple[float, ...]:
         """Each micro-batch's part of the weight of the step, over all replicas where it is more than whether it is 0:
-        where the loss is made, or an input is weighted by it."""
+        where the loss is made, or an input is weighted by it. RunError where replicas make different calls."""
         matters = self._transport.pipe_rank == agreed.plan.output_rank or self._options.items is not None
         if self._transport.data_size == 1 or not matters:
             return _normalised(weights)
-        bits = struct.unpack("<q", struct.pack("<d", sum(weights)))[0]
-        return _normalised(weights, _sum_of_bits(self._transport.gather_int("data", bits)))
+        everyone = self._transport.gather_int("data", _told(sum(weights), training))
+        steps = [number >= 0 for number in everyone]  # whatever else a step may meet for here tells none below 0
+        if len(set(steps)) > 1:
+            trains, evaluates = ([replica for replica, one in enumerate(steps) if one is way] for way in (True, False))
+            raise RunError(
+                f"the replicas {trains} make a step and {evaluates} call evaluate, which all ranks call together: call "
+                "it on every rank, not under `if rank == 0`, and as often on each replica, with "
+                "topo.sampler(dataset), which gives all of them as many rows"
+            )
+        return _normalised(weights, math.fsum(_weight(number) for number in everyone))
 
     # what ran
 
@@ -464,7 +473,7 @@ class ForwardBackward:
         model's on every rank, which a plain model loads."""
         if not full:
             return self.module.state_dict()
-        self._compare_batches(training=False)
+        self._compare_batches(everywhere=False)
         with self._failing_together():
             self._tell_of_last()
             return full_state_dict(self._planner.module, self.module, self._owners, self._transport, self._device)
@@ -502,6 +511,13 @@ def _normalised(weights: Sequence[float], total: float | None = None) -> tuple[f
     return tuple(weight / total if total else 0.0 for weight in weights)
 
 
-def _sum_of_bits(numbers: Sequence[int]) -> float:
-    """The sum of floating-point numbers given by their bits."""
-    return math.fsum(struct.unpack("<d", struct.pack("<q", number))[0] for number in numbers)
+def _told(weight: float, training: bool) -> int:
+    """A weight by its bits, which is 0 or more in training, and below in evaluation."""
+    bits: int = struct.unpack("<q", struct.pack("<d", weight))[0]
+    return bits if training else ~bits
+
+
+def _weight(number: int) -> float:
+    """What ``_told`` told."""
+    weight: float = struct.unpack("<d", struct.pack("<q", max(number, ~number)))[0]
+    return weight

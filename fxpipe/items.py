@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -66,6 +66,13 @@ class Items:
     def count(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """The labels in these micro-batches that a loss counts: 0-dimensional, int64."""
         return torch.stack([(self._labels(batch) != IGNORED).sum() for batch in batches]).sum()
+
+    def counts_of(self, batches: Sequence[Mapping[str, Any]]) -> list[int]:
+        """How many labels these micro-batches have that a loss counts, and how many with the first of each row; of
+        micro-batches without labels nothing."""
+        if any(batch.get("labels") is None for batch in batches):
+            return []
+        return [int(self.count(batches)), int(replace(self, shifts=False).count(batches))]
 
     def _labels(self, batch: Mapping[str, Any]) -> Tensor:
         if batch.get("shift_labels") is not None:

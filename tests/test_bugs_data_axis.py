@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -808,3 +810,24 @@ def most_live(zero: int, microbatches: int) -> int:
 def test_the_buffers_of_zero_2_do_not_grow_with_the_number_of_micro_batches() -> None:
     few, more, many = (most_live(2, microbatches) for microbatches in (2, 4, 8))
     assert 0 < few <= more == many <= 2 * 5
+
+
+def what_is_left() -> tuple[bool, list[bool]]:
+    """Whether a transport lives on, and its threads, once nobody has what was compiled and the world has ended."""
+    step = compiled_alone(linear(), PAIR, microbatches=2)
+    step(torch.ones(4, 4))
+    transport = weakref.ref(step._transport._inner)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("collectives ")]
+    assert threads
+    del step
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    return transport() is not None, [thread.is_alive() for thread in threads]
+
+
+def test_threads_of_what_nobody_has_any_more_end(pool: Pool) -> None:
+    for lives, threads in pool.run(what_is_left, ranks=2):
+        assert not lives
+        assert not any(threads)

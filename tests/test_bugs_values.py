@@ -17,6 +17,7 @@ import fxpipe
 from fxpipe import Topology, TraceError, stage_boundary
 from fxpipe.strict import run_strict
 from tests.harness import Run, assert_run, assert_same, gradients_of, local, trained
+from tests.test_bugs_data_axis import refusals
 
 ONE, TWO = Topology([("pipe", 1)]), Topology([("pipe", 2)])
 WORDS, WIDTH = 11, 8
@@ -203,6 +204,33 @@ def test_a_model_that_is_given_the_number_of_items_and_does_not_use_it(name: str
         return trained(case, batches, boundaries=case.boundaries, example_kwargs=batches[0])
 
     assert_run(local(4, train), hf.trained_plainly(case, batches), case.tolerance)
+
+
+@pytest.mark.parametrize("ignored", [0, 1], ids=["as many on both", "fewer on one"])
+def test_a_replicas_own_number_of_items_is_refused(ignored: int) -> None:
+    def body(rank: int) -> None:
+        step = fxpipe.compile(labelled(), Topology([("data", 2)]), microbatches=2)
+        ids = torch.arange(10).view(2, 5) + rank
+        labels = ids.clone()
+        labels[0, : ignored * rank] = -100
+        step(ids=ids, labels=labels, num_items_in_batch=(labels != -100).sum())
+
+    for text in refusals(body, 2):
+        assert f"the replicas were given {[10, 10 - ignored]}, for {20 - ignored} labels in all" in text
+
+
+def test_the_whole_batchs_number_of_items_may_be_that_of_several_calls() -> None:
+    whole, items = padded(4, 0), 100
+
+    def body(rank: int) -> Tensor:
+        step = fxpipe.compile(labelled(), Topology([("data", 2)]), microbatches=2)
+        mine = {name: tensor.split(2)[rank] for name, tensor in whole.items()}
+        return step(**mine, num_items_in_batch=items)
+
+    with torch.no_grad():
+        wanted = labelled()(**whole, num_items_in_batch=torch.tensor(items))["loss"]
+    for loss in run_strict(body, 2):
+        torch.testing.assert_close(loss, wanted)
 
 
 # --- what a tensor hook reads in backward ---

@@ -21,6 +21,7 @@ CLASSES, LENGTH, WIDTH = 5, 3, 4
 MICROBATCHES = 2
 SQUARE = Topology([("pipe", 2), ("data", 2)])
 OUTSIDE = Topology([("data", 2), ("pipe", 2)])
+ROW = Topology([("data", 2)])
 TOLERANCE = {"rtol": 1e-12, "atol": 0.0}
 
 ROWS = {"even": (4, 4), "uneven": (5, 2), "one row": (6, 1)}
@@ -232,3 +233,48 @@ def losses(evaluates: bool) -> tuple[float, ...]:
         if evaluates:
             step.evaluate(*mine)
     return tuple(found)
+
+
+def on_one_replica(topology: Topology, zero: int, calls: int) -> str:
+    """What this rank ends with where replica 0 evaluates once more, and the other goes on with a step."""
+    step = fxpipe.compile(Tagger("rows"), topology, microbatches=MICROBATCHES, zero=zero)
+    replica = replica_of(topology)
+    mine = [tensor.split([4, 4])[replica] for tensor in batch(8)]
+    try:
+        for _ in range(2):
+            step(*mine)
+            for _ in range(calls + (replica == 0)):
+                step.evaluate(*mine)
+    except fxpipe.RunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("topology", [SQUARE, ROW], ids=["2 x 2", "1 x 2"])
+def test_a_replica_that_evaluates_alone_is_refused_and_does_not_hang(
+    topology: Topology, zero: int, calls: int, two_replicas: Engine
+) -> None:
+    try:
+        texts = two_replicas(topology.world_size, on_one_replica, topology, zero, calls)
+    except fxpipe.RunError as error:  # of the strict world
+        texts = [str(error)]
+    for text in texts:
+        assert "the replicas [1] make a step and [0] call evaluate, which all ranks call together" in text
+
+
+class Squeezing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(stage_boundary(self.body(x))).squeeze()
+
+
+def test_a_squeeze_that_drops_the_dimension_of_a_single_row_is_told_of() -> None:
+    step = fxpipe.compile(Squeezing(), Topology([("pipe", 2)]), microbatches=2)
+    assert step.evaluate(torch.ones(4, WIDTH)).shape == (4,)
+    with pytest.raises(fxpipe.RunError, match=r"squeeze\(\) drops the dimension of a single row, too"):
+        step.evaluate(torch.ones(3, WIDTH))
