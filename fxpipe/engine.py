@@ -172,8 +172,6 @@ class ForwardBackward:
             cause=self._watch.cause,
         )
         self._optimizers.add(optimizer)
-        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._originals = {name: value for name, value in self._originals.items() if id(held[name]) not in mine}
         return optimizer
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -481,10 +479,24 @@ class ForwardBackward:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""
         load_into(self._planner.module, self.module, state)
-        loaded = {name: tensor.clone() for name, tensor in state.items() if name in self._originals}
-        self._originals = {**self._originals, **loaded}
+        self._originals.update({name: state[name].clone() for name in self._originals if name in state})
+        self._originals.update(self._rounded(state))
         for optimizer in self._optimizers:
             optimizer.reload(state)
+
+    def _rounded(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What of a state dict parameters have only rounded, where no optimizer has masters of them yet."""
+        if self._precision is None:
+            return {}
+        stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        return {
+            name: state[name].clone()
+            for name, parameter in self._module.named_parameters()
+            if id(parameter) not in stepped
+            and parameter.dtype == self._precision.compute != self._precision.master
+            and name in state
+            and state[name].dtype.itemsize > parameter.dtype.itemsize
+        }
 
     def close(self) -> None:
         """Gives back the process groups. For programs that compile many times; the last ones end with the process."""

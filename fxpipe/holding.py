@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class Holding:
     module: RankModule
     reducer: Reducer | ParallelGradients | FullyShardedGradients
     precision: Precision | None
-    originals: Mapping[str, Tensor]
+    originals: dict[str, Tensor]
     """Parameters as they were before ``precision`` rounded them, by name."""
 
 

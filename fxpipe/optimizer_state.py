@@ -37,13 +37,17 @@ def initial_state(cls: Callable[..., Any], kw: Mapping[str, Any], options: Mappi
     """The state of a tensor like this one that has never been stepped, under the names that a first step gives it.
 
     Optimizers make their state in the first step, which for a gradient of 0 leaves zeros; what counts steps, or has
-    decayed in it, is set back.
+    decayed in it, is set back. What such a step draws, the random state does not show. Integers have none.
     """
+    if not (like.is_floating_point() or like.is_complex()):
+        return {}
     scratch = torch.zeros_like(like)
     optimizer = cls([{**options, "params": [scratch]}], **kw)
     if not optimizer.state:
-        scratch.grad = torch.zeros_like(scratch)
-        with torch.no_grad():
+        zeros = torch.zeros_like(scratch)
+        scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+        device = like.device
+        with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
             optimizer.step()
     state: Entry = dict(optimizer.state[scratch])
     for key, value in {"step": 0, "mu_product": 1, "eta": options.get("lr")}.items():  # the last two: NAdam, ASGD
@@ -56,12 +60,15 @@ def initial_state(cls: Callable[..., Any], kw: Mapping[str, Any], options: Mappi
 
 def is_initial(entry: Entry, initial: Entry) -> bool:
     """Whether a state is that of a parameter that was never stepped."""
-    pairs = zip(pytree.tree_leaves(entry), pytree.tree_leaves(initial), strict=True)
-    return all(_equal(value, start) for value, start in pairs)
+    values, form = pytree.tree_flatten(entry)
+    starts, wanted = pytree.tree_flatten(initial)
+    return form == wanted and all(map(_equal, values, starts))
 
 
 def _equal(value: Any, other: Any) -> bool:
-    return bool((value == other).all()) if isinstance(value, Tensor) else bool(value == other)
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.shape == other.shape and bool((value == other).all())
+    return not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other)
 
 
 def shown(name: str, entry: Entry, target: Target) -> Entry:
@@ -85,18 +92,38 @@ def _shown(name: str, value: Tensor, target: Target) -> Tensor:
     return Slice(value.view(-1), target.piece.start, parameter.shape, memory_order(parameter))
 
 
-def taken(name: str, saved: Mapping[str, Any], like: Entry, target: Target) -> Entry:
-    """A copy of a saved entry, where and of the types that this optimizer has its own."""
+def taken(name: str, saved: Mapping[str, Any], like: Entry, asked: Entry, target: Target) -> Entry:
+    """A copy of a saved entry, where and of the types that this optimizer has its own.
+
+    ``like``: an entry under the options that were saved. ``asked``: under the optimizer's own, which are what a
+    checkpoint is asked for, so that it cannot have more.
+    """
     keys = set(saved) - {MASTER}  # none where it was frozen
-    if (keys and keys != set(like) - {MASTER}) or MASTER in set(saved) - set(like):
+    wrong = keys != set(like) - {MASTER} if keys else set(like) != set(asked)
+    if wrong or MASTER in set(saved) - set(like):
         raise CheckpointError(
-            f"{name} was saved with {', '.join(sorted(saved))}, this optimizer has {', '.join(sorted(like))}; "
-            "load into the same class, with the same arguments and precision="
+            f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
+            f"{_listed(like)}; make it of the same class, with the same arguments and precision=, and load again"
         )
     return {key: _taken(f"{key} of {name}", value, like[key], target) for key, value in saved.items()}
 
 
+def _listed(entry: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(entry)) or "no state"
+
+
 def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
+    """The same for what an entry has under one key, which may be a list or dict of tensors."""
+    values, form = pytree.tree_flatten(value)
+    places, wanted = pytree.tree_flatten(mine)
+    if form != wanted:
+        places = [None] * len(values)
+    return pytree.tree_unflatten([_one_taken(what, *pair, target) for pair in zip(values, places, strict=True)], form)
+
+
+def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
+    if isinstance(value, Slice) and not isinstance(mine, Tensor):
+        mine = torch.empty_like(target.tensor, dtype=value.dtype)
     if not (isinstance(value, Tensor) and isinstance(mine, Tensor)):
         return copy.deepcopy(value)
     part = _part(value, mine, target)
@@ -130,9 +157,10 @@ def group_options(
     ``trained``: whether a parameter is; others need not have been saved.
 
     Raises:
-        CheckpointError: a name was not saved, or names of one group were saved in several.
+        CheckpointError: a name was not saved, or names of one group were saved in several, or of several in one.
     """
     home: dict[str, int] = {}
+    taken_by: dict[int, int] = {}
     for number, group in enumerate(saved):
         if "params" not in group:
             raise CheckpointError(f"parameter group {number} of the state dict has no 'params'; {_SAVE}")
@@ -152,6 +180,12 @@ def group_options(
                 f"parameter group {number} has {first!r} and {second!r}, which were saved in groups {one} and {other}; "
                 "make the optimizer with the groups that it was saved with"
             )
+        for one in homes:
+            if taken_by.setdefault(one, number) != number:
+                raise CheckpointError(
+                    f"parameter groups {taken_by[one]} and {number} were saved as one, with the same options; "
+                    "make the optimizer with the groups that it was saved with"
+                )
         found.append(options_of(saved[next(iter(homes))]) if homes else {})
     return found
 

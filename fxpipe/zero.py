@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from fxpipe.optimizer_state import (
 )
 from fxpipe.precision import Precision
 from fxpipe.reduce import Claim
+from fxpipe.slices import Slice
 from fxpipe.target import Target, merged, originals_of, target_of
 from fxpipe.transport import Transport
 
@@ -100,7 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         store: pieces and their gradients. transport: asks all ranks whether one of them has an inf or nan.
         held, whole: this rank's and the whole model's parameters, under all their names.
         precision: steps masters of this type. offload: steps on the CPU, with masters and state there.
-        originals: parameters before they were rounded, by name, for the masters.
+        originals: parameters before they were rounded, by name, for the masters; it lets go of those that it makes.
         elementwise: whether ``cls`` steps each element by itself; None: whether it is known to, see ``ELEMENTWISE``.
         cause: what is known of why a step is left out, the same on every rank; called by all of them.
 
@@ -121,7 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         precision: Precision | None = None,
         offload: bool = False,
         device: torch.device | None = None,
-        originals: Mapping[str, Tensor] | None = None,
+        originals: dict[str, Tensor] | None = None,
         elementwise: bool | None = None,
         cause: Callable[[], str] = str,
     ) -> None:
@@ -137,13 +139,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._device = transport.device if device is None else device
         self._elementwise = is_elementwise(cls) if elementwise is None else elementwise
         self._cause = cause
+        self._originals = {} if originals is None else originals
+        self._copies: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # masters that state dicts have copies of
         self._claims: list[Claim] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self._steps = self.skipped_steps = 0
         check_class(cls, store.way.sharded or precision is not None or offload)
         super().__init__(self._resolved(params), {})
-        self._targets = self._claim(self.param_groups, originals or {})
+        self._targets = self._claim(self.param_groups)
         given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
         self._inner = settle_foreach(cls(given, **self._kw))
         self._is_lazy = not self._inner.state
@@ -181,7 +185,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         (group,) = self._resolved([param_group])
         super().add_param_group(group)
-        (targets,) = self._claim([group], {})
+        (targets,) = self._claim([group])
         self._inner.add_param_group(self._given(group, targets))
         self._targets.append(targets)
         self._exchange(settle_foreach(self._inner).param_groups, self.param_groups)
@@ -191,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """A group as the inner optimizer is given it."""
         return {**options_of(group), "params": [target.tensor for target in targets]}
 
-    def _claim(self, groups: Sequence[Mapping[str, Any]], originals: Mapping[str, Tensor]) -> list[list[Target]]:
+    def _claim(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Target]]:
         """What this rank steps of these groups' parameters, group by group."""
         names = [name for group in groups for parameter in group["params"] for name in self._names[id(parameter)]]
         claim = self._store.claim(names, not self._elementwise)
@@ -204,11 +208,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "write fully_shard(..., offload_policy=CPUOffloadPolicy()) in parallelize"
                 )
             pieces.setdefault(id(piece.parameter), []).append(piece)
-        return [
+        made = [
             [
                 target_of(
                     piece,
-                    originals_of(originals, self._names[id(p)]),
+                    originals_of(self._originals, self._names[id(p)]),
                     self._precision,
                     self._offload,
                     self._store.way.sharded,
@@ -218,6 +222,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ]
             for group in groups
         ]
+        for name in names:
+            self._originals.pop(name, None)
+        return made
 
     @staticmethod
     def _exchange(source: Sequence[Mapping[str, Any]], sink: Sequence[dict[str, Any]]) -> None:
@@ -314,12 +321,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise CheckpointError(
                 f"the optimizer's state has {foreign!r}, which belongs to no parameter; keep it in its parameter groups"
             )
+        self._check_own_state()
         entries = {
             self._name(target): shown(self._name(target), self._entry(group, target), target)
             for group, targets in zip(self.param_groups, self._targets, strict=True)
             for target in targets
             if target.tensor.numel() or target.whole  # not a shard of none of its rows
         }
+        self._note_copies(entries)
         return {
             "state": {name: entry for name, entry in entries.items() if entry},
             "param_groups": [
@@ -327,6 +336,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for names, group in zip(self._group_names, self.param_groups, strict=True)
             ],
         }
+
+    def _check_own_state(self) -> None:
+        """CheckpointError where the inner optimizer saves more than it has by parameter and group."""
+        inner = self._inner
+        if inner is None or type(inner).state_dict is torch.optim.Optimizer.state_dict:
+            return
+        further = [key for key in inner.state_dict() if key not in ("state", "param_groups")]
+        if further:
+            raise CheckpointError(
+                f"{type(inner).__name__}.state_dict() has {further[0]!r} beside 'state' and 'param_groups', which "
+                "would be lost; keep it in the state of its parameters, or in its parameter groups"
+            )
 
     def _name(self, target: Target) -> str:
         return self._name_of(target.piece.parameter)
@@ -341,10 +362,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _initial(self, group: Mapping[str, Any], target: Target) -> Entry:
         return initial_state(self._cls, self._kw, options_of(group), target.tensor)
 
+    def _has_master(self, target: Target) -> bool:
+        return self._precision is not None and target.tensor.is_floating_point()
+
     def _master(self, target: Target) -> Entry:
-        if self._precision is None or not target.tensor.is_floating_point():
+        if not self._has_master(target):
             return {}
-        return {MASTER: target.tensor if target.master else target.tensor.detach().clone()}
+        with torch.inference_mode(False):  # so that what is written is counted, see ``_is_unread``
+            return {MASTER: target.tensor if target.master else target.tensor.detach().clone()}
+
+    def _note_copies(self, entries: Mapping[str, Entry]) -> None:
+        for target in self._flat:
+            if not target.master and MASTER in (entry := entries.get(self._name(target), {})):
+                self._copies[self._name(target)] = weakref.ref(entry[MASTER]), _version_of(entry[MASTER])
+
+    def _is_unread(self, name: str, value: Any) -> bool:
+        """Whether this is a copy of a parameter that a state dict had, and nobody has written anything into it: the
+        checkpoint had none (``allow_partial_load``), and the parameter may have been loaded since."""
+        if name not in self._copies or not isinstance(value, Tensor):
+            return False
+        copied, version = self._copies[name]
+        return copied() is value and _version_of(value) == version
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.
@@ -358,9 +396,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         refuse_torchs_helpers()
         options, entries = self._checked(state_dict)
+        self._store.settle()  # what the step before has sent may still be on its way
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         masters: list[tuple[Target, Tensor]] = []
-        for group, targets in zip(self.param_groups, self._targets, strict=True):
+        for group, targets in zip(options, self._targets, strict=True):
             for target in targets:
                 entry, initial = entries.get(self._name(target), {}), self._initial(group, target)
                 if MASTER in entry:
@@ -378,22 +417,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchange(copy.deepcopy(options), self.param_groups)
 
     def _checked(self, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Entry]]:
-        """Hyperparameters by group, and this rank's entries by name."""
+        """Hyperparameters by group, those that were not saved as they are, and this rank's entries by name."""
         lacking = [key for key in ("state", "param_groups") if key not in state_dict]
         if lacking:
             raise CheckpointError(f"the state dict has no {lacking[0]!r}; load what optimizer.state_dict() gave")
         saved, groups = state_dict["state"], state_dict["param_groups"]
-        options = group_options(groups, self._group_names, lambda name: self._all[name].requires_grad)
+        found = group_options(groups, self._group_names, lambda name: self._all[name].requires_grad)
+        options = [{**options_of(group), **new} for group, new in zip(self.param_groups, found, strict=True)]
         unknown = [name for name in saved if name not in self._all]
         if unknown:
             raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), list(self._all))}")
         entries = {
-            name: taken(name, saved[name], {**self._initial(group, target), **self._master(target)}, target)
-            for group, targets in zip(self.param_groups, self._targets, strict=True)
+            self._name(target): self._taken(saved.get(self._name(target), {}), group, new, target)
+            for group, new, targets in zip(self.param_groups, options, self._targets, strict=True)
             for target in targets
-            if (name := self._name(target)) in saved
         }
         return options, entries
+
+    def _taken(
+        self, saved: Mapping[str, Any], group: Mapping[str, Any], new: Mapping[str, Any], target: Target
+    ) -> Entry:
+        """A copy of an entry saved under the hyperparameters ``new``, for a target of this group."""
+        name, master = self._name(target), {MASTER: target.tensor} if self._has_master(target) else {}
+        saved = {k: v for k, v in saved.items() if k != MASTER or not self._is_unread(name, v)}
+        like = self._initial(new, target)
+        asked = like if len(saved) > len(master) else self._initial(group, target)
+        return taken(name, saved, {**like, **master}, {**asked, **master}, target)
 
     def reload(self, values: Mapping[str, Tensor] | None = None) -> None:
         """To be called after somebody has written parameters: masters follow them.
@@ -407,6 +456,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for target, exact in self._exact:
                 assert self._precision is not None
                 target.tensor.copy_(merged(exact, target.tensor, self._precision.compute))
+
+
+def _version_of(value: Tensor) -> int:
+    """How often a tensor, or this rank's part of it, has been written to."""
+    return (value.local if isinstance(value, Slice) else local(value))._version
 
 
 def first_names(parameters: Mapping[str, Tensor]) -> dict[str, str]:

@@ -276,3 +276,184 @@ def test_a_state_dict_of_the_plain_optimizer_loads_as_it_is() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert [step(forward_backward, [mine], number) for number in range(5, 8)] == pytest.approx(losses, abs=1e-6)
+
+
+# --- what another optimizer, or another kind of state, made of it ---
+
+
+@pytest.mark.parametrize(
+    ("cls", "saved_with", "missing"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, "grad_avg.*momentum_buffer"),
+    ],
+)
+@pytest.mark.parametrize("precision", [None, fxpipe.Precision()])
+def test_options_that_need_state_which_was_not_asked_for_are_refused(
+    tmp_path: Path, cls: Any, saved_with: dict[str, Any], missing: str, precision: Any
+) -> None:
+    """SGD without momentum read none of the buffers, but the momentum, and went on from buffers of its own."""
+    source, sink = compiled(0, precision=precision), compiled(1, precision=precision)
+    optimizer, other = source.optimizer(cls, lr=0.1, **saved_with), sink.optimizer(cls, lr=0.2)
+    step(source, [optimizer], 0)
+    dcp.save({"model": source, "optim": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=rf"first\.weight comes with .*needs .*{missing}.*the same arguments"):
+        dcp.load({"optim": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert other.param_groups[0]["lr"] == 0.2
+
+
+def test_one_group_is_not_loaded_into_two() -> None:
+    """Biases without decay had the decay of all from then on; torch's own load_state_dict refuses it, too."""
+    source, sink = compiled(0), compiled(1)
+    state = source.optimizer(torch.optim.AdamW, weight_decay=0.1).state_dict()
+    groups = [{"params": "*.weight", "weight_decay": 0.1}, {"params": "*.bias", "weight_decay": 0.0}]
+    other = sink.optimizer(torch.optim.AdamW, groups)
+    with pytest.raises(CheckpointError, match="parameter groups 0 and 1 were saved as one"):
+        other.load_state_dict(state)
+
+
+class Pairs(torch.optim.Optimizer):
+    """Keeps its tensors in a list and a dict, and a count that is no tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["lr"])
+
+    def _update(self, parameter: Tensor, lr: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["means"] = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+            state["kept"], state["count"] = {"sum": torch.zeros_like(parameter)}, 0
+        mean, square = state["means"]
+        mean.mul_(0.9).add_(parameter.grad)
+        square.mul_(0.9).add_(parameter.grad.square())
+        state["kept"]["sum"].add_(parameter.grad)
+        state["count"] += 1
+        parameter.sub_(lr * (mean + state["kept"]["sum"]) / (square.sqrt() + 0.1) / state["count"])
+
+
+def pairs(forward_backward: Any) -> dict[str, Any]:
+    return {"optim": forward_backward.optimizer(Pairs, lr=0.05, elementwise=True)}
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_lists_and_dicts_of_tensors_are_cut_as_tensors_are(pool: Pool, tmp_path: Path, zero: int) -> None:
+    """Slices of a checkpoint reached the optimizer's own state, and its next step failed on them."""
+    first = pool.run(saved, pairs, {**DATA, "zero": zero}, tmp_path, ranks=2)
+    assert pool.run(loaded, pairs, {**DATA, "zero": zero}, tmp_path, ranks=2) == first
+
+
+class Slow(torch.optim.SGD):
+    """Has weights beside those that it steps, as Lookahead does, and saves them by itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": []}
+
+
+def test_a_state_dict_with_more_than_state_and_groups_is_refused() -> None:
+    """It was left out of the checkpoint."""
+    optimizer = compiled(0).optimizer(Slow, lr=0.1)
+    with pytest.raises(CheckpointError, match=r"Slow\.state_dict\(\) has 'slow' beside 'state'"):
+        optimizer.state_dict()
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.add_(torch.randn_like(parameter))
+        super().step()
+
+
+def test_saving_and_loading_draw_no_random_numbers() -> None:
+    """The first state of a parameter comes from a step on zeros, in which an optimizer may draw."""
+    optimizer = compiled(0).optimizer(Noisy, lr=0.1, momentum=0.9)
+    before = torch.get_rng_state()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Words(nn.Module):
+    """A table with sparse gradients, and whole numbers among the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 7, sparse=True)
+        self.places = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.table((x.abs() * 3).long()[:, 0]))
+        return self.head(h + self.places.sum()).square().mean()
+
+
+def test_sparse_gradients_and_whole_numbers_are_saved_and_loaded(tmp_path: Path) -> None:
+    """SparseAdam refused the dense gradient of a trial step, AdamW had no mean of whole numbers: neither loaded."""
+    runs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        forward_backward = fxpipe.compile(Words(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+        sparse = forward_backward.optimizer(torch.optim.SparseAdam, "table.*", lr=0.1)
+        rest = forward_backward.optimizer(torch.optim.AdamW, ["head.*", "places"], lr=0.1)
+        runs.append({"model": forward_backward, "sparse": sparse, "rest": rest})
+    (source, *optimizers), (sink, *others) = (list(run.values()) for run in runs)
+    for number in range(2):
+        step(source, optimizers, number)
+    dcp.save(runs[0], checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(runs[1], checkpoint_id=tmp_path, no_dist=True)
+    wanted = [step(source, optimizers, number) for number in range(5, 8)]
+    assert [step(sink, others, number) for number in range(5, 8)] == wanted
+
+
+# --- masters ---
+
+
+def plain_run() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Twins()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(rows(0)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@in_a_new_world
+def distance_from_plain(folder: Path, zero: int) -> float:
+    forward_backward = compiled(1, pipe=1, data=2, zero=zero, precision=fxpipe.Precision())
+    optimizer = adam(forward_backward)["optim"]
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"model": forward_backward, "optim": optimizer}, checkpoint_id=folder, planner=planner)
+    state = forward_backward.state_dict(full=True)
+    return max(float((state[name] - tensor).abs().max()) for name, tensor in plain_run()[0].state_dict().items())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_masters_that_a_checkpoint_lacks_follow_the_model(pool: Pool, tmp_path: Path, zero: int) -> None:
+    """With zero=3 the parameters went back to what they were before the load, silently: a copy of them was loaded."""
+    model, optimizer = plain_run()
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert max(pool.run(distance_from_plain, tmp_path, zero, ranks=2)) < 2**-8  # bfloat16 of numbers below 1
+
+
+def test_masters_have_the_bits_that_were_loaded_whenever_they_are_made() -> None:
+    """Values that parameters have only rounded were kept for the first optimizer's parameters alone."""
+    torch.manual_seed(5)
+    exact = Twins().state_dict()
+    forward_backward = compiled(0, precision=fxpipe.Precision())
+    optimizer = adam(forward_backward)["optim"]
+    step(forward_backward, [optimizer], 0)
+    del optimizer
+    forward_backward.load_state_dict(exact)
+    again = forward_backward.optimizer(torch.optim.AdamW, "first.*", lr=0.05)
+    again.add_param_group({"params": "last.*"})
+    state = again.state_dict()["state"]
+    assert all(torch.equal(state[name]["master"], tensor) for name, tensor in exact.items())

@@ -122,7 +122,11 @@ def of_rank(model: nn.Module, rank: int, cls: Any, params: Any = None, ranks: in
 
 
 def both(model: nn.Module, cls: Any, params: Any = None, **kw: Any) -> list[Any]:
-    return [of_rank(model, rank, cls, params() if callable(params) else params, **kw) for rank in range(2)]
+    originals = kw.pop("originals", {})  # each takes its own out of a dict of its own
+    return [
+        of_rank(model, rank, cls, params() if callable(params) else params, originals=dict(originals), **kw)
+        for rank in range(2)
+    ]
 
 
 def same_bits(mine: nn.Module, plain: nn.Module) -> None:
@@ -723,7 +727,7 @@ def broken(state: dict[str, Any], how: str) -> dict[str, Any]:
         ("shape", r"exp_avg of b\.bias has shape \[4\], the state dict has \[3\]"),
         ("slice", r"exp_avg of b\.bias has shape \[4\], the state dict has elements 1 to 3 of \[4\]"),
         ("numbers", r"parameter groups lack 'scale'.*torch's get_optimizer_state_dict"),
-        ("class", r"b\.bias was saved with .*momentum_buffer.*, this optimizer has .*exp_avg, .*same class"),
+        ("class", r"b\.bias comes with .*momentum_buffer.* needs .*exp_avg, .*same class"),
         ("groups", "group 0 has 'image.bias' and 'b.bias', which were saved in groups 0 and 1"),
         ("state", "has no 'state'"),
     ],
