@@ -200,8 +200,20 @@ class Captures:
             program = chain(default_passes.default() if self.passes is None else self.passes, program)
             more = search is not None and len(program.stage_names) > search.ranks > 1
             if search is not None and more and first is None and shape is not None:
-                placement = self._searched(program, pattern, shape, search).placement
+                placement = self._placed(program, pattern, shape, search)
         return program, Captured(default_passes.split(program), _told(self.model, program), program.tracer, placement)
+
+    def _placed(self, program: Program, pattern: Pattern, shape: Description, search: Search) -> tuple[int, ...] | None:
+        """The best placement found; None where what the stages cost is not known, so that parameters count."""
+        from fxpipe.balance import CostUnknown
+
+        try:
+            return self._searched(program, pattern, shape, search).placement
+        except CostUnknown as error:
+            if search.memory_per_rank is not None:
+                raise
+            tell(f"stages are placed by the number of their parameters: {error}")
+            return None
 
     def _searched(self, program: Program, pattern: Pattern, shape: Description | None, search: Search) -> Balanced:
         """The best cut or placement found, which is told."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +20,14 @@ _ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class State:
-    """All that running a module may change and that can be put back: see ``Snapshot``; the numbers in its tensors, the
-    generators that it holds, and the global ones."""
+    """All that running a module may change and that can be put back: see ``Snapshot``; the numbers in its tensors, and
+    the global generators."""
 
     def __init__(self, modules: Sequence[nn.Module], devices: Sequence[int]) -> None:
         self._snapshots = [Snapshot(module) for module in modules]
         tensors = {id(tensor): tensor for snapshot in self._snapshots for tensor in snapshot.tensors()}
         plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_quantized]
         self._numbers = [(tensor, tensor.detach().clone()) for tensor in plain]
-        held = [value for module in modules for part in module.modules() for value in vars(part).values()]
-        self._generators = [put_back for value in held if (put_back := _generator_state(value)) is not None]
         self._random = RandomState()
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
@@ -40,25 +37,9 @@ class State:
         for tensor, numbers in self._numbers:
             if not torch.equal(tensor.detach(), numbers):
                 tensor.data.copy_(numbers)  # which backward graphs that wait for it take no notice of
-        for put_back in self._generators:
-            put_back()
         self._random.restore()
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
-
-
-def _generator_state(value: Any) -> Callable[[], Any] | None:
-    """What puts a generator of random numbers back to where it is now; None for what is none."""
-    if isinstance(value, random.Random):
-        state = value.getstate()
-        return lambda: value.setstate(state)
-    if isinstance(value, torch.Generator):
-        numbers = value.get_state()
-        return lambda: value.set_state(numbers)
-    if hasattr(value, "bit_generator"):  # NumPy's
-        bits, where = value.bit_generator, value.bit_generator.state
-        return lambda: setattr(bits, "state", where)
-    return None
 
 
 @contextlib.contextmanager

@@ -591,3 +591,71 @@ def test_a_size_that_depends_on_earlier_calls_is_an_error_when_it_changes() -> N
     forward_backward(x)
     with pytest.raises(fxpipe.RunError, match="counts returned tensors of shapes"):
         forward_backward(x)
+
+
+# --- what placing stages runs ---
+
+
+class Remembers(nn.Module):
+    """Kept whole under ``record``: a counter, a cache, a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.cache, self.seen = nn.Linear(WIDTH, WIDTH), 0, {}, []  # type: ignore[var-annotated]
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        if len(h) not in self.cache:
+            self.cache[len(h)] = torch.arange(float(len(h))).unsqueeze(1)
+        return (self.layer(h) + self.cache[len(h)]) * self.calls * sum(self.seen)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        found: Tensor = self.layer(h)[0]
+        return found
+
+
+class Three(nn.Module):
+    """Three stages, of which a rank of two has more than one."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.a, self.part, self.b = nn.Linear(WIDTH, WIDTH), part, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.part(stage_boundary(torch.tanh(self.a(x))))
+        return F.mse_loss(self.b(stage_boundary(h)), y)
+
+
+def test_placing_stages_leaves_counters_and_caches_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = Three(Remembers())
+    plain = copy.deepcopy(model)
+    batch = {name: torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(5)) for name in ("x", "y")}
+    forward_backward = fxpipe.compile(model, TWO, microbatches=2, tracer="record", example_kwargs=batch)
+    loss = forward_backward(**batch)
+    wanted = torch.stack([plain(batch["x"][part], batch["y"][part]) for part in (slice(4), slice(4, 8))]).mean()
+    assert_same(loss, wanted.detach(), "loss", 1e-6)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+def test_placing_stages_leaves_no_tensor_without_numbers_in_the_model(tracer: str) -> None:
+    model = Three(Recurrent())
+    batch = {name: torch.randn(8, WIDTH) for name in ("x", "y")}
+    forward_backward = fxpipe.compile(model, TWO, microbatches=2, tracer=tracer, example_kwargs=batch)
+    assert "checked against the model" in str(forward_backward.stages)
+    copy.deepcopy(model)(**batch)
+
+
+def test_stages_whose_cost_is_not_known_are_placed_by_their_parameters() -> None:
+    model = Three(nn.BatchNorm1d(WIDTH, momentum=None))  # it asks its buffer for the number of batches
+    batch = {name: torch.randn(8, WIDTH) for name in ("x", "y")}
+    forward_backward = fxpipe.compile(model, TWO, microbatches=2, example_kwargs=batch)
+    assert len(forward_backward.stages) == 3
+    assert forward_backward(**batch).isfinite()

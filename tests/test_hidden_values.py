@@ -192,6 +192,34 @@ class BranchOnAParameter(Part):
         return self.inner(h) * (self.scale if self.scale > 1 else self.scale * 3)
 
 
+class _Rare(nn.Module):
+    """Its layer is left out on all numbers that are not far from those of the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
+        if ids.max() > 3:
+            h = self.layer(h)
+        return h
+
+
+class SkippedAsARule(Part):
+    def start(self) -> None:
+        self.skipped = _Rare()
+
+    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.skipped(self.inner(h), ids) * 2
+
+
+class SkippedAndWritten(SkippedAsARule):
+    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
+        h = self.inner(h) * 2
+        self.skipped(h, ids).mul_(0.5)
+        return h + 1
+
+
 class WrittenOnlyIf(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         h = self.inner(h).clone()
@@ -308,6 +336,33 @@ class WarmUp(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         self.calls += 1
         return self.inner(h) if self.calls > 3 else h
+
+
+class _WarmUp(_Rare):
+    calls = 0
+
+    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(h) if self.calls > 3 else h
+
+
+class SkippedFirst(SkippedAsARule):
+    def start(self) -> None:
+        self.skipped = _WarmUp()
+
+
+class _OwnNumbers(_Rare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = random.Random(3)
+
+    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h if self.numbers.random() < 0.5 else self.layer(h)
+
+
+class SkippedByOwnNumbers(SkippedAsARule):
+    def start(self) -> None:
+        self.skipped = _OwnNumbers()
 
 
 class CounterInAList(Part):

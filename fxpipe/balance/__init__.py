@@ -3,10 +3,11 @@
 from fxpipe.balance.balanced import Balanced, balance, place_stages
 from fxpipe.balance.hardware import Hardware
 from fxpipe.balance.measured import costs_measured
-from fxpipe.balance.node_costs import NodeCost, NodeCosts, costs_from_shapes
+from fxpipe.balance.node_costs import CostUnknown, NodeCost, NodeCosts, costs_from_shapes
 
 __all__ = [
     "Balanced",
+    "CostUnknown",
     "Hardware",
     "NodeCost",
     "NodeCosts",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.balance.hardware import Hardware
-from fxpipe.balance.node_costs import NodeCost, NodeCosts, call_node, costs_from_shapes, modes_of
+from fxpipe.balance.node_costs import NodeCost, NodeCosts, call_node, costs_from_shapes, left_as_it_is, modes_of
 from fxpipe.batch import Like
 from fxpipe.errors import PartitionError
 from fxpipe.ir import Program
@@ -47,7 +47,13 @@ def costs_measured(
     buffers = [(buffer, buffer.clone()) for buffer in program.module.buffers()]
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), modes_restored(), within(autocast):
+        with (
+            left_as_it_is(program.module),
+            torch.random.fork_rng(devices),
+            torch.no_grad(),
+            modes_restored(),
+            within(autocast),
+        ):
             seconds = _timed(program, example, device)
     finally:
         with torch.no_grad():

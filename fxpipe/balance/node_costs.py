@@ -21,11 +21,16 @@ from fxpipe.balance.hardware import Hardware
 from fxpipe.balance.meter import Meter
 from fxpipe.batch import Like
 from fxpipe.collector import paused
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, TraceError
 from fxpipe.ir import Program, is_assertion, where
 from fxpipe.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import FakeModel, fake_model
+from fxpipe.trace.snapshot import RandomState, Snapshot
+
+
+class CostUnknown(PartitionError, TraceError):
+    """A node looks at numbers, and its capture has not seen what it makes; another tracer's may have."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +104,22 @@ def costs_from_shapes(
     missing = [name for name in program.inputs if name not in example]
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
-    with fake_model(program.module, device, compute) as fake:
+    with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
         run = _Run(program, fake, example, hardware or Hardware())
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
         return run.costs()
+
+
+@contextmanager
+def left_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
+    snapshot, random = Snapshot(module), RandomState()
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        random.restore()
 
 
 class _Run:
@@ -191,7 +207,7 @@ class _Run:
     def _guessed(self, node: fx.Node, error: Exception) -> NodeCost:
         """Of a node that cannot run on fake tensors: from what its capture saw it make."""
         if "val" not in node.meta:
-            raise PartitionError(
+            raise CostUnknown(
                 f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
                 "is not known; balance by hand with boundaries= and placement=, or measure the costs"
             ) from error

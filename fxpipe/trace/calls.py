@@ -19,7 +19,7 @@ from fxpipe.torch_compat import pytree
 from fxpipe.trace.attributes import WatchedAttributes
 from fxpipe.trace.differentiated import leads_around
 from fxpipe.trace.emit import effects_of
-from fxpipe.trace.fake import is_fake, outside
+from fxpipe.trace.fake import is_fake, outside, unrecorded
 from fxpipe.trace.functions import functions_watched
 from fxpipe.trace.guard import patched
 from fxpipe.trace.methods import Name, kept_method, method_in
@@ -138,9 +138,8 @@ class Calls:
         recorder.check_random()
         is_stateful = self._look_at_state(frame, touched)
         if self._is_whole(frame, result, touched, is_stateful) and self._may_be_kept(frame):
-            self._keep_whole(frame, result, touched)
-        else:
-            self._check_backward_hooks(path, module)
+            return self._keep_whole(frame, result, touched, is_stateful)
+        self._check_backward_hooks(path, module)
         return result
 
     def _may_be_kept(self, frame: Frame) -> bool:
@@ -148,7 +147,8 @@ class Calls:
         held = sum(tensor.numel() * tensor.element_size() for tensor in frame.module.parameters())
         return frame.path not in self._descend and (self._limit is None or held <= self._limit)
 
-    def _keep_whole(self, frame: Frame, result: Any, touched: Touched) -> None:
+    def _keep_whole(self, frame: Frame, result: Any, touched: Touched, is_stateful: bool) -> Any:
+        """The result of a call that is one operation. ``is_stateful``: whether it may be another one in each step."""
         recorder = self._recorder
         assert frame.module is not None
         self.reset = frame.reset
@@ -156,12 +156,21 @@ class Calls:
         made = [tensor for tensor in tensors(result) if id(tensor) not in frame.given]
         hooked = _has_hooks(frame.module)
         reads_later = hooked or recorder.hooks > frame.hooks
-        if not made and not hooked and len(recorder.tape) == frame.start:
-            return
+        skips = not made and any(True for _ in frame.module.parameters())  # a layer, and not an nn.Identity
+        if not made and not hooked and not is_stateful and not skips and len(recorder.tape) == frame.start:
+            return result
         effects = effects_of(touched, frame.tensors, result, self.storages)
+        if is_stateful or skips:
+            result = pytree.tree_map_only(Tensor, lambda leaf: self._as_made(frame, leaf), result)
         if reads_later:  # hooks may keep what the call is given, and read it in backward
             effects = replace(effects, unread=())
         recorder.collapse(frame, frame.path, result, touched, effects, kept=bool(effects.writes or hooked or not made))
+        return result
+
+    def _as_made(self, frame: Frame, tensor: Tensor) -> Tensor:
+        """A tensor that a call returns; where it was given, another that stands for what it may return next time."""
+        with unrecorded():
+            return tensor.view_as(tensor) if id(tensor) in frame.given else tensor
 
     def _check_backward_hooks(self, path: str, module: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
@@ -288,8 +297,8 @@ class Calls:
 
     def _faked(self, frame: Frame, found: Rehearsed) -> Any:
         def faked(leaf: Any) -> Any:
-            if isinstance(leaf, Given):
-                return frame.tensors[leaf.place]
+            if isinstance(leaf, Given):  # on other values it may be something else
+                return self._as_made(frame, frame.tensors[leaf.place])
             return self._recorder.fake.made(leaf) if isinstance(leaf, Like) else leaf
 
         return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (Like, Given)))

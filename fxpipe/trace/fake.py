@@ -54,8 +54,11 @@ class FakeModel:
     def made(self, like: Like) -> Tensor:
         """A fake tensor as an operation would return it."""
         fake = self._fake(like)
+        if not like.requires_grad:
+            return fake
         with torch.enable_grad():
-            return fake.view_as(fake) if like.requires_grad else fake
+            copy = fake.clone()  # which may be written in place, as no view of a leaf may
+            return copy if copy.stride() == fake.stride() else fake.view_as(fake)
 
     def _input(self, like: Like) -> Tensor:
         dtype = self.compute if self.compute is not None and like.dtype.is_floating_point else like.dtype

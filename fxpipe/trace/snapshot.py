@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,14 @@ _MISSING = object()
 
 
 class Snapshot:
-    """The attributes of a module and its submodules, the containers in them, and the memory of their tensors."""
+    """The attributes of a module and its submodules, the containers and generators of random numbers in them, and the
+    memory of their tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._containers: dict[int, tuple[str, Any, Any]] = {}
         self._tensors: dict[int, _TensorState] = {}
+        self._rewind: list[Callable[[], Any]] = []
         for path, submodule in module.named_modules():
             self._attributes.append((path, vars(submodule), dict(vars(submodule))))
             for tensor_name, tensor in _own_tensors(submodule):
@@ -36,6 +39,8 @@ class Snapshot:
     def _look_into(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor):
             self._keep(name, value)
+        elif (rewind := _rewinding(value)) is not None:
+            self._rewind.append(rewind)
         elif type(value) in _CONTAINERS and id(value) not in self._containers:
             self._containers[id(value)] = name, value, copy.copy(value)
             for part in list(value.values()) if isinstance(value, dict) else list(value):
@@ -66,7 +71,7 @@ class Snapshot:
             yield from state.changes()
 
     def restore(self) -> None:
-        """Puts everything back that ``changes`` can see."""
+        """Puts everything back that ``changes`` can see, and generators."""
         for _, now, before in self._attributes:
             now.clear()
             now.update(before)
@@ -76,6 +81,8 @@ class Snapshot:
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         for state in self._tensors.values():
             state.restore()
+        for rewind in self._rewind:
+            rewind()
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,31 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, set):
         return bool(one == other)
     return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def stand_of(generator: Any) -> Any:
+    """Where a generator of random numbers stands, which can be compared; None for what is none."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return bytes_of(generator.get_state())
+    if hasattr(generator, "bit_generator"):  # NumPy's
+        return pickle.dumps(generator.bit_generator.state)
+    return None
+
+
+def _rewinding(generator: Any) -> Callable[[], Any] | None:
+    """What puts a generator of random numbers back to where it is now; None for what is none."""
+    if isinstance(generator, random.Random):
+        state = generator.getstate()
+        return lambda: generator.setstate(state)
+    if isinstance(generator, torch.Generator):
+        numbers = generator.get_state()
+        return lambda: generator.set_state(numbers)
+    if hasattr(generator, "bit_generator"):  # NumPy's
+        bits, where = generator.bit_generator, generator.bit_generator.state
+        return lambda: setattr(bits, "state", where)
+    return None
 
 
 class RandomState:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
-from fxpipe.trace.snapshot import RandomState, storage_of
+from fxpipe.trace.snapshot import RandomState, stand_of, storage_of
 from fxpipe.trace.tape import Touched
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
@@ -60,6 +60,8 @@ class PythonState:
     def __init__(self, module: nn.Module) -> None:
         self._random = RandomState()
         self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        values = [value for _, before in self._attributes for value in before.values()]
+        self._generators = [(value, stand) for value in values if (stand := stand_of(value)) is not None]
         self._parts = [
             (now, name, value, _parts(value))
             for now, before in self._attributes
@@ -68,8 +70,9 @@ class PythonState:
         ]
 
     def drawn(self) -> bool:
-        """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded."""
-        return RandomState() != self._random
+        """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded, or those of generators that
+        the submodule holds."""
+        return RandomState() != self._random or any(stand_of(held) != stand for held, stand in self._generators)
 
     def changes(self) -> set[tuple[int, str]]:
         """The attributes that are no longer as they were: the identity of their owner's ``__dict__``, their name."""
