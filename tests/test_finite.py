@@ -378,7 +378,7 @@ class Two(Chain):
 def on_replicas(options: dict[str, Any], flush: str) -> Any:
     """Replica 1's second step is spoilt."""
     replica = replica_of(SQUARE)
-    forward_backward = fxpipe.compile(Two(), SQUARE, microbatches=4, **options)
+    forward_backward = fxpipe.compile(Two(), SQUARE, microbatches=4, check_batches=False, **options)
     texts = []
     for x in (batch(), batch((7, 0)) if replica else batch(), batch()):
         try:
