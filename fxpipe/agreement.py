@@ -96,7 +96,10 @@ class Agreement:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
             return _Offer(training, split_evenly, flags, (), (), f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
-        described = tuple(describe(values, self._planner.needs_shapes) for values in given)
+        try:
+            described = tuple(describe(values, self._planner.needs_shapes) for values in given)
+        except RunError as error:  # which the others, who may have been given something else, raise, too
+            return _Offer(training, split_evenly, flags, (), (), str(error)), []
         return _Offer(training, split_evenly, flags, ambient_autocast(), described, nothing), given
 
     def settle(self, offer: _Offer) -> Agreed:

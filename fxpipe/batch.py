@@ -36,6 +36,11 @@ class Like:
 
     @staticmethod
     def of(tensor: Tensor) -> Like:
+        if tensor.layout not in (torch.strided, torch.jagged):
+            raise RunError(
+                f"an input of shape {list(tensor.shape)} is of layout {tensor.layout}, which cannot be cut into rows; "
+                "pass what it is made of, such as indices and values, and make it in forward"
+            )
         return Like(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
 
 

@@ -659,3 +659,23 @@ def test_stages_whose_cost_is_not_known_are_placed_by_their_parameters() -> None
     forward_backward = fxpipe.compile(model, TWO, microbatches=2, example_kwargs=batch)
     assert len(forward_backward.stages) == 3
     assert forward_backward(**batch).isfinite()
+
+
+@pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_a_sparse_input_is_refused_on_all_ranks_alike(make: Callable[[Tensor], Tensor]) -> None:
+    class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, graph: Tensor) -> Tensor:
+            return self.last(stage_boundary(self.first(x))).square().mean()
+
+    def body(rank: int) -> None:
+        x = torch.ones(4, WIDTH)
+        step = fxpipe.compile(Taking(), TWO, microbatches=2)
+        with pytest.raises(fxpipe.RunError, match=r"an input of shape \[4, 4\] is of layout torch.sparse"):
+            step(x, make(torch.eye(4)) if rank else None)
+        step(x, torch.eye(4))
+
+    run_strict(body, 2)
