@@ -298,6 +298,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 stacklevel=4,  # behind step() and torch's wrapper around it
             )
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's GradScaler asks of an optimizer that it is to step.
+
+        Raises:
+            RunError: always. The loss comes back behind its backward, so that a scaler would divide by its scale
+                gradients that were never multiplied by it; and marks of sharded ones would be an inf or nan to it.
+        """
+        raise RunError(
+            "a GradScaler cannot step this optimizer: the gradients are there before the loss could be scaled; write "
+            "optimizer.step(), and compile(..., precision=fxpipe.Precision()) for half precision, which "
+            "leaves out steps whose gradients have an inf or nan"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of its parameters, and those not summed yet along with them."""
         super().zero_grad(set_to_none or self._store.way.sharded)

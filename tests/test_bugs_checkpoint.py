@@ -457,3 +457,17 @@ def test_masters_have_the_bits_that_were_loaded_whenever_they_are_made() -> None
     again.add_param_group({"params": "last.*"})
     state = again.state_dict()["state"]
     assert all(torch.equal(state[name]["master"], tensor) for name, tensor in exact.items())
+
+
+# --- around the step ---
+
+
+def test_a_grad_scaler_is_refused() -> None:
+    """It divided by 65536 gradients that had never been multiplied by it, and with shards left out every step."""
+    forward_backward = compiled(0)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(forward_backward(rows(0)))
+    with pytest.raises(RunError, match=r"a GradScaler cannot step this optimizer.*write optimizer\.step\(\)"):
+        scaler.step(optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
