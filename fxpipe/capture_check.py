@@ -19,7 +19,7 @@ from fxpipe.ir import Edge, StageGraph, all_tensors
 from fxpipe.loss import MicrobatchLoss, read_loss
 from fxpipe.modes import within
 from fxpipe.precision import cast_batch
-from fxpipe.replay import Rounded, State, same_draws
+from fxpipe.replay import Rounded, State, same_draws, without_reentrant_checkpoints
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
 from fxpipe.wire import duplicate
@@ -188,11 +188,13 @@ class _Trial:
 
     @contextlib.contextmanager
     def _around(self, rounding: int | None) -> Iterator[None]:
-        """As around a training step; models that torch compiles run as they are written."""
+        """As around a training step; models that torch compiles run as they are written, and what is checkpointed so
+        that no gradient can be asked for runs once."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(without_reentrant_checkpoints())
             stack.enter_context(within([region._replace(enabled=False) for region in self.request.autocast]))
             if any(stage.draws_random for stage in self.graph):
                 stack.enter_context(same_draws(self._devices))

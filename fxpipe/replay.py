@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fxpipe.torch_compat import TorchDispatchMode, pytree
+from fxpipe.trace.guard import patched
 from fxpipe.trace.snapshot import RandomState, Snapshot
 
 MOST_DRAWS = 100_000
@@ -40,6 +42,22 @@ class State:
         self._random.restore()
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def without_reentrant_checkpoints() -> Iterator[None]:
+    """Functions given to a reentrant checkpoint, through which ``autograd.grad`` cannot go, run once and keep all.
+
+    As there, what is given no tensor that requires a gradient gives none.
+    """
+
+    def run(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+        requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and requires):
+            return function(*args)
+
+    with patched(torch.utils.checkpoint.CheckpointFunction, "apply", run):
+        yield
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError, capture_check, stage_boundary
@@ -381,3 +382,22 @@ def test_a_stage_graph_of_the_users_own_is_no_capture() -> None:
         {"a": linear(), "b": lambda h: h.mean()}, edges=[("a", "b")], inputs={"a": ["x"]}
     )
     assert "checked" not in str(fxpipe.compile(graph, TWO, example_args=(torch.randn(8, WIDTH),)).stages)
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = linear(), linear(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = checkpoint(self.b, torch.tanh(self.a(x)), use_reentrant=True)
+        h = stage_boundary(checkpoint(lambda h: F.dropout(self.c(h), 0.1), h, use_reentrant=True))
+        return F.mse_loss(self.c(h), y)
+
+
+@pytest.mark.parametrize("frozen", ["", "a"])
+def test_reentrant_checkpoints_are_checked(frozen: str) -> None:
+    model = Reentrant()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    assert "checked against the model on 2" in told(model, tracer="record")
