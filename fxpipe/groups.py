@@ -53,6 +53,45 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
     return resolved
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def first_names(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each name → the first name of the same parameter, as ``named_parameters()`` has it."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+
+
+def comparable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a group's hyperparameters is equal on another rank, if it is."""
+    given = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options_of(group).items()}
+    return {key: value for key, value in given.items() if isinstance(value, int | float | str | tuple | list)}
+
+
+def whole_groups(everyone: Sequence[Any], order: Sequence[str]) -> list[tuple[str, ...]]:
+    """The names of each group out of all pipe ranks' parts of it, in the model's order.
+
+    Raises:
+        RunError: a rank has no groups, but what is wrong with them; or other groups than rank 0.
+    """
+    wrong = next(((rank, told) for rank, told in enumerate(everyone) if isinstance(told, str)), None)
+    if wrong is not None:
+        raise RunError(f"pipe rank {wrong[0]} could not make the optimizer: {wrong[1]}")
+    first = [options for _, options in everyone[0]]
+    for rank, told in enumerate(everyone):
+        options = [options for _, options in told]
+        if options != first:
+            raise RunError(
+                f"pipe ranks 0 and {rank} have made parameter groups of their own, {first} and {options}; groups are "
+                'the whole model\'s: name their parameters on all ranks alike, {"params": "*.bias", ...}'
+            )
+    place = {name: number for number, name in enumerate(order)}
+    named = [{name for told in everyone for name in told[number][0]} for number in range(len(first))]
+    return [tuple(sorted(names, key=place.__getitem__)) for names in named]
+
+
 def _listed(params: Any) -> list[Any]:
     """A group's parameters, one or several of them, as a list."""
     if isinstance(params, set | frozenset):

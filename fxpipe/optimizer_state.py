@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fxpipe.dtensors import is_dtensor
 from fxpipe.errors import CheckpointError, nearest
+from fxpipe.groups import options_of
 from fxpipe.slices import Slice, memory_order
 from fxpipe.target import Target
 from fxpipe.torch_compat import pytree
@@ -26,11 +27,6 @@ MASTER = "master"
 
 Entry = dict[str, Any]
 """What an optimizer keeps of one parameter, by its own keys."""
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def initial_state(cls: Callable[..., Any], kw: Mapping[str, Any], options: Mapping[str, Any], like: Tensor) -> Entry:

@@ -23,14 +23,13 @@ from fxpipe.data_axis import Way
 from fxpipe.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.flat import Piece
-from fxpipe.groups import resolve_groups
+from fxpipe.groups import comparable, first_names, options_of, resolve_groups, whole_groups
 from fxpipe.optimizer_state import (
     MASTER,
     Entry,
     group_options,
     initial_state,
     is_initial,
-    options_of,
     refuse_torchs_helpers,
     shown,
     taken,
@@ -39,6 +38,7 @@ from fxpipe.precision import Precision
 from fxpipe.reduce import Claim
 from fxpipe.slices import Slice
 from fxpipe.target import Target, merged, originals_of, target_of
+from fxpipe.torch_compat import version_of
 from fxpipe.transport import Transport
 
 Maker = Callable[..., torch.optim.Optimizer]
@@ -160,7 +160,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             groups = resolve_groups(params, self._held, self._all)
             mine = [tuple(self._name_of(entry) for entry in group["params"]) for group in groups]
-            told: Any = [(names, _comparable(group)) for names, group in zip(mine, groups, strict=True)]
+            told: Any = [(names, comparable(group)) for names, group in zip(mine, groups, strict=True)]
         except Exception as error:
             failure, told = error, f"{type(error).__name__}: {error}"
         everyone = self._transport.gather("pipe", told)
@@ -474,38 +474,4 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _version_of(value: Tensor) -> int:
     """How often a tensor, or this rank's part of it, has been written to."""
-    return (value.local if isinstance(value, Slice) else local(value))._version
-
-
-def first_names(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each name → the first name of the same parameter, as ``named_parameters()`` has it."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
-
-
-def _comparable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a group's hyperparameters is equal on another rank, if it is."""
-    given = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options_of(group).items()}
-    return {key: value for key, value in given.items() if isinstance(value, int | float | str | tuple | list)}
-
-
-def whole_groups(everyone: Sequence[Any], order: Sequence[str]) -> list[tuple[str, ...]]:
-    """The names of each group out of all pipe ranks' parts of it, in the model's order.
-
-    Raises:
-        RunError: a rank has no groups, but what is wrong with them; or other groups than rank 0.
-    """
-    wrong = next(((rank, told) for rank, told in enumerate(everyone) if isinstance(told, str)), None)
-    if wrong is not None:
-        raise RunError(f"pipe rank {wrong[0]} could not make the optimizer: {wrong[1]}")
-    first = [options for _, options in everyone[0]]
-    for rank, told in enumerate(everyone):
-        options = [options for _, options in told]
-        if options != first:
-            raise RunError(
-                f"pipe ranks 0 and {rank} have made parameter groups of their own, {first} and {options}; groups are "
-                'the whole model\'s: name their parameters on all ranks alike, {"params": "*.bias", ...}'
-            )
-    place = {name: number for number, name in enumerate(order)}
-    named = [{name for told in everyone for name in told[number][0]} for number in range(len(first))]
-    return [tuple(sorted(names, key=place.__getitem__)) for names in named]
+    return version_of(value.local if isinstance(value, Slice) else local(value))
