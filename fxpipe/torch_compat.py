@@ -42,6 +42,7 @@ __all__ = [
     "CHECKPOINT_GENERATOR",
     "CHECKS",
     "DROPOUTS",
+    "DUAL_NUMBERS",
     "FAKE_TENSOR_LOG",
     "MODULE_TABLES",
     "RECURRENT_CACHES",
@@ -106,6 +107,9 @@ SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
 
 TO_COPY = torch.ops.aten._to_copy.default
 """What ``.to()`` runs."""
+
+DUAL_NUMBERS = (torch.ops.aten._make_dual.default, torch.ops.aten._unpack_dual.default)
+"""Of a level of forward-mode differentiation. Export of 2.12 records them without the level; later ones refuse."""
 
 plain_results: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""

@@ -21,6 +21,7 @@ from fxpipe.marker import boundary
 from fxpipe.modes import Autocast, Modes
 from fxpipe.torch_compat import (
     ASSERTIONS,
+    DUAL_NUMBERS,
     FakeTensor,
     HigherOrderOperator,
     OpOverload,
@@ -336,7 +337,7 @@ def _is_known(target: Any) -> bool:
     """Whether it is an operator, or a function of Python's or torch's on numbers: what can run by itself."""
     numbers = ("_operator", "builtins", "math")
     known = getattr(target, "__module__", None) in numbers or getattr(target, "__name__", "").startswith("sym_")
-    return isinstance(target, OpOverload) or known
+    return (isinstance(target, OpOverload) and target not in DUAL_NUMBERS) or known
 
 
 def _is_pure(node: fx.Node) -> bool:
