@@ -6,8 +6,8 @@
 A model is compiled on one process, cut into stages, and trained for two steps on other numbers than it was captured
 with. A number in the table says that losses, every gradient and every buffer are those of plain PyTorch, to the last
 bit or, for tied parameters and values that several stages use, to rounding; it is the seconds of one core
-that capture, cut and check took. What a tracer would get wrong it refuses, for the reason below the table. The script needs
-transformers, and runs in a checkout, for it reads the tests' models.
+that capture, cut and check took. What a tracer would get wrong it refuses, for the reason below the table. The script
+needs transformers, and runs in a checkout, for it reads the tests' models.
 """
 
 from __future__ import annotations
