@@ -155,8 +155,8 @@ class Agreement:
         self._numbers_given += 1
         if self._transport.data_size == 1 or self._numbers_given > _NUMBERS_CHECKED:
             return
-        mine = int(number)
-        told = mine, mine in items.counts_of(batches), sum(items.counts_of(batches)[:1])
+        mine, counts = int(number), items.counts_of(batches)
+        told = mine, mine in counts, sum(counts[:1])
         everyone = self._transport.gather("data", told)
         given = [one for one, _, _ in everyone]
         whole = sum(count for _, _, count in everyone)

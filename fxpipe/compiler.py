@@ -70,8 +70,8 @@ def compile(
     stage_compiler: Callable[..., Any] | None = None,
     check_batches: bool = True,
     check_capture: bool = True,
-    passes: Sequence[Pass] | None = None,
     error_if_nonfinite: bool = False,
+    passes: Sequence[Pass] | None = None,
 ) -> ForwardBackward:
     """Compiles a model into one function that replaces the forward and backward of a training loop.
 
@@ -116,10 +116,10 @@ def compile(
             tells: without an example's numbers, on the meta device, with rows that are all alike, for kinds of batch
             that come later, and where it would not be cheap: from 2^28 numbers in parameters, or from 1e10 (1e12 on a
             GPU) for these times the tokens, steps or pixels of a micro-batch.
-        passes: the pass pipeline; None: ``fxpipe.passes.default()``.
         error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks alike and before
             an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
             step, micro-batch and stage.
+        passes: the pass pipeline; None: ``fxpipe.passes.default()``.
 
     Raises:
         TraceError, PartitionError, ScheduleError, TopologyError: what cannot be done, on all ranks alike.
