@@ -1,0 +1,56 @@
+"""What users can name: every public name, method, parameter and default, as ``public_surface.txt`` lists them.
+
+A line that goes or changes breaks somebody's script. To add one: ``python -m tests.test_public_surface``, and read what
+``git diff`` shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fxpipe
+
+LIST = Path(__file__).with_name("public_surface.txt")
+
+
+def surface() -> Iterator[str]:
+    for name in fxpipe.__all__:
+        value = getattr(fxpipe, name)
+        if inspect.ismodule(value):
+            yield from (line(f"{name}.{inner}", getattr(value, inner)) for inner in value.__all__)
+        else:
+            yield line(name, value)
+        if inspect.isclass(value):
+            yield from (line(f"{name}.{inner}", member) for inner, member in members(value).items())
+
+
+def members(owner: type) -> dict[str, Any]:
+    """What a class of fxpipe has and inherits from others of fxpipe, without what is private."""
+    ours = [base for base in reversed(owner.__mro__) if base.__module__.split(".")[0] == "fxpipe"]
+    return {name: value for base in ours for name, value in vars(base).items() if name[0] != "_"}
+
+
+def line(name: str, value: Any) -> str:
+    """``build(family, edges, microbatches, placement=None)``: a function with its parameters, anything else bare."""
+    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    if not inspect.isfunction(function) and not is_record(function):
+        return name
+    parameters = inspect.signature(function).parameters.values()
+    return f"{name}{inspect.Signature([one.replace(annotation=one.empty) for one in parameters])}"
+
+
+def is_record(value: Any) -> bool:
+    """Whether a user makes one by calling the class with its fields."""
+    return inspect.isclass(value) and (dataclasses.is_dataclass(value) or issubclass(value, tuple))
+
+
+def test_every_public_name_is_where_it_was_with_the_parameters_it_had() -> None:
+    assert sorted(surface()) == LIST.read_text().splitlines()
+
+
+if __name__ == "__main__":
+    LIST.write_text("".join(f"{one}\n" for one in sorted(surface())))
