@@ -7,9 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fxpipe import schedules
-from fxpipe.action import Action, Op
-from fxpipe.comparison import compare
-from fxpipe.costs import Costs
+from fxpipe.distributed.topology import Topology
 from fxpipe.errors import (
     CheckpointError,
     FxpipeError,
@@ -20,24 +18,26 @@ from fxpipe.errors import (
     TraceError,
     nearest,
 )
-from fxpipe.marker import stage_boundary
-from fxpipe.schedule import Schedule
+from fxpipe.graph.boundary import stage_boundary
 from fxpipe.schedules import SCHEDULES
-from fxpipe.timeline import Timeline
-from fxpipe.topology import Topology
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.comparison import compare
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
     from fxpipe import passes
     from fxpipe.compiler import compile, preview
-    from fxpipe.engine import ForwardBackward
-    from fxpipe.initialise import init_weights_of, reset_parameters
-    from fxpipe.ir import StageGraph
-    from fxpipe.loss import Sum
+    from fxpipe.distributed.processes import init, launch
+    from fxpipe.distributed.traffic import Traffic
+    from fxpipe.graph.loss import Sum
+    from fxpipe.graph.program import StageGraph
+    from fxpipe.parameters.initialise import init_weights_of, reset_parameters
+    from fxpipe.parameters.weights import Weights
     from fxpipe.precision import Precision
+    from fxpipe.run.forward_backward import ForwardBackward
     from fxpipe.trace import TRACERS
-    from fxpipe.traffic import Traffic
-    from fxpipe.weights import Weights
-    from fxpipe.world import init, launch
 
 __all__ = [
     "SCHEDULES",
@@ -76,19 +76,19 @@ __all__ = [
 # Name → the module that has it, whose import takes torch along.
 _LATER = {
     "TRACERS": "trace",
-    "ForwardBackward": "engine",
+    "ForwardBackward": "run.forward_backward",
     "Precision": "precision",
-    "StageGraph": "ir",
-    "Sum": "loss",
-    "Traffic": "traffic",
-    "Weights": "weights",
+    "StageGraph": "graph.program",
+    "Sum": "graph.loss",
+    "Traffic": "distributed.traffic",
+    "Weights": "parameters.weights",
     "compile": "compiler",
-    "init": "world",
-    "init_weights_of": "initialise",
-    "launch": "world",
+    "init": "distributed.processes",
+    "init_weights_of": "parameters.initialise",
+    "launch": "distributed.processes",
     "passes": "passes",
     "preview": "compiler",
-    "reset_parameters": "initialise",
+    "reset_parameters": "parameters.initialise",
 }
 
 

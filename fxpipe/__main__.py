@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from fxpipe.arguments import MICROBATCHES, Edges, parser
-from fxpipe.costs import Costs
+from fxpipe.command_line import MICROBATCHES, Edges, parser
+from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, ScheduleError, TopologyError, nearest
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.show import table
-from fxpipe.timeline import Timeline
-from fxpipe.topology import Topology
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.table import table
+from fxpipe.schedules.timeline import Timeline
 
 # What is still drawn in some seconds: a slip of the hand must not eat the machine.
 _MOST_ACTIONS = 1_000_000

@@ -11,35 +11,44 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.agreement import Options, call_signature, first_plan_together, flags_of, pattern_of
-from fxpipe.batch import BatchDim, Description, cut_description, describe, required_names, row_count, split, split_rows
-from fxpipe.batch import bind as bind_call
-from fxpipe.boundaries import AUTO, Boundaries, resolve
-from fxpipe.capture_check import Sample
-from fxpipe.captures import Captures, Pattern, Search
-from fxpipe.connect import connect
-from fxpipe.data_axis import check_ties, check_zero, data_groups
-from fxpipe.engine import ForwardBackward
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.metered_transport import Metered
+from fxpipe.distributed.stopwatch import clock_of
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.errors import RunError, nearest
-from fxpipe.holding import Wish, device_of, take_hold
-from fxpipe.ir import StageGraph, all_tensors
-from fxpipe.items import Items, with_number
-from fxpipe.lower import pairs
-from fxpipe.materialise import weights_of
-from fxpipe.metered import Metered
-from fxpipe.modes import ambient_autocast
-from fxpipe.ownership import ownership
-from fxpipe.parallel import check_parallelize, tensor_groups
-from fxpipe.pipeline import Pass
-from fxpipe.plan import Plan, Planner
+from fxpipe.graph.modes import ambient_autocast
+from fxpipe.graph.program import StageGraph, all_tensors
+from fxpipe.parameters.materialise import weights_of
+from fxpipe.parameters.ownership import ownership
+from fxpipe.parameters.weights import Weights
+from fxpipe.passes.chain import Pass
+from fxpipe.plan.agreement import Options, call_signature, first_plan_together, flags_of, pattern_of
+from fxpipe.plan.batch import (
+    BatchDim,
+    Description,
+    cut_description,
+    describe,
+    required_names,
+    row_count,
+    split,
+    split_rows,
+)
+from fxpipe.plan.batch import bind as bind_call
+from fxpipe.plan.capture_check import Sample
+from fxpipe.plan.captures import Captures, Pattern, Search
+from fxpipe.plan.label_count import Items, with_number
+from fxpipe.plan.planner import Plan, Planner
 from fxpipe.precision import Precision
-from fxpipe.schedule import Schedule
+from fxpipe.run.forward_backward import ForwardBackward
+from fxpipe.run.rank_state import Wish, device_of, take_hold
 from fxpipe.schedules import Family
-from fxpipe.stopwatch import clock_of
-from fxpipe.topology import Topology
+from fxpipe.schedules.lower import pairs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.sharding.data_axis import check_ties, check_zero, data_groups
+from fxpipe.sharding.parallelize.apply import check_parallelize, tensor_groups
 from fxpipe.trace import Request
-from fxpipe.transport import Transport, failing_together
-from fxpipe.weights import Weights
+from fxpipe.trace.cuts_by_name import AUTO, Boundaries, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

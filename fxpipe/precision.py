@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.batch import ITEMS
 from fxpipe.errors import RunError
+from fxpipe.plan.batch import ITEMS
 from fxpipe.torch_compat import pytree
 
 

@@ -9,7 +9,8 @@ if __name__ == "passes":
     raise ImportError("this folder is the package fxpipe.passes; import it by that name")
 
 from fxpipe.passes.alias_groups import alias_groups
-from fxpipe.passes.blocks import blocks
+from fxpipe.passes.analysis.blocks import blocks
+from fxpipe.passes.chain import Pass
 from fxpipe.passes.erase_boundaries import erase_boundaries
 from fxpipe.passes.follow import follow
 from fxpipe.passes.mark_copies import mark_copies
@@ -17,7 +18,6 @@ from fxpipe.passes.name_stages import name_stages
 from fxpipe.passes.order_writes import order_writes
 from fxpipe.passes.partition import partition
 from fxpipe.passes.split import split
-from fxpipe.pipeline import Pass
 
 
 def default() -> tuple[Pass, ...]:
@@ -26,7 +26,7 @@ def default() -> tuple[Pass, ...]:
 
 
 def before_balance() -> tuple[Pass, ...]:
-    """What stands in front of ``fxpipe.balance.balance``, which takes the place of ``partition``."""
+    """What stands in front of ``fxpipe.plan.balance.balance``, which takes the place of ``partition``."""
     return erase_boundaries, order_writes, alias_groups, mark_copies
 
 

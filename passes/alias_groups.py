@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Effects, Program, before_boundary, is_boundary, is_boundary_value, where
-from fxpipe.passes.effects import aliased, is_number, own_writes, writes_apart, written
-from fxpipe.passes.union import Union
+from fxpipe.graph.program import Effects, Program, before_boundary, is_boundary, is_boundary_value, where
+from fxpipe.passes.analysis.effects import aliased, is_number, own_writes, writes_apart, written
+from fxpipe.passes.analysis.union import Union
 
 
 def alias_groups(program: Program) -> Program:

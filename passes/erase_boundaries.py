@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value
+from fxpipe.graph.program import Program, before_boundary, is_boundary, is_boundary_value
 
 
 def erase_boundaries(program: Program) -> Program:

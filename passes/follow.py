@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpipe.ir import Program, is_compute, made_by
-from fxpipe.passes.union import Union
+from fxpipe.graph.program import Program, is_compute, made_by
+from fxpipe.passes.analysis.union import Union
 
 
 def follow(program: Program, first: Program) -> Program:

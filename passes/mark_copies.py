@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from fxpipe.ir import Program, is_compute, made_by
+from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.passes.alias_groups import holders_of_written
-from fxpipe.passes.effects import is_random
+from fxpipe.passes.analysis.effects import is_random
 
 
 def mark_copies(program: Program) -> Program:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxpipe.ir import Program, before_boundary, is_boundary, is_boundary_value, made_by
+from fxpipe.graph.program import Program, before_boundary, is_boundary, is_boundary_value, made_by
 
 
 def name_stages(program: Program) -> Program:

@@ -10,10 +10,10 @@ from functools import partial
 
 from torch import fx
 
-from fxpipe.callables import setitem
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Program, where
-from fxpipe.passes.effects import is_item_write, returns_written, written
+from fxpipe.graph.program import Program, where
+from fxpipe.graph.stage_calls import setitem
+from fxpipe.passes.analysis.effects import is_item_write, returns_written, written
 
 
 def order_writes(program: Program) -> Program:

@@ -20,13 +20,22 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Program, before_boundary, is_assertion, is_boundary, is_boundary_value, is_compute, readers, where
+from fxpipe.graph.program import (
+    Program,
+    before_boundary,
+    is_assertion,
+    is_boundary,
+    is_boundary_value,
+    is_compute,
+    readers,
+    where,
+)
 from fxpipe.passes.alias_groups import holders_of_written
-from fxpipe.passes.effects import is_number, writes_apart, written
-from fxpipe.passes.inner_gradients import inner_gradients
-from fxpipe.passes.lone_writes import hosts_of_lone_writes
-from fxpipe.passes.topological import in_order
-from fxpipe.passes.union import Union
+from fxpipe.passes.analysis.effects import is_number, writes_apart, written
+from fxpipe.passes.analysis.inner_gradients import inner_gradients
+from fxpipe.passes.analysis.lone_writes import hosts_of_lone_writes
+from fxpipe.passes.analysis.topological import in_order
+from fxpipe.passes.analysis.union import Union
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxpipe.callables import check_shapes, handoff, private
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Edge, Program, Stage, StageGraph, all_tensors, is_boundary_value, is_compute, made_by
-from fxpipe.modes import Modes, enter_modes, leave_modes
-from fxpipe.passes.effects import is_number, is_random, writes_apart
+from fxpipe.graph.modes import Modes, enter_modes, leave_modes
+from fxpipe.graph.program import Edge, Program, Stage, StageGraph, all_tensors, is_boundary_value, is_compute, made_by
+from fxpipe.graph.stage_calls import check_shapes, handoff, private
+from fxpipe.passes.analysis.effects import is_number, is_random, writes_apart
 
 _Use = tuple[int, int]
 """A value's use: (program position, stage)."""

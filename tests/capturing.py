@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe import passes
-from fxpipe.ir import Edge, Program, StageGraph, is_compute
-from fxpipe.pipeline import chain
+from fxpipe.graph.program import Edge, Program, StageGraph, is_compute
+from fxpipe.passes.chain import chain
 from fxpipe.trace import Request, capture
 
 

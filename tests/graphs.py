@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
-from fxpipe.action import Action, Op
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import build
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.schedule import Schedule
 
 Pairs = tuple[tuple[int, int], ...]
 

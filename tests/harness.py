@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.strict import current_seat, run_strict
+from fxpipe.distributed.strict_transport import current_seat, run_strict
 from tests.models import Callables, Case, Inputs
 from tests.pool import Pool
 

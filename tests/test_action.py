@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fxpipe.action import Action, Op
 from fxpipe.errors import ScheduleError
+from fxpipe.schedules.action import Action, Op
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import passes
-from fxpipe.balance import Balanced, Hardware, NodeCosts, balance, costs_from_shapes, place_stages
-from fxpipe.balance.candidates import numbered
-from fxpipe.balance.coarse import coarsened
-from fxpipe.balance.layout import Judge, Layout
-from fxpipe.balance.node_costs import Held
-from fxpipe.balance.orders import orders, towers
-from fxpipe.balance.search import search
-from fxpipe.balance.segments import Line, Room, cut, least_bound, least_greatest, lightest
-from fxpipe.balance.work import Block, Value, Work, work_of_program, work_of_stages
-from fxpipe.batch import Like
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Program, StageGraph, is_boundary, is_compute
-from fxpipe.passes.blocks import Blocks, blocks
-from fxpipe.pipeline import chain, check
-from fxpipe.placement import place
+from fxpipe.graph.program import Program, StageGraph, is_boundary, is_compute
+from fxpipe.passes.analysis.blocks import Blocks, blocks
+from fxpipe.passes.chain import chain, check
+from fxpipe.plan.balance import Balanced, Hardware, NodeCosts, balance, costs_from_shapes, place_stages
+from fxpipe.plan.balance.block_graph import Block, Value, Work, work_of_program, work_of_stages
+from fxpipe.plan.balance.candidates import numbered
+from fxpipe.plan.balance.coarsen import coarsened
+from fxpipe.plan.balance.node_costs import Held
+from fxpipe.plan.balance.orders import orders, towers
+from fxpipe.plan.balance.search import search
+from fxpipe.plan.balance.segments import Line, Room, cut, least_bound, least_greatest, lightest
+from fxpipe.plan.balance.simulated_layouts import Judge, Layout
+from fxpipe.plan.batch import Like
+from fxpipe.plan.placement import place
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
 from tests.capturing import run_stages

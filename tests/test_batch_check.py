@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.batch_check import EVERY, FIRST, is_checked
-from fxpipe.strict import current_seat, run_strict
+from fxpipe.distributed.strict_transport import current_seat, run_strict
+from fxpipe.run.batch_check import EVERY, FIRST, is_checked
 from tests.pool import Pool
 
 PAIR = Topology([("pipe", 2)])
@@ -241,7 +241,7 @@ def test_the_first_three_calls_and_every_hundredth_are_checked() -> None:
 
 
 def test_ranks_that_part_later_are_found_and_the_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.batch_check.EVERY", 8)
+    monkeypatch.setattr("fxpipe.run.batch_check.EVERY", 8)
     done = [0, 0]
 
     def body() -> None:

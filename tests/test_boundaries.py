@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import TRACERS, PartitionError, TraceError, passes, stage_boundary
-from fxpipe.batch import Like
-from fxpipe.boundaries import resolve
-from fxpipe.ir import Program, is_boundary, where
-from fxpipe.pipeline import chain
+from fxpipe.graph.program import Program, is_boundary, where
+from fxpipe.passes.chain import chain
+from fxpipe.plan.batch import Like
 from fxpipe.trace import Cut, Request, capture
-from fxpipe.trace.cuts import cutting
+from fxpipe.trace.cuts_by_name import resolve
+from fxpipe.trace.cutting import cutting
 from tests.capturing import run_stages
 
 TRACERS_BY_NAME = sorted(TRACERS)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from fxpipe.action import Action, Op
-from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, Problem, build
-from fxpipe.schedules.in_flight import round_trip_caps
-from fxpipe.schedules.interleaved import in_laps
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.caps import round_trip_caps
+from fxpipe.schedules.families.interleaved import in_laps
+from fxpipe.schedules.schedule import Schedule
 from tests.graphs import WORKED, Bare, Pairs, bare, branches, chain, random_bare
 
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)

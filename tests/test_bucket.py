@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fxpipe.bucket import ALIGNMENT, Item, Kind, Layout, lay_out
+from fxpipe.sharding.bucket_layout import ALIGNMENT, Item, Kind, Layout, lay_out
 
 PLAIN = Kind(stage=0, owners=(), whole=False, element=4)
 WHOLE = Kind(stage=0, owners=(), whole=True, element=4)

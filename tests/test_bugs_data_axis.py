@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.strict import run_strict
+from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import replica_of
 from tests.pool import Pool
 

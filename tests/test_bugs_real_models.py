@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import RunError, TraceError, stage_boundary
-from fxpipe.strict import run_strict
+from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import assert_same, gradients_of
 
 every_tracer = pytest.mark.parametrize("tracer", ["export", "record"])

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe import TraceError, capture_check, stage_boundary
-from fxpipe.strict import run_strict
+from fxpipe import TraceError, stage_boundary
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.plan import capture_check
 from tests.harness import assert_same, replica_of
 from tests.models import WIDTH, linear, vectors
 

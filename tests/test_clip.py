@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe.clip import clip_grad_norm_
+from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import RunError
-from fxpipe.flat import Piece
-from fxpipe.transport import LocalTransport
+from fxpipe.sharding.clip import clip_grad_norm_
+from fxpipe.sharding.flat_bucket import Piece
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
 

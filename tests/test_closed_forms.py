@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from fxpipe.action import Op
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import build
-from fxpipe.timeline import Timeline
+from fxpipe.schedules.action import Op
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.timeline import Timeline
 from tests.graphs import WORKED, branches, chain
 
 PIPELINES = range(2, 17)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import fxpipe
-from fxpipe.collective import Collective
-from fxpipe.connect import connect
-from fxpipe.transport import LocalTransport, Transport
+from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.harness import engine_of
 from tests.pool import Pool
 

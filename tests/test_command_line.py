@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from fxpipe.__main__ import main
-from fxpipe.schedule import Schedule
+from fxpipe.distributed.topology import Topology
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.topology import Topology
+from fxpipe.schedules.schedule import Schedule
 from tests.graphs import WORKED, chain
 
 ROOT = Path(__file__).parents[1]

@@ -8,10 +8,10 @@ import pytest
 
 import fxpipe
 from fxpipe import Action, Op, Schedule, ScheduleError, Timeline
-from fxpipe.comparison import Comparison, Part, Share, Wait
-from fxpipe.measure import timeline_of
+from fxpipe.distributed.stopwatch import Lap
+from fxpipe.run.measured_timeline import timeline_of
 from fxpipe.schedules import SCHEDULES, Costs, build
-from fxpipe.stopwatch import Lap
+from fxpipe.schedules.comparison import Comparison, Part, Share, Wait
 from tests.graphs import random_bare
 
 parse = Action.parse

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxpipe import passes
-from fxpipe.balance import Hardware, NodeCosts, costs_from_shapes, costs_measured
-from fxpipe.batch import Like
 from fxpipe.errors import PartitionError
-from fxpipe.ir import Program
-from fxpipe.modes import Autocast
-from fxpipe.pipeline import chain
+from fxpipe.graph.modes import Autocast
+from fxpipe.graph.program import Program
+from fxpipe.passes.chain import chain
+from fxpipe.plan.balance import Hardware, NodeCosts, costs_from_shapes, costs_measured
+from fxpipe.plan.batch import Like
 from fxpipe.trace import Request, capture
 
 PLAIN = Hardware(flops=1.0, flops_16=1.0, bandwidth=1e30, launch=0.0)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.action import Action, Op
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Row, Schedule
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.show import table
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.schedule import Row, Schedule
+from fxpipe.schedules.table import table
 from tests.graphs import WORKED, Bare, bare, branches, chain, random_bare
 
 GRAPHS: dict[str, Bare] = {

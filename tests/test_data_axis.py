@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.strict import current_seat, run_strict
+from fxpipe.distributed.strict_transport import current_seat, run_strict
 from tests.harness import cut, replica_of
 from tests.pool import Pool
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.detached import detached
+from fxpipe.run.detached import detached
 from tests.pool import Pool
 
 

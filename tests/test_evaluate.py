@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.strict import run_strict
+from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import Engine, engine_of, replica_of
 from tests.test_bugs_data_axis import refusals
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.action import Op
-from fxpipe.collective import Work
-from fxpipe.connect import connect
+from fxpipe.distributed.collective import Work
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.errors import RunError
-from fxpipe.exchange import Mailbox, WireExchange
-from fxpipe.lower import Message
-from fxpipe.strict import run_strict
-from fxpipe.topology import Topology
-from fxpipe.transport import Pair, Transport
+from fxpipe.run.exchange import Mailbox, WireExchange
+from fxpipe.schedules.action import Op
+from fxpipe.schedules.lower import Message
 
 CPU = torch.device("cpu")
 every_seed = pytest.mark.parametrize("seed", range(8))

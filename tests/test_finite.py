@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.finite import Extremes
-from fxpipe.strict import current_seat, run_strict
+from fxpipe.distributed.strict_transport import current_seat, run_strict
+from fxpipe.run.finite import Extremes
 from tests.harness import engine_of, replica_of
 from tests.pool import Pool
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import StageGraph, Topology
-from fxpipe.action import Op
 from fxpipe.errors import PartitionError
+from fxpipe.schedules.action import Op
 from tests.harness import engine_of
 from tests.pool import Pool
 

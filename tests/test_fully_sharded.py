@@ -14,18 +14,18 @@ from torch.distributed.tensor import DTensor
 
 import fxpipe
 from fxpipe import StageGraph
-from fxpipe.action import Op
-from fxpipe.callables import edges as roots_of
-from fxpipe.checkpoint import _whole, full_state_dict, load_into
-from fxpipe.connect import connect
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.transport import Transport
 from fxpipe.errors import TopologyError
-from fxpipe.fully_sharded import FullyShardedGradients, fully_sharded
-from fxpipe.ir import Edge, all_tensors
-from fxpipe.ownership import Ownership, RankModule, ownership, release
+from fxpipe.graph.program import Edge, all_tensors
+from fxpipe.graph.stage_calls import edges as roots_of
+from fxpipe.parameters.checkpoint import _whole, full_state_dict, load_into
+from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release
 from fxpipe.precision import Precision
-from fxpipe.schedule import Schedule
-from fxpipe.topology import Topology
-from fxpipe.transport import Transport
+from fxpipe.schedules.action import Op
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.sharding.fsdp_gradients import FullyShardedGradients, fully_sharded
 from tests.pool import Pool
 
 WIDTH, ROWS = 6, 12
@@ -103,7 +103,7 @@ def traced_stages(training: bool = True) -> StageGraph:
 def captured(model: nn.Module) -> StageGraph:
     """As a call would capture it."""
     from fxpipe import passes
-    from fxpipe.pipeline import chain
+    from fxpipe.passes.chain import chain
     from fxpipe.trace import Request, capture
 
     return passes.split(chain(passes.default(), capture(Request(model, ("x",), {}, None), "symbolic")))

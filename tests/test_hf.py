@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import TraceError, passes
+from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
-from fxpipe.pipeline import chain
 from fxpipe.trace import TRACERS
 from tests.capturing import run_stages
 from tests.harness import Run, accumulate, assert_run, assert_same, cut, gradients_of, local, replica_of, trained

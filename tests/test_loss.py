@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.loss import StepLoss, read_loss
-from fxpipe.strict import run_strict
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.graph.loss import StepLoss, read_loss
 
 CPU = torch.device("cpu")
 

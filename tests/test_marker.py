@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.ir import is_boundary
-from fxpipe.marker import boundary, recording
+from fxpipe.graph.boundary import boundary, recording
+from fxpipe.graph.program import is_boundary
 from tests.capturing import captured
 
 Pair = namedtuple("Pair", "left right")

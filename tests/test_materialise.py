@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import stage_boundary
 from fxpipe.errors import CheckpointError, RunError
-from fxpipe.initialise import reset_parameters
-from fxpipe.ir import all_tensors
-from fxpipe.materialise import check_no_meta, materialise, weights_of
-from fxpipe.weights import Weights
+from fxpipe.graph.program import all_tensors
+from fxpipe.parameters.initialise import reset_parameters
+from fxpipe.parameters.materialise import check_no_meta, materialise, weights_of
+from fxpipe.parameters.weights import Weights
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -414,10 +414,10 @@ _PEAK = """
 import sys
 import torch
 from torch import nn
-from fxpipe.initialise import reset_parameters
-from fxpipe.ir import all_tensors
-from fxpipe.materialise import materialise
-from fxpipe.weights import Weights
+from fxpipe.parameters.initialise import reset_parameters
+from fxpipe.graph.program import all_tensors
+from fxpipe.parameters.materialise import materialise
+from fxpipe.parameters.weights import Weights
 from tests.test_materialise import peak
 
 source, rank = sys.argv[1], int(sys.argv[2])

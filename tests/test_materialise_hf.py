@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.initialise import init_weights_of
-from fxpipe.ir import all_tensors
-from fxpipe.materialise import materialise
-from fxpipe.weights import Weights
+from fxpipe.graph.program import all_tensors
+from fxpipe.parameters.initialise import init_weights_of
+from fxpipe.parameters.materialise import materialise
+from fxpipe.parameters.weights import Weights
 from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-import fxpipe.measure
-import fxpipe.stopwatch
+import fxpipe.distributed.stopwatch
+import fxpipe.run.measured_timeline
 from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
-from fxpipe.action import Op
-from fxpipe.measure import Recording, Round, mean_costs, offset_between, timeline_of
-from fxpipe.run import Executor
+from fxpipe.distributed.stopwatch import Lap, Reduced, Stopwatch
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.run.executor import Executor
+from fxpipe.run.measured_timeline import Recording, Round, mean_costs, offset_between, timeline_of
 from fxpipe.schedules import Costs, Problem, build, with_costs
-from fxpipe.stopwatch import Lap, Reduced, Stopwatch
-from fxpipe.strict import run_strict
-from fxpipe.timeline import Reduction
+from fxpipe.schedules.action import Op
+from fxpipe.schedules.timeline import Reduction
 from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
 from tests.pool import Pool
@@ -90,7 +90,7 @@ def test_what_is_started_ends_on_any_thread_and_in_any_order() -> None:
 
 
 def test_many_threads_may_end_what_one_starts() -> None:
-    stopwatch = Stopwatch(fxpipe.stopwatch.HostClock())
+    stopwatch = Stopwatch(fxpipe.distributed.stopwatch.HostClock())
     threads = []
     for number in range(200):
         end = stopwatch.started(f"bucket {number}")
@@ -258,9 +258,11 @@ def recorded_with_skew(seconds: float) -> Timeline:
         perf_counter = staticmethod(lambda: time.perf_counter() + skew)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fxpipe.measure, "time", Skewed)
+        patch.setattr(fxpipe.run.measured_timeline, "time", Skewed)
         patch.setattr(
-            fxpipe.stopwatch.HostClock, "mark", staticmethod(lambda: time.perf_counter_ns() + int(skew * 1e9))
+            fxpipe.distributed.stopwatch.HostClock,
+            "mark",
+            staticmethod(lambda: time.perf_counter_ns() + int(skew * 1e9)),
         )
         return recorded(NAME)[1]
 
@@ -307,7 +309,7 @@ def test_a_step_that_not_every_rank_recorded_is_an_error_on_all_and_training_goe
 
 def test_without_recording_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Executor] = []
-    monkeypatch.setattr(fxpipe.engine, "Executor", lambda *args: made.append(Executor(*args)) or made[-1])
+    monkeypatch.setattr(fxpipe.run.forward_backward, "Executor", lambda *args: made.append(Executor(*args)) or made[-1])
     forward_backward = compiled(CASES[NAME])
     forward_backward(**CASES[NAME].batch())
     forward_backward.record_timeline()
@@ -333,7 +335,7 @@ def test_recording_costs_less_than_two_percent_of_a_step_of_tiny_stages() -> Non
 
     step = quickest(lambda: forward_backward(**batch), 60)
     actions = sum(map(len, forward_backward.schedule.rows))
-    clock = fxpipe.stopwatch.HostClock()
+    clock = fxpipe.distributed.stopwatch.HostClock()
 
     def marks() -> None:
         stopwatch = Stopwatch(clock)

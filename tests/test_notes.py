@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.collective import PeerLost
+from fxpipe.distributed.collective import PeerLost
+from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.errors import noted, told
-from fxpipe.strict import run_strict
 from tests.harness import engine_of
 
 TWO = fxpipe.Topology([("pipe", 2)])

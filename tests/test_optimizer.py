@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from fxpipe.data_axis import Way
+from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import CheckpointError, RunError
-from fxpipe.flat import Piece
-from fxpipe.groups import resolve_groups
 from fxpipe.precision import Precision, cast_parameters
-from fxpipe.reduce import Claim
-from fxpipe.slices import Slice
-from fxpipe.transport import LocalTransport
-from fxpipe.zero import ELEMENTWISE, DistributedOptimizer, is_elementwise
+from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.distributed_optimizer import ELEMENTWISE, DistributedOptimizer, is_elementwise
+from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.parameter_groups import resolve_groups
+from fxpipe.sharding.reducer import Claim
+from fxpipe.sharding.slices import Slice
 
 STEPS = 5
 CLASSES = sorted(ELEMENTWISE, key=lambda cls: cls.__name__)

@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import (
 
 import fxpipe
 from fxpipe import StageGraph, Topology
-from fxpipe.dtensors import settle_foreach, whole_of
 from fxpipe.errors import RunError
+from fxpipe.parameters.dtensors import settle_foreach, whole_of
 from tests.pool import Pool
 
 WIDTH, ROWS, PARTS, STEPS = 6, 8, 4, 2

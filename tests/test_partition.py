@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from fxpipe import PartitionError, passes
 from fxpipe import stage_boundary as b
-from fxpipe.ir import Program
-from fxpipe.marker import boundary
-from fxpipe.pipeline import chain
+from fxpipe.graph.boundary import boundary
+from fxpipe.graph.program import Program
+from fxpipe.passes.chain import chain
 from tests.capturing import edges_of, partitioned, run_stages, stages_of
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe import PartitionError, passes
-from fxpipe.ir import Program, StageGraph
-from fxpipe.marker import boundary
-from fxpipe.pipeline import chain
+from fxpipe.graph.boundary import boundary
+from fxpipe.graph.program import Program, StageGraph
+from fxpipe.passes.chain import chain
 from tests.capturing import run_stages
 
 BLOCKS = range(8)

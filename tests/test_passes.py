@@ -11,10 +11,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxpipe import PartitionError, stage_boundary
-from fxpipe.callables import setitem
-from fxpipe.ir import Program
-from fxpipe.passes import alias_groups, effects, mark_copies, order_writes
-from fxpipe.passes.union import Union
+from fxpipe.graph.program import Program
+from fxpipe.graph.stage_calls import setitem
+from fxpipe.passes import alias_groups, mark_copies, order_writes
+from fxpipe.passes.analysis import effects
+from fxpipe.passes.analysis.union import Union
 from tests.capturing import captured
 
 

@@ -14,13 +14,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fxpipe.action import Action, Op
-from fxpipe.costs import Costs
-from fxpipe.picture import colours, html, svg
-from fxpipe.picture.layout import text_width, ticks, truncated
-from fxpipe.schedule import Schedule
+from fxpipe.formats import colours, html, svg
+from fxpipe.formats.layout import text_width, ticks, truncated
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.timeline import Reduction, Span, Timeline
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.timeline import Reduction, Span, Timeline
 from tests.graphs import WORKED, bare, chain, random_bare
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe import PartitionError, passes, stage_boundary
-from fxpipe.ir import Program
-from fxpipe.pipeline import chain, check
+from fxpipe.graph.program import Program
+from fxpipe.passes.chain import chain, check
 from tests.capturing import captured, partitioned
 
 

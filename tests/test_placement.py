@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fxpipe.errors import PartitionError
-from fxpipe.ir import StageGraph
-from fxpipe.placement import place
+from fxpipe.graph.program import StageGraph
+from fxpipe.plan.placement import place
 
 NAMES = ["image", "text", "fuse", "loss"]
 

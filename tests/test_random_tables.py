@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from fxpipe import Op, Schedule, ScheduleError, Topology
-from fxpipe.exchange import WireExchange
-from fxpipe.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
-from fxpipe.schedule import Link
+from fxpipe.distributed.strict_transport import StrictTransport, current_seat, run_strict
+from fxpipe.run.exchange import WireExchange
 from fxpipe.schedules import SCHEDULES
-from fxpipe.strict import StrictTransport, current_seat, run_strict
+from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
+from fxpipe.schedules.schedule import Link
 from tests.graphs import random_bare
 
 TABLES, CYCLES, PARTS = 10_000, 1_000, 20

@@ -72,8 +72,8 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
     assert missing == []
 
 
-def test_the_files_of_the_tour_exist() -> None:
-    tour = README[README.index("## A tour of the files") :]
+def test_the_rooms_exist() -> None:
+    tour = README[README.index("## The rooms") :]
     names = re.findall(r"`([\w/]+\.py|[\w/]+/)`", tour)
     found = [(ROOT / name).exists() or (ROOT / "fxpipe" / name).exists() for name in names]
     assert names

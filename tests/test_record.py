@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError, passes
-from fxpipe.batch import describe
-from fxpipe.ir import Program, is_boundary
-from fxpipe.modes import Autocast, enter_modes, leave_modes
+from fxpipe.graph.modes import Autocast, enter_modes, leave_modes
+from fxpipe.graph.program import Program, is_boundary
 from fxpipe.passes import split
-from fxpipe.pipeline import chain
+from fxpipe.passes.chain import chain
+from fxpipe.plan.batch import describe
 from fxpipe.trace import Request, capture
 from fxpipe.trace.fake import is_fake
 from tests.capturing import run_stages

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.broadcast import broadcast
-from fxpipe.connect import connect
-from fxpipe.flat import Piece
-from fxpipe.strict import run_strict
-from fxpipe.transport import LocalTransport, Transport
+from fxpipe.distributed.broadcast import broadcast
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.distributed.transport import LocalTransport, Transport
+from fxpipe.sharding.flat_bucket import Piece
 
 T = TypeVar("T")
 ROWS = 24  # of a whole batch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.strict import run_strict
+from fxpipe.distributed.strict_transport import run_strict
 from tests.pool import Pool
 
 LIMIT = 40.0  # seconds, on every rank: far from any timeout, and long enough for a busy machine

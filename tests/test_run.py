@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-import fxpipe.engine
-from fxpipe.run import Executor
+import fxpipe.run.forward_backward
+from fxpipe.run.executor import Executor
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 
@@ -41,7 +41,7 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
         made.append(Executor(*args))
         return made[-1]
 
-    monkeypatch.setattr(fxpipe.engine, "Executor", make)
+    monkeypatch.setattr(fxpipe.run.forward_backward, "Executor", make)
     return made
 
 

@@ -12,12 +12,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fxpipe.action import Action, Op
-from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, Problem, build
-from fxpipe.show import grid
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.table import grid
 from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
 
 GRAPHS: dict[str, Bare] = {

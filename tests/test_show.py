@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import pytest
 
-from fxpipe.action import Action, Op
 from fxpipe.errors import ScheduleError
-from fxpipe.lower import Compute
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.show import grid, table
-from fxpipe.timeline import Timeline
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.lower import Compute
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.table import grid, table
+from fxpipe.schedules.timeline import Timeline
 from tests.graphs import WORKED, Bare, bare, chain, random_bare
 
 NAMES = ("image 0", "image 1", "text", "text.1", "loss")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-import fxpipe.captures
+import fxpipe.plan.captures
 from fxpipe import stage_boundary
 from tests.harness import assert_same, engine_of, gradients_of
 
@@ -98,13 +98,13 @@ def test_calls_of_any_shape_are_plain_pytorchs(engine: str, tracer: str, request
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that are captured."""
     shapes: list[tuple[int, ...]] = []
-    original = fxpipe.captures.capture
+    original = fxpipe.plan.captures.capture
 
     def counting(request: Any, tracer: str) -> Any:
         shapes.append(request.example["batch"]["x"].shape)
         return original(request, tracer)
 
-    monkeypatch.setattr(fxpipe.captures, "capture", counting)
+    monkeypatch.setattr(fxpipe.plan.captures, "capture", counting)
     return shapes
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from fxpipe.action import Action, Op
-from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.timeline import Cause, Timeline
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.timeline import Cause, Timeline
 from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
 
 

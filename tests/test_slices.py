@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fxpipe.slices import Box, Slice, boxes, memory_order
+from fxpipe.sharding.slices import Box, Slice, boxes, memory_order
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
 

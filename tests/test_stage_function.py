@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import fxpipe
 from fxpipe import RunError, StageGraph, passes, stage_boundary
-from fxpipe.stage_function import StageCompiler, compiled_lazily
+from fxpipe.plan.stage_compiler import StageCompiler, compiled_lazily
 from tests.capturing import partitioned, run_stages
 
 

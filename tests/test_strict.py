@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.collective import PeerLost
-from fxpipe.connect import connect
+from fxpipe.distributed.collective import PeerLost
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.strict_transport import StrictWorld, current_seat, run_strict
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError, TopologyError
-from fxpipe.strict import StrictWorld, current_seat, run_strict
-from fxpipe.topology import Topology
-from fxpipe.transport import Transport
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxpipe import PartitionError, TraceError, stage_boundary
-from fxpipe.ir import Program, is_boundary, where
-from fxpipe.marker import boundary
+from fxpipe.graph.boundary import boundary
+from fxpipe.graph.program import Program, is_boundary, where
 from fxpipe.passes.order_writes import order_writes
 from fxpipe.trace import TRACERS, Request, capture
 from tests.capturing import captured
@@ -903,7 +903,7 @@ def test_arguments_that_go_by_place_alone_are_given_by_place() -> None:
 COMPILED_TWICE = """
 import gc, torch, fxpipe
 from torch import nn
-from fxpipe.trace.guard import Guard
+from fxpipe.trace.symbolic.guard import Guard
 from fxpipe.trace.snapshot import Snapshot
 
 class Model(nn.Module):

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import fxpipe
+from fxpipe.distributed.processes import launch
+from fxpipe.distributed.topology import ROLES, Topology
 from fxpipe.errors import TopologyError
-from fxpipe.topology import ROLES, Topology
-from fxpipe.world import launch
 from tests.pool import Pool
 
 Axes = list[tuple[str, int]]
@@ -234,7 +234,7 @@ def test_the_arithmetic_needs_no_torch() -> None:
         "package = types.ModuleType('fxpipe')\n"
         f"package.__path__ = [{str(root)!r}]\n"
         "sys.modules['fxpipe'] = package\n"
-        "from fxpipe.topology import Topology\n"
+        "from fxpipe.distributed.topology import Topology\n"
         f"print(Topology({CONTRACT!r}, 8).groups('model')[0])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

@@ -22,10 +22,10 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import fxpipe
-from fxpipe.action import Action, Op
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.schedule import Schedule
 from tests.graphs import chain
 
 Rows = Sequence[Sequence[_Action | None]]

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.collective import Collective
-from fxpipe.connect import connect
-from fxpipe.metered import Metered
-from fxpipe.stopwatch import HostClock, Stopwatch
-from fxpipe.strict import run_strict
-from fxpipe.topology import Topology
-from fxpipe.traffic import Moved, Traffic
-from fxpipe.transport import LocalTransport, Transport
+from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.metered_transport import Metered
+from fxpipe.distributed.stopwatch import HostClock, Stopwatch
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.traffic import Moved, Traffic
+from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.pool import Pool
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.collective import Collective
-from fxpipe.connect import connect
-from fxpipe.strict import run_strict
-from fxpipe.transport import LocalTransport, Transport
+from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.pool import Pool
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])

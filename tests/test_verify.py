@@ -10,12 +10,23 @@ from typing import NamedTuple
 
 import pytest
 
-from fxpipe.action import Action, Op
 from fxpipe.errors import ScheduleError
-from fxpipe.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, is_forward, lower, pairs
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.verify import Machine, execution_order
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.lower import (
+    Compute,
+    Instruction,
+    Message,
+    Receive,
+    Reduce,
+    Release,
+    Send,
+    is_forward,
+    lower,
+    pairs,
+)
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.verify import Machine, execution_order
 from tests.graphs import WORKED, bare, chain, random_bare
 
 

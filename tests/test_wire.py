@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe.wire import Meta, allocate, pack, unpack
+from fxpipe.graph.packing import Meta, allocate, pack, unpack
 
 CPU = torch.device("cpu")
 DTYPES = [

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import fxpipe
+from fxpipe.distributed.processes import Place, _gpu, first_host, init, launch, slurm_place, slurm_port, torchrun_place
 from fxpipe.errors import FxpipeError, RunError, TopologyError
-from fxpipe.world import Place, _gpu, first_host, init, launch, slurm_place, slurm_port, torchrun_place
 
 SECONDS = 60.0  # for anything that starts processes; each imports torch
 
@@ -197,11 +197,11 @@ def test_a_local_rank_without_a_gpu_is_refused(private: bool) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_with_cuda_the_device_is_bound_and_both_backends_work() -> None:
     script = (
-        "import fxpipe.world, torch, torch.distributed as dist\n"
-        "device = fxpipe.world.init()\n"
+        "import fxpipe.distributed.processes, torch, torch.distributed as dist\n"
+        "device = fxpipe.distributed.processes.init()\n"
         "for place in ('cpu', device):\n"
         "    dist.all_reduce(torch.ones(1, device=place))\n"
-        "from fxpipe.topology import Topology\n"
+        "from fxpipe.distributed.topology import Topology\n"
         "topo = Topology([('pipe', 1), ('data', 1)])\n"
         "for axis in ('pipe', 'tensor', 'model'):\n"
         "    dist.all_reduce(torch.ones(1, device=device), group=topo.group(axis))\n"
@@ -223,7 +223,7 @@ def test_with_cuda_the_device_is_bound_and_both_backends_work() -> None:
 
 MEET = """
 import sys, torch, torch.distributed as dist
-from fxpipe.world import init
+from fxpipe.distributed.processes import init
 device = init()
 assert init() == device
 total = torch.tensor([dist.get_rank() + 1.0])
@@ -278,7 +278,7 @@ def free_port() -> int:
 
 
 def test_without_variables_nothing_is_started() -> None:
-    script = "import fxpipe.world as w, torch.distributed as d; print(w.init(), d.is_initialized())"
+    script = "import fxpipe.distributed.processes as w, torch.distributed as d; print(w.init(), d.is_initialized())"
     assert run_all(script, [{}]) == ["cpu False"]
 
 
@@ -443,7 +443,7 @@ def test_the_errors_are_fxpipe_s() -> None:
 # Each rank reports to the test over a connection, whose end then tells the test that the rank has ended.
 HANG = """
 import socket, sys, time
-from fxpipe.world import launch
+from fxpipe.distributed.processes import launch
 
 def hang(port):
     line = socket.create_connection(("127.0.0.1", port))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.action import Action, Op
 from fxpipe.errors import ScheduleError
-from fxpipe.lower import Instruction, Receive, Send
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.verify import Machine
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.lower import Instruction, Receive, Send
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.verify import Machine
 from tests.graphs import WORKED, chain, random_bare
 
 Edges = tuple[tuple[int, int], ...]

@@ -4,7 +4,7 @@
     python examples/benchmarks/balance.py --models vit-b/32 --ranks 4 8
 
 Needs transformers. The models are built on the meta device and captured by `export`, so that nothing of their size is
-allocated; what a node takes follows from its shapes (see fxpipe/balance/hardware.py for the reference numbers). Every
+allocated; what a node takes follows from its shapes (see plan/balance/hardware.py for the reference). Every
 placement is simulated with the same costs, hops and table, 1F1B on the graph with 4 micro-batches a rank. Placements
 by hand cut between layers, as one does with stage_boundary; where a rank then has two parts that are not connected,
 the better of one stage and of two counts for them; - where there are too few layers. Times are of the processor, in one
@@ -23,15 +23,15 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from fxpipe import passes
-from fxpipe.balance import NodeCosts, balance, costs_from_shapes
-from fxpipe.balance.candidates import connected
-from fxpipe.balance.layout import Judge, Layout, without_gaps
-from fxpipe.balance.segments import least_greatest
-from fxpipe.balance.work import Work, work_of_program
-from fxpipe.batch import Like
 from fxpipe.errors import FxpipeError
-from fxpipe.ir import Program
-from fxpipe.pipeline import chain
+from fxpipe.graph.program import Program
+from fxpipe.passes.chain import chain
+from fxpipe.plan.balance import NodeCosts, balance, costs_from_shapes
+from fxpipe.plan.balance.block_graph import Work, work_of_program
+from fxpipe.plan.balance.candidates import connected
+from fxpipe.plan.balance.segments import least_greatest
+from fxpipe.plan.balance.simulated_layouts import Judge, Layout, without_gaps
+from fxpipe.plan.batch import Like
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from fxpipe.collector import paused
-from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError, nearest
-from fxpipe.schedule import Row, Schedule
-from fxpipe.schedules.gpipe import gpipe
-from fxpipe.schedules.greedy import greedy
-from fxpipe.schedules.interleaved import interleaved_1f1b
-from fxpipe.schedules.limited import Family, Limited
-from fxpipe.schedules.one_f_one_b import one_f_one_b
-from fxpipe.schedules.problem import Problem
-from fxpipe.schedules.zb_h1 import zb_h1
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.gpipe import gpipe
+from fxpipe.schedules.families.greedy import greedy
+from fxpipe.schedules.families.interleaved import interleaved_1f1b
+from fxpipe.schedules.families.limited import Family, Limited
+from fxpipe.schedules.families.one_f_one_b import one_f_one_b
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.families.zb_h1 import zb_h1
+from fxpipe.schedules.no_gc import paused
+from fxpipe.schedules.schedule import Row, Schedule
 
 SCHEDULES: Mapping[str, Family] = MappingProxyType(
     {

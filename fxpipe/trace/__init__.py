@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from fxpipe.errors import TraceError, nearest
-from fxpipe.ir import Program
-from fxpipe.trace.export import export
+from fxpipe.graph.program import Program
+from fxpipe.trace.export.tracer import export
 from fxpipe.trace.furthest import Refusal, entering, told
-from fxpipe.trace.record import record
+from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
-from fxpipe.trace.symbolic import symbolic
+from fxpipe.trace.symbolic.tracer import symbolic
 
 Tracer = Callable[[Request], Program]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.trace.guard import patched, refuse
-from fxpipe.trace.source import current_line
+from fxpipe.trace.symbolic.guard import patched, refuse
+from fxpipe.trace.user_line import current_line
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import fx
 
 from fxpipe.errors import TraceError
-from fxpipe.ir import is_boundary
+from fxpipe.graph.program import is_boundary
 from fxpipe.torch_compat import pytree
-from fxpipe.trace.guard import refuse
+from fxpipe.trace.symbolic.guard import refuse
 
 
 def crossing(value: Any, is_traced: Callable[[Any], bool], carry: Callable[[list[Any]], Sequence[Any]]) -> Any:

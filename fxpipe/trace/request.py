@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.modes import Autocast
+from fxpipe.graph.modes import Autocast
 
 Cut = Literal["before", "after", "both"]
 

@@ -1,0 +1,37 @@
+"""Which transport a process uses."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from fxpipe.distributed.processes import init
+from fxpipe.distributed.strict_transport import StrictTransport, current_seat
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.transport import DistributedTransport, LocalTransport, Transport
+from fxpipe.errors import TopologyError
+
+
+def connect(topology: Topology) -> Transport:
+    """The transport of this process, or of this thread of a strict world. Starts torch.distributed where it must.
+
+    One process alone plays every pipe rank. TopologyError where the number of processes is another than the
+    topology's.
+    """
+    seat = current_seat()
+    if seat is not None:
+        _check_size(topology, seat.world.size)
+        return StrictTransport(seat, topology)
+    init()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return LocalTransport()
+    _check_size(topology, dist.get_world_size())
+    return DistributedTransport(topology)
+
+
+def _check_size(topology: Topology, processes: int) -> None:
+    if topology.world_size != processes:
+        sizes = " × ".join(f"{name} {size}" for name, size in topology.axes)
+        raise TopologyError(
+            f"the topology has {topology.world_size} ranks ({sizes}), but {processes} processes run; "
+            f"start {topology.world_size}, or change an axis"
+        )

@@ -1,0 +1,120 @@
+"""Stopwatch: when one rank's actions of a step really ran."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fxpipe.schedules.action import Action
+
+
+class Clock(Protocol):
+    """Marks moments in the order in which a rank's work runs, and tells them later."""
+
+    def mark(self) -> Any:
+        """This moment; does not wait."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """The moments on the host's clock, ``time.perf_counter``; once the work is done."""
+
+
+class HostClock:
+    """Of work that runs when it is called."""
+
+    mark = staticmethod(time.perf_counter_ns)
+
+    def seconds(self, marks: Sequence[int]) -> list[float]:
+        return [mark / 1e9 for mark in marks]
+
+
+class CudaClock:
+    """Of work on the current stream of a GPU, timed with events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        torch.cuda.synchronize(self._device)
+        now = self.mark()
+        now.synchronize()
+        first = time.perf_counter() - marks[0].elapsed_time(now) / 1e3 if marks else 0.0
+        return [first + marks[0].elapsed_time(mark) / 1e3 for mark in marks]  # in single precision: so from near by
+
+
+class Lap(NamedTuple):
+    """Seconds on the host's clock: since when the rank stood ready for the action, its start and its end."""
+
+    action: Action
+    since: float
+    start: float
+    end: float
+
+
+class Reduced(NamedTuple):
+    """Seconds on the host's clock: when collectives were started beside the actions, and when the last was done."""
+
+    what: str
+    start: float
+    end: float
+
+
+class Stopwatch:
+    """Three marks per action: before it waits for its inputs, before it computes, and its end; without a clock none.
+
+    And two for what runs beside the actions, the second one on whatever thread it ends.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock
+        self._now = clock.mark if clock is not None else None
+        self._moments: list[Any] = []
+        self._actions: list[Action] = []
+        self._started: list[list[Any]] = []  # what, its start, its end
+
+    def mark(self) -> None:
+        if self._now is not None:
+            self._moments.append(self._now())
+
+    def end(self, action: Action) -> None:
+        if self._now is not None:
+            self._moments.append(self._now())
+            self._actions.append(action)
+
+    def started(self, what: str) -> Callable[[], None] | None:
+        """Marks that collectives are started, and gives what marks their end, for ``Transport.start``; None without
+        a clock."""
+        if self._now is None:
+            return None
+        now = self._now
+        entry = [what, now()]
+        self._started.append(entry)
+        return lambda: entry.append(now())  # one call, of which no thread sees half
+
+    def laps(self, ahead: float = 0.0) -> list[Lap]:
+        """The laps in order. ``ahead``: by how much this clock is ahead of the one that they are to be told on."""
+        if self._clock is None:
+            return []
+        moments = [moment - ahead for moment in self._clock.seconds(self._moments)]
+        return [Lap(*lap) for lap in zip(self._actions, moments[::3], moments[1::3], moments[2::3], strict=True)]
+
+    def reductions(self, ahead: float = 0.0) -> list[Reduced]:
+        """What was started and has ended, in the order of the starts; ``ahead`` as for ``laps``."""
+        if self._clock is None:
+            return []
+        done = [entry for entry in self._started if len(entry) == 3]
+        moments = [moment - ahead for moment in self._clock.seconds([mark for _, *marks in done for mark in marks])]
+        whats = [what for what, *_ in done]
+        return [Reduced(*each) for each in zip(whats, moments[::2], moments[1::2], strict=True)]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what runs on a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,0 +1,138 @@
+"""Chrome trace: a timeline as Trace Event JSON, which ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.formats.layout import lanes
+from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.in_flight import held
+
+if TYPE_CHECKING:
+    from fxpipe.schedules.timeline import Timeline
+
+Event = dict[str, Any]
+
+PROCESS = 1
+FIRST_THREAD = 1
+"""Number 0 is the idle task's to trace viewers, which show it apart from the others."""
+
+
+def chrome_trace(timeline: Timeline) -> str:
+    """Trace Event JSON: a thread for each rank, arrows where a result changes ranks, counters of what is in flight.
+
+    Reductions have threads of their own. The format counts in microseconds. Measured times, which are seconds, are
+    turned into them; of a plan, one unit of the costs is shown as 1 ms.
+    """
+    nanoseconds = 1e9 if timeline.measured else 1e6
+    ranks = enumerate(timeline.schedule.rows)
+    ran = [(rank, [action for action in row if action in timeline.spans]) for rank, row in ranks]
+    # Within one instant a viewer keeps the order of the file: a slice stands before the arrows that end in it.
+    events = [
+        *_metadata(timeline),
+        *(event for rank, row in ran for event in _slices(timeline, rank, row, nanoseconds)),
+        *_reductions(timeline, nanoseconds),
+        *_arrows(timeline, nanoseconds),
+        *(event for rank, row in ran for event in _counters(timeline, rank, row, nanoseconds)),
+    ]
+    what, figures = headline(timeline)
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": what, "figures": figures}},
+        separators=(",", ":"),
+    )
+
+
+def _metadata(timeline: Timeline) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "pipe group"}}
+    schedule = timeline.schedule
+    for rank in range(len(schedule.rows)):
+        stages = [schedule.label(stage) for stage, owner in enumerate(schedule.placement) if owner == rank]
+        thread = {"ph": "M", "pid": PROCESS, "tid": FIRST_THREAD + rank}
+        yield {**thread, "name": "thread_name", "args": {"name": f"rank {rank} ({', '.join(stages)})"}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _slices(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float) -> Iterator[Event]:
+    unit = unit_of(timeline)
+    for action in row:
+        start, end = (round(time * nanoseconds) for time in timeline.spans[action])
+        yield {
+            "ph": "X",
+            "name": str(action),
+            "cat": IN_WORDS[action.op],
+            "pid": PROCESS,
+            "tid": FIRST_THREAD + rank,
+            "ts": start / 1000,
+            "dur": (end - start) / 1000,
+            "args": {
+                "stage": timeline.schedule.label(action.stage),
+                "op": IN_WORDS[action.op],
+                "microbatch": action.microbatch,
+                "waited_for": waited(timeline, action, unit),
+                "waited_us": round(timeline.waited(action) * nanoseconds) / 1000,
+            },
+        }
+
+
+def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
+    """Threads behind those of the ranks, as many for a rank as it has reductions under way at once: slices of one
+    thread may not overlap."""
+    number = len(timeline.schedule.rows)
+    for rank in range(len(timeline.schedule.rows)):
+        for lane in lanes(timeline, rank):
+            thread = {"pid": PROCESS, "tid": FIRST_THREAD + number}
+            yield {"ph": "M", **thread, "name": "thread_name", "args": {"name": f"rank {rank}: reductions"}}
+            yield {"ph": "M", **thread, "name": "thread_sort_index", "args": {"sort_index": number}}
+            number += 1
+            for _, what, *span in lane:
+                start, end = (round(time * nanoseconds) for time in span)
+                times = {"ts": start / 1000, "dur": (end - start) / 1000}
+                yield {"ph": "X", "name": what, "cat": "reduction", **thread, **times, "args": {"rank": rank}}
+
+
+def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
+    """A flow for each dependency between ranks: from the end of what it needs to an action's start."""
+    placement, number = timeline.schedule.placement, 0
+    for action, span in timeline.spans.items():
+        for other in timeline.schedule.dependencies.before(action):
+            if other not in timeline.spans or placement[other.stage] == placement[action.stage]:
+                continue
+            began, ended = (round(time * nanoseconds) for time in timeline.spans[other])
+            arrival = round(span.start * nanoseconds)
+            # An arrow belongs to the slice that is open where it starts: just before its end. Clocks of two ranks
+            # may disagree, and an arrow cannot go back in time.
+            departure = max(began, min(ended - 1, arrival))
+            if departure > arrival:
+                continue
+            number += 1
+            flow = {"name": "dependency", "cat": "dependency", "id": number, "pid": PROCESS}
+            source, target = FIRST_THREAD + placement[other.stage], FIRST_THREAD + placement[action.stage]
+            yield {"ph": "s", **flow, "tid": source, "ts": departure / 1000}
+            yield {"ph": "f", "bp": "e", **flow, "tid": target, "ts": arrival / 1000}
+
+
+def _counters(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float) -> Iterator[Event]:
+    """Per stage, the micro-batches whose forward has run and whose backward has not ended."""
+    in_flight = {action.stage: 0 for action in row if timeline.schedule.backward[action.stage]}
+    for stage in in_flight:
+        yield _counter(timeline, rank, stage, 0, 0)
+    for action in row:
+        change = held(timeline.schedule, action)
+        if not change:
+            continue
+        in_flight[action.stage] += change
+        ended = round(timeline.spans[action].end * nanoseconds)
+        yield _counter(timeline, rank, action.stage, ended, in_flight[action.stage])
+
+
+def _counter(timeline: Timeline, rank: int, stage: int, nanosecond: int, count: int) -> Event:
+    return {
+        "ph": "C",
+        "name": f"rank {rank}: in flight in stage {timeline.schedule.label(stage)}",
+        "pid": PROCESS,
+        "ts": nanosecond / 1000,
+        "args": {"microbatches": count},
+    }

@@ -1,0 +1,234 @@
+"""CSV files of schedules, in the cells that torch.distributed.pipelining reads and writes.
+
+    0F0,0F1,,0B0,,0B1              a line per rank, a cell per step; an empty cell is a step in which it idles
+    ,1F0,1B0,1F1,1B1,
+
+With communication, cells of sends and receives stand among them; each names the stage of its own rank:
+
+    0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
+    1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fxpipe.errors import ScheduleError
+from fxpipe.formats.csv_messages import COMPUTE, MESSAGES, Cell, Part, mismatched, misplaced, part_of
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.dependency import in_steps
+from fxpipe.schedules.lower import Compute, Message, Receive, Send
+from fxpipe.schedules.verify import execution_order
+
+if TYPE_CHECKING:
+    from fxpipe.schedules.schedule import Schedule
+
+StrPath = str | os.PathLike[str]
+
+_PARAMETERS = frozenset(["UNSHARD", "RESHARD", "REDUCE_GRAD"])
+_CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})?")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_FORMS = "write <stage><F, B, I or W><micro-batch>, as in 0F3, with commas between cells and nothing where a rank idles"
+
+
+@dataclass(frozen=True)
+class Table:
+    """What follows from a file: the rows, the rank of each stage, whether each has a backward, and how many
+    micro-batches; and the edges that are given, or a chain's."""
+
+    rows: tuple[tuple[Action, ...], ...]
+    edges: tuple[tuple[int, int], ...]
+    placement: tuple[int, ...]
+    backward: tuple[bool, ...]
+    microbatches: int
+
+
+# --- reading ---
+
+
+def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Table:
+    """The table in a file, compute-only or with communication. What is wrong with the table itself, verify says.
+
+    ``edges``: the stage graph that its messages are to fit. None: a chain; but a file whose messages are not a
+    chain's is of another graph, and their order is not checked.
+
+    ScheduleError, with line, cell (both count from 1) and its text, where something is no cell, is of a stage or
+    micro-batch that does not exist, or is a message on another rank's line, on the wrong side of its action, without
+    its other end, or out of turn; and where the file holds no action, leaves a stage number out, or is not UTF-8.
+    OSError where it cannot be read.
+    """
+    name = os.fspath(path)
+    cells = [[_parsed(Cell(name, *cell)) for cell in line] for line in _lines(name, Path(path).read_bytes())]
+    rows = tuple(tuple(action for cell in line for action in cell.actions) for line in cells)
+    if not any(rows):
+        raise ScheduleError(f"{name} holds no action; write a line per rank, as in 0F0,0F1,,0B0,,0B1")
+    _check_stages(cells)
+    placement = _placement(rows)
+    microbatches = 1 + max(action.microbatch for row in rows for action in row)
+    for rank, line in enumerate(cells):
+        for cell in line:
+            _check_message(cell, rank, placement, microbatches)
+    split = {action.stage for row in rows for action in row if action.op is not Op.F}
+    backward = tuple(stage in split for stage in range(len(placement)))
+    table = Table(rows, edges_or_chain(edges, len(placement)), placement, backward, microbatches)
+    _check_messages(cells, table, assumed=edges is None)
+    return table
+
+
+def _lines(name: str, content: bytes) -> Iterator[list[tuple[int, int, str]]]:
+    """Each rank's cells that are not empty, as (line, column, text). Empty lines at the end are no ranks."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            f"{name} is not UTF-8 text: byte {content[error.start]:#04x} at {error.start}; save it as CSV in UTF-8"
+        ) from None
+    reader = csv.reader(io.StringIO(text.rstrip(), newline=""), strict=True)
+    try:
+        for cells in reader:
+            stripped = enumerate(map(str.strip, cells), start=1)
+            yield [(reader.line_num, column, cell) for column, cell in stripped if cell]
+    except csv.Error as error:
+        raise ScheduleError(f"{name}, line {reader.line_num}: {error}; {_FORMS}") from None
+
+
+def _parsed(cell: Cell) -> Cell:
+    """The cell with its parts."""
+    overlap = _OVERLAP.fullmatch(cell.text)
+    parts = overlap[1].split(";") if overlap else [cell.text]
+    found = [_part(part.strip(), overlap is not None) for part in parts]
+    known = tuple(part for part in found if part is not None)
+    if len(known) != len(found):
+        raise ScheduleError(f"{cell} is no cell; {_remedy(cell.text)}")
+    return cell._replace(parts=known)
+
+
+def _part(text: str, overlapped: bool = False) -> Part | None:
+    match = _CELL.fullmatch(text)
+    if match is None:
+        return None
+    stage, op, microbatch = match.groups()
+    if microbatch is None:
+        return Part(int(stage), op, None) if op in _PARAMETERS and not overlapped else None
+    known = COMPUTE if overlapped else COMPUTE | MESSAGES
+    return Part(int(stage), op, int(microbatch)) if op in known else None
+
+
+def _remedy(text: str) -> str:
+    """What to write instead of what is no cell."""
+    several = [part for part in re.split(r"[\s;|]+", text) if part]
+    if len(several) > 1 and all(map(_part, several)):
+        return f"an action has a cell of its own: write {','.join(several)}"
+    if _part(text.upper()) is not None:
+        return f"write {text.upper()}"
+    if _part(f"{text}0") is not None:
+        return f"its micro-batch is missing, as in {text}0"
+    return _FORMS
+
+
+def _check_stages(cells: Sequence[Sequence[Cell]]) -> None:
+    """Stages count from 0, without a gap."""
+    first: dict[int, Cell] = {}
+    for cell in itertools.chain.from_iterable(cells):
+        for action in cell.actions:
+            first.setdefault(action.stage, cell)
+    missing = next(stage for stage in itertools.count() if stage not in first)
+    if missing < len(first):
+        cell = first[min(stage for stage in first if stage > missing)]
+        raise ScheduleError(
+            f"{cell}, but there is no action of stage {missing} in the file; stages count from 0, without a gap"
+        )
+
+
+def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """A stage is on the rank that has most of its actions: one cell on a wrong rank is then what verify names."""
+    counts: dict[int, Counter[int]] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            counts.setdefault(action.stage, Counter())[rank] += 1
+    return tuple(counts[stage].most_common(1)[0][0] for stage in range(len(counts)))
+
+
+def _check_message(cell: Cell, rank: int, placement: Sequence[int], microbatches: int) -> None:
+    """A send, a receive or what is done to parameters is of a stage of this rank, and of a micro-batch that exists."""
+    for stage, op, microbatch in cell.parts:
+        if op in COMPUTE:
+            continue
+        if stage >= len(placement):
+            raise ScheduleError(f"{cell} is of stage {stage}, but the last with an action is {len(placement) - 1}")
+        if microbatch is not None and microbatch >= microbatches:
+            raise ScheduleError(
+                f"{cell} is of micro-batch {microbatch}, but the last with an action is {microbatches - 1}"
+            )
+        if placement[stage] != rank:
+            raise ScheduleError(
+                f"{cell} stands on rank {rank}, but stage {stage} is on rank {placement[stage]}; a send names the "
+                "stage that sends, a receive the one that receives"
+            )
+
+
+def _check_messages(cells: Sequence[Sequence[Cell]], table: Table, assumed: bool) -> None:
+    """The sends and receives of a file that has some fit its actions, its stage graph and each other."""
+    if not any(cell.message for line in cells for cell in line):
+        return
+    fault = misplaced(cells)
+    if fault:
+        raise ScheduleError(fault)
+    if not all(0 <= stage < len(table.placement) for edge in table.edges for stage in edge):
+        return  # Schedule says so
+    fault = mismatched(cells, table.rows, table.edges, table.placement, table.backward, assumed)
+    if fault:
+        raise ScheduleError(fault)
+
+
+# --- writing ---
+
+
+def write(schedule: Schedule, path: StrPath, communication: bool = False) -> None:
+    """Writes a schedule, aligned by step, or with its messages. OSError where the file cannot be written."""
+    rows = _with_messages(schedule) if communication else _by_step(schedule)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        # A line of one empty cell stands for a rank without actions, as `""`: an empty line could be an editor's.
+        csv.writer(file, lineterminator="\n").writerows(row or [""] for row in rows)
+
+
+def _by_step(schedule: Schedule) -> list[list[str]]:
+    steps = in_steps(schedule.rows, schedule.dependencies)
+    return [["" if action is None else str(action) for action in row] for row in steps]
+
+
+def _with_messages(schedule: Schedule) -> list[list[str]]:
+    """The instructions in an order in which one process could run them, a receive where its message is there.
+
+    fxpipe posts receives an action ahead and does not wait for them. Who reads such a file may wait (torch's runtime
+    issues them so, one behind another), and would come to a halt if a receive stood before what it waits for.
+    """
+    rows: list[list[str]] = [[] for _ in schedule.rows]
+    begun: set[Message] = set()  # at one end
+    for rank, step in execution_order(schedule.instructions, schedule.links, schedule.backward):
+        if isinstance(step, Compute):
+            rows[rank].append(str(step.action))
+        elif isinstance(step, Send | Receive):
+            message = step.message
+            if isinstance(step, Send):
+                rows[rank].append(str(part_of(message, schedule.links[message.edge], "SEND")))
+            if message in begun:
+                rows[message.receiver].append(str(part_of(message, schedule.links[message.edge], "RECV")))
+            begun.add(message)
+    return rows
+
+
+def edges_or_chain(edges: Iterable[tuple[int, int]] | None, stages: int) -> tuple[tuple[int, int], ...]:
+    """The stage graph of a file, which tells none: the edges that are given, or a chain."""
+    if edges is None:
+        return tuple(itertools.pairwise(range(stages)))
+    return tuple((int(source), int(target)) for source, target in edges)

@@ -1,0 +1,228 @@
+"""Drawing: a timeline as SVG. A row is a rank, a cell an action, what is left of a row is bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+from fxpipe.formats import colours
+from fxpipe.formats.layout import FONT, HEAD, LANE, MARGIN, SWATCH, Layout, text_width, ticks
+from fxpipe.formats.words import IN_WORDS, headline, unit_of
+from fxpipe.schedules.action import Action, Op
+
+if TYPE_CHECKING:
+    from fxpipe.schedules.timeline import Timeline
+
+# Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
+PAPER, INK, DIM, TRACK, GRID = "#ffffff", colours.DARK_INK, "#59616b", "#e8eaee", "#d3d7dd"
+REDUCTION = "#7c8794"
+DARK = """@media (prefers-color-scheme: dark) {
+.fxpipe .paper { fill: #15171b } .fxpipe .ink { fill: #e8eaed } .fxpipe .dim { fill: #a3abb5 }
+.fxpipe .track { fill: #2c3037 } .fxpipe .grid { stroke: #444a53 }
+.fxpipe .cells { stroke: #15171b } .fxpipe .critical { stroke: #fff } }"""
+
+NARROW = 6  # pixels: below, an outline would fill its cell
+
+
+def svg(timeline: Timeline) -> str:
+    """The picture: a row for each rank, to scale; colours are stages, tones are ops, outlined is the critical path."""
+    layout = Layout(timeline)
+    what, figures = headline(timeline)
+    width = max(layout.width, MARGIN * 2 + text_width(what) * 1.4)
+    size = f'width="{width:g}" height="{layout.bottom + MARGIN:g}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="fxpipe" {size} viewBox="0 0 {width:g}'
+        f' {layout.bottom + MARGIN:g}" font-family="system-ui, sans-serif" font-size="{FONT}" role="img"'
+        f' aria-label="{clean(what)}; {clean(figures)}">',
+        f"<style>{DARK}</style>",
+        f"<defs>{''.join(_patterns(timeline))}</defs>",
+        f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>',
+        *_tracks(layout),
+        *_axis(layout),
+        *_cells(layout),
+        *_reductions(layout),
+        f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"/>',
+        '<g class="pinned">',
+        *_labels(layout),
+        _text(MARGIN, 28, what, "ink", INK, 'font-size="16" font-weight="600"'),
+        _text(MARGIN, 48, figures, "ink", INK, 'font-size="13"'),
+        *_legend(timeline),
+        "</g>",
+        "</svg>\n",
+    ]
+    return "\n".join(parts)
+
+
+def clean(text: str) -> str:
+    """Text as XML can hold it: signs of markup escaped, and what no XML may contain replaced."""
+    return escape("".join(letter if letter.isprintable() else "\ufffd" for letter in text))
+
+
+def ops(timeline: Timeline) -> list[Op]:
+    """The ops that a table has."""
+    used = {action.op for row in timeline.schedule.rows for action in row}
+    return [op for op in Op if op in used]
+
+
+def _text(x: float, y: float, text: str, kind: str, fill: str, more: str = "") -> str:
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{fill}" {more}>{clean(text)}</text>'
+
+
+# --- fills ---
+
+
+def _paint(stage: int | None, op: Op) -> str:
+    return colours.fill(stage, op) if colours.stripes(stage, op) is None else f"url(#{_pattern_id(stage, op)})"
+
+
+def _pattern_id(stage: int | None, op: Op) -> str:
+    return f"fxpipe-{op.value}-{'any' if stage is None else stage}"
+
+
+def _patterns(timeline: Timeline) -> Iterator[str]:
+    """A pattern for each stage and op that is striped."""
+    for op in ops(timeline):
+        for stage in (None, *range(len(timeline.schedule.placement))):
+            stripes = colours.stripes(stage, op)
+            if stripes is not None:
+                yield (
+                    f'<pattern id="{_pattern_id(stage, op)}" width="6" height="6" patternUnits="userSpaceOnUse"'
+                    f' patternTransform="rotate(45)"><rect width="6" height="6" fill="{colours.fill(stage, op)}"/>'
+                    f'<rect width="3" height="6" fill="{stripes}"/></pattern>'
+                )
+
+
+# --- around the rows ---
+
+
+def _legend(timeline: Timeline) -> Iterator[str]:
+    """The ops, in grey: their tones are the same for each stage, and the stages are told beside the rows."""
+    x = float(MARGIN)
+    swatches = [
+        *((f"{op.value}: {IN_WORDS[op]}", f'fill="{_paint(colours.NEUTRAL, op)}"') for op in ops(timeline)),
+        ("bubble", f'class="track" fill="{TRACK}"'),
+        ("critical path", f'class="critical" fill="none" stroke="{INK}" stroke-width="1.5"'),
+    ]
+    if timeline.reductions:
+        swatches.append(("reduction", f'class="reduction" fill="{REDUCTION}"'))
+    for text, style in swatches:
+        yield f'<rect x="{x:g}" y="60.5" width="22" height="13" {style}/>'
+        yield _text(x + 28, 71, text, "ink", INK)
+        x += 28 + text_width(text) + 16
+
+
+def _tracks(layout: Layout) -> Iterator[str]:
+    """The rows' background, which shows wherever a rank idles, and how much of its time that is."""
+    idle = layout.left + layout.plot + 22
+    yield _text(idle, HEAD - 10, "bubble", "dim", DIM)
+    for rank, bubble in enumerate(layout.timeline.bubbles):
+        y = layout.y(rank)
+        yield (
+            f'<rect class="track" x="{layout.left:g}" y="{y}" width="{layout.track:g}" height="{layout.height}"'
+            f' fill="{TRACK}"/>'
+        )
+        yield _text(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", "dim", DIM)
+
+
+def _axis(layout: Layout) -> Iterator[str]:
+    unit = unit_of(layout.timeline)
+    times = ticks(layout.end * unit.scale, int(layout.plot // 60))
+    lines = [f"M{layout.x(time / unit.scale):g} {HEAD - 6}V{layout.bottom:g}" for time in times]
+    yield f'<path class="grid" d="{"".join(lines)}" stroke="{GRID}" fill="none"/>'
+    for time in times:
+        yield _text(layout.x(time / unit.scale), HEAD - 10, f"{time:.6g}", "dim", DIM, 'text-anchor="middle"')
+
+
+def _labels(layout: Layout) -> Iterator[str]:
+    """Ranks and their stages, on paper of their own: a page keeps them in sight while the rows scroll under them."""
+    yield (
+        f'<rect class="paper" y="{HEAD - 24}" width="{layout.left - 4:g}" height="{layout.bottom - HEAD + 24:g}"'
+        f' fill="{PAPER}"/>'
+    )
+    unit = unit_of(layout.timeline).name
+    yield _text(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", "dim", DIM, 'text-anchor="end"')
+    for rank in range(len(layout.stages)):
+        middle = layout.y(rank) + layout.height / 2
+        yield _text(MARGIN, middle + 4, f"rank {rank}", "ink", INK, 'font-weight="600"')
+        for stage, x, y, text in ((label.stage, label.x, label.y, label.text) for label in layout.labels(rank)):
+            # Left the tone of F, right that of B: the stage's hue, whatever it runs.
+            for op, offset in ((Op.F, 0), (Op.B, 5)):
+                yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{colours.fill(stage, op)}"/>'
+            yield _text(x + SWATCH, y + 11, text, "ink", INK)
+
+
+# --- the rows ---
+
+
+def _cells(layout: Layout) -> Iterator[str]:
+    """The cells of each rank, those of one fill together, and the numbers in them."""
+    gap = _gap(layout)
+    for rank, row in enumerate(layout.timeline.schedule.rows):
+        y = layout.y(rank)
+        groups: dict[tuple[int, Op], list[Action]] = {}
+        for action in row:
+            if action in layout.timeline.spans:
+                groups.setdefault((action.stage, action.op), []).append(action)
+        for (stage, op), actions in groups.items():
+            yield f'<g class="cells" fill="{_paint(stage, op)}" stroke="{PAPER}" stroke-width="{gap:g}">'
+            numbers = []
+            for action in actions:
+                x, width = _extent(layout, action)
+                yield (f'<rect data-action="{action}" x="{x:g}" y="{y}" width="{width:g}" height="{layout.height}"/>')
+                if width >= layout.number_width:
+                    numbers.append(
+                        f'<text x="{x + width / 2:.1f}" y="{y + layout.height / 2 + 4:g}">{action.microbatch}</text>'
+                    )
+            yield "</g>"
+            if numbers:
+                yield f'<g fill="{colours.ink(op)}" text-anchor="middle" pointer-events="none">'
+                yield from numbers
+                yield "</g>"
+
+
+def _reductions(layout: Layout) -> Iterator[str]:
+    """Thin bars beneath the rows; no more than a title tells of each, which viewers show under the pointer."""
+    unit = unit_of(layout.timeline)
+    for rank, lanes in enumerate(layout.lanes):
+        for place, lane in enumerate(lanes):
+            y = layout.y(rank) + layout.height + 1 + place * LANE
+            for _, what, start, end in lane:
+                x, width = layout.x(start), max(round(layout.x(end) - layout.x(start), 2), 1)
+                told = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
+                yield (
+                    f'<rect class="reduction" x="{x:g}" y="{y}" width="{width:g}" height="{LANE - 1}"'
+                    f' fill="{REDUCTION}"><title>{clean(told)}</title></rect>'
+                )
+
+
+def _gap(layout: Layout) -> float:
+    """What parts cells: a line that takes no more than a tenth of a usual one."""
+    widths = sorted(span.duration * layout.scale for span in layout.timeline.spans.values())
+    return round(min(1.0, widths[len(widths) // 4] / 10), 2) if widths else 0.0
+
+
+def _extent(layout: Layout, action: Action) -> tuple[float, float]:
+    start, end = layout.timeline.spans[action]
+    x = layout.x(start)
+    return x, round(layout.x(end) - x, 2)
+
+
+def _outlines(layout: Layout) -> Iterator[str]:
+    """An outline within each cell of the critical path; where some are too narrow for one, around runs of cells."""
+    cells = [
+        (float(layout.y(layout.timeline.schedule.placement[action.stage])), *_extent(layout, action))
+        for action in layout.timeline.critical_path
+    ]
+    joined = min((width for _, _, width in cells), default=0) < NARROW
+    runs: list[tuple[float, float, float]] = []  # (top, left, right)
+    for y, x, width in cells:
+        top, left, right = runs[-1] if runs else (-1.0, 0.0, 0.0)
+        if joined and y == top and x - right < 1:
+            runs[-1] = (y, left, x + width)
+        else:
+            runs.append((y, x, x + width))
+    inset = 0.75
+    for y, left, right in runs:
+        across, down = max(right - left - 2 * inset, 0), layout.height - 2 * inset
+        yield f"M{left + inset:.2f} {y + inset:g}h{across:.2f}v{down:g}h-{across:.2f}z"

@@ -1,0 +1,87 @@
+"""Words: what a timeline says about itself and about one action, as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from fxpipe.schedules.action import Action, Op
+
+if TYPE_CHECKING:
+    from fxpipe.schedules.timeline import Timeline
+
+IN_WORDS: Mapping[Op, str] = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradients",
+    Op.W: "weight gradients",
+}
+
+
+class Unit(NamedTuple):
+    """How times are written: in ``name``, of which one unit of the timeline has ``scale``, to that many decimals."""
+
+    name: str
+    scale: float
+    decimals: int
+
+    def number(self, time: float) -> str:
+        return f"{round(time * self.scale, self.decimals):.12g}"
+
+    def time(self, time: float) -> str:
+        return f"{self.number(time)} {self.name}".rstrip()
+
+    def interval(self, start: float, end: float) -> str:
+        return f"{self.number(start)} to {self.time(end)}"
+
+
+def unit_of(timeline: Timeline) -> Unit:
+    """Measured times are seconds, written in s or ms; planned ones are counts of F where each forward costs 1.
+
+    As exact as a hundred-thousandth of the makespan: a clock is not better than that.
+    """
+    name, scale = "F" if all(cost == 1 for cost in timeline.costs.forward) else "", 1.0
+    if timeline.measured:
+        name, scale = ("s", 1.0) if timeline.makespan >= 10 else ("ms", 1e3)
+    size = math.floor(math.log10(timeline.makespan * scale)) if timeline.makespan else 0
+    return Unit(name, scale, (4 if timeline.measured else 5) - size)
+
+
+class Headline(NamedTuple):
+    """What the picture is of, and its figures."""
+
+    what: str
+    figures: str
+
+
+def headline(timeline: Timeline) -> Headline:
+    schedule, unit = timeline.schedule, unit_of(timeline)
+    counts = (
+        _count(len(schedule.placement), "stage"),
+        "on",
+        _count(len(schedule.rows), "rank") + ",",
+        _count(schedule.microbatches, "micro-batch", "es"),
+    )
+    return Headline(
+        f"{schedule.name}: {' '.join(counts)}, {'measured' if timeline.measured else 'planned'}",
+        f"bubble {timeline.bubble:.1%}, makespan {unit.time(timeline.makespan)}"
+        f" (lower bound {unit.time(timeline.lower_bound)})",
+    )
+
+
+def waited(timeline: Timeline, action: Action, unit: Unit) -> str:
+    """What an action waited for, and how long."""
+    cause, lost = timeline.cause(action), unit.number(timeline.waited(action))
+    time = f"{lost} {unit.name}".rstrip() if lost != "0" else None
+    if cause is None:
+        return f"waited {time}, for no other action" if time else "waited for nothing"
+    if cause.crosses:
+        source = f"{cause.action} from rank {timeline.schedule.placement[cause.action.stage]}"
+        return f"waited {time} for {source}" if time else f"{source} came in time"
+    busy = f"its rank was busy with {cause.action}"
+    return f"{busy}, then waited {time}" if time else busy
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"

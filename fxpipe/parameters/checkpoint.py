@@ -1,0 +1,81 @@
+"""Checkpoints: state dicts in the plain model's own names. With zero=3 a rank holds shards, as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.distributed.broadcast import broadcast
+from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import CheckpointError, nearest
+from fxpipe.parameters.dtensors import is_cut_over, is_dtensor, local, part_of, whole_of
+from fxpipe.parameters.ownership import Ownership
+
+
+def full_state_dict(
+    model: nn.Module, mine: nn.Module, owners: Ownership, transport: Transport, device: torch.device
+) -> dict[str, Tensor]:
+    """The whole model's state dict, on every rank: each tensor comes from the first rank that holds it.
+
+    A collective call of a pipe group, and with shards of all ranks. On ranks that do not hold a tensor it is on
+    ``device``.
+    """
+    held = mine.state_dict()
+    state: dict[str, Tensor] = {}
+    for name, like in model.state_dict().items():
+        if not isinstance(like, Tensor):
+            raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
+        owner = owners.first_owner(name)
+        tensor = held.get(name, like)
+        if transport.pipe_rank is not None:
+            if transport.pipe_rank == owner:
+                tensor = _whole(tensor, transport).to(device)
+            else:
+                tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+            broadcast([tensor], transport, "pipe", owner)
+        state[name] = tensor
+    return state
+
+
+def _whole(tensor: Tensor, transport: Transport) -> Tensor:
+    """A shard's whole tensor: a collective call of the ranks that hold the shards.
+
+    ``full_tensor`` would do, but over groups that nobody closes where a rank fails, and by a mesh that torch caches
+    beyond the end of a world of processes.
+    """
+    own = local(tensor)
+    if not is_dtensor(tensor):
+        return tensor
+    if not is_cut_over(tensor, transport.ranks("gather")):  # the user's own mesh, which parallelize= was given
+        return whole_of(tensor)
+    ranks = len(transport.ranks("gather"))
+    part = own.new_zeros((-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
+    part[: len(own)] = own
+    whole = part.new_empty((ranks * len(part), *tensor.shape[1:]))
+    transport.start([Collective("all_gather", "gather", whole, part)], "a parameter for the state dict").wait()
+    return whole[: tensor.shape[0]].clone()
+
+
+def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing."""
+    held, whole = module.state_dict(), model.state_dict()
+    unknown = [name for name in state if name not in whole]
+    if unknown:
+        raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
+    missing = [name for name in held if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"the state dict lacks {len(missing)} of {len(held)} tensors, first {missing[0]!r}"
+            f"{nearest(missing[0], state)}; load a plain model's state dict, or this rank's own part"
+        )
+    for name, tensor in held.items():
+        if state[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{name} has shape {list(tensor.shape)}, the state dict has {list(state[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in held.items():
+            local(tensor).copy_(part_of(tensor, state[name]))

@@ -1,0 +1,1 @@
+"""Plan: everything that is known before a step."""

@@ -1,0 +1,173 @@
+"""Work: a graph of blocks with what each takes, which is all that a balance looks at.
+
+A block is the smallest piece that may be placed: a few nodes of a program, or a stage whose cut is given already.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fxpipe.graph.program import Program, is_compute, made_by
+from fxpipe.passes.analysis.blocks import blocks
+from fxpipe.plan.balance.hardware import Hardware
+from fxpipe.plan.balance.node_costs import Held, NodeCosts
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a piece of the program takes for one micro-batch, in seconds, and what it keeps and holds, by key."""
+
+    nodes: tuple[str, ...]
+    forward: float
+    backward: float
+    weight: float
+    saved: frozenset[int]
+    parameters: frozenset[int]
+    trains: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that one block makes and others use."""
+
+    source: int
+    targets: tuple[int, ...]
+    size: int
+    """Its bytes."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Blocks and the values between them; acyclic, numbered in any order."""
+
+    blocks: tuple[Block, ...]
+    values: tuple[Value, ...]
+    result: tuple[int, ...]
+    """The blocks that make the model's result."""
+    memory: Mapping[int, int]
+    """Bytes of what blocks keep, by key."""
+    held: Mapping[int, Held]
+    """The parameters, by key."""
+    hardware: Hardware = field(default_factory=Hardware)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(block.seconds for block in self.blocks)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks whose values a block uses, each once, by number."""
+        found: list[set[int]] = [set() for _ in self.blocks]
+        for value in self.values:
+            for target in value.targets:
+                found[target].add(value.source)
+        return tuple(tuple(sorted(sources)) for sources in found)
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """The parameters that several blocks use."""
+        count = Counter(key for block in self.blocks for key in block.parameters)
+        return frozenset(key for key, users in count.items() if users > 1)
+
+    @cached_property
+    def static(self) -> Mapping[int, float]:
+        """What each parameter takes where it lives, with gradient and optimizer state if it is trained."""
+        whole = self.hardware.bytes_per_parameter
+        return {key: held.count * whole if held.trained else float(held.size) for key, held in self.held.items()}
+
+    def static_bytes(self, parameters: Iterable[int]) -> float:
+        """What parameters take together."""
+        return sum(map(self.static.__getitem__, parameters))
+
+    def saved_bytes(self, saved: Iterable[int]) -> int:
+        return sum(map(self.memory.__getitem__, saved))
+
+    def merged(self, group_of: Sequence[int]) -> Work:
+        """The same work with blocks put together: ``group_of`` says which new block each becomes a part of."""
+        groups: list[list[int]] = [[] for _ in range(1 + max(group_of))]
+        for block, group in enumerate(group_of):
+            groups[group].append(block)
+        values = []
+        for value in self.values:
+            source = group_of[value.source]
+            targets = tuple(sorted({group_of[target] for target in value.targets} - {source}))
+            if targets:
+                values.append(Value(source, targets, value.size))
+        merged = tuple(self.together(group) for group in groups)
+        result = tuple(sorted({group_of[block] for block in self.result}))
+        return Work(merged, tuple(values), result, self.memory, self.held, self.hardware)
+
+    def together(self, group: Sequence[int]) -> Block:
+        """Several blocks as one."""
+        parts = [self.blocks[number] for number in group]
+        return Block(
+            tuple(name for part in parts for name in part.nodes),
+            sum(part.forward for part in parts),
+            sum(part.backward for part in parts),
+            sum(part.weight for part in parts),
+            frozenset[int]().union(*(part.saved for part in parts)),
+            frozenset[int]().union(*(part.parameters for part in parts)),
+            any(part.trains for part in parts),
+        )
+
+
+def work_of_program(program: Program, costs: NodeCosts) -> Work:
+    """The finest work: what a cut may separate. The program has no boundaries."""
+    cut = blocks(program)
+    values = tuple(Value(source, targets, costs[name].bytes_out) for name, source, targets in cut.values)
+    made = tuple(_block(names, costs) for names in cut.nodes)
+    return Work(made, values, cut.result, costs.memory, costs.parameters, costs.hardware)
+
+
+def work_of_stages(program: Program, costs: NodeCosts) -> Work:
+    """A block for each stage of a program that is cut, by number, with its own copies of copied nodes."""
+    stages = 1 + max(program.stage_of.values())
+    members = [_members(program, stage) for stage in range(stages)]
+    uses: dict[str, dict[int, None]] = {}
+    result = program.graph.output_node()
+    for node in program.graph.nodes:
+        place = program.output_stage if node is result else program.stage_of.get(node.name)
+        for operand in node.all_input_nodes if place is not None else ():
+            source = program.stage_of.get(made_by(operand).name)
+            if source is not None and source != place:
+                uses.setdefault(made_by(operand).name, {})[place or 0] = None
+    values = tuple(
+        Value(program.stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()
+    )
+    made = tuple(_block(names, costs) for names in members)
+    return Work(made, values, (program.output_stage or 0,), costs.memory, costs.parameters, costs.hardware)
+
+
+def _members(program: Program, stage: int) -> tuple[str, ...]:
+    """The nodes that a stage computes, copied ones included, in program order."""
+    found = {node for node in program.graph.nodes if program.stage_of.get(node.name) == stage}
+    waiting = list(found)
+    while waiting:
+        for operand in map(made_by, waiting.pop().all_input_nodes):
+            if operand.name in program.copied and operand not in found:
+                found.add(operand)
+                waiting.append(operand)
+    return tuple(node.name for node in program.graph.nodes if node in found and is_compute(node))
+
+
+def _block(names: tuple[str, ...], costs: NodeCosts) -> Block:
+    parts = [costs[name] for name in names]
+    return Block(
+        names,
+        sum(part.forward for part in parts),
+        sum(part.backward for part in parts),
+        sum(part.weight for part in parts),
+        frozenset[int]().union(*(part.saved for part in parts)),
+        frozenset[int]().union(*(part.parameters for part in parts)),
+        any(part.trains for part in parts),
+    )

@@ -1,0 +1,187 @@
+"""Candidates: the layouts that are worth simulating, from cuts of each order of the blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fxpipe.passes.analysis.topological import in_order
+from fxpipe.passes.analysis.union import Union
+from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.orders import Order, orders, towers
+from fxpipe.plan.balance.segments import Cuts, Line, Room, balanced, cut, least_greatest, lightest
+from fxpipe.plan.balance.simulated_layouts import Layout
+
+ALLOCATIONS = 6
+"""Of the ways to give whole ranks to each tower, so many are tried: those of the least greatest segment."""
+CRUMB = 0.01
+"""What takes no more than this part of the greatest part of its segment is no stage of its own."""
+MOST_ALLOCATIONS = 3000
+"""No more are looked at."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layout comes about: an order, where it is cut, and the rank of each segment.
+
+    ``kinds``: a kind for each block; what is not connected in a segment, or is of another kind, becomes a stage of its
+    own, and its rank runs them one by one. None: a stage for each segment.
+    """
+
+    order: Order
+    cuts: Cuts
+    rank_of: tuple[int, ...]
+    kinds: tuple[int, ...] | None
+    origin: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``keep``: blocks are stages already, so that only their ranks are open."""
+
+    ranks: int
+    keep: bool
+    room: Room | None
+
+
+def recipes(work: Work, rules: Rules) -> Iterator[Recipe]:
+    """For each order: balanced segments, whole ranks for each tower, balanced bytes, and two segments a rank."""
+    found = towers(work)
+    ways: list[tuple[tuple[int, ...] | None, str]] = [(None, "")]
+    if not rules.keep:
+        ways.append(((0,) * len(work), ", branches apart"))
+    if not rules.keep and len(found) > 1:
+        number = {block: place for place, tower in enumerate(found) for block in tower}
+        ways.append((tuple(number.get(block, len(found)) for block in range(len(work))), ", towers apart"))
+    for order in orders(work):
+        line = Line(work, order)
+        for cuts, rank_of, what in _cuts(line, found, rules):
+            for kinds, how in ways:
+                yield Recipe(order, cuts, rank_of, kinds, what + how)
+
+
+def _cuts(line: Line, found: Sequence[frozenset[int]], rules: Rules) -> Iterator[tuple[Cuts, tuple[int, ...], str]]:
+    ranks, room = rules.ranks, rules.room
+    one_each = tuple(range(ranks))
+    for cuts in balanced(line, ranks, room):
+        yield cuts, one_each, f"{ranks} segments"
+    for cuts in _towers_apart(line, found, rules):
+        yield cuts, one_each, f"{ranks} segments, whole ranks for each tower"
+    light = cut(line, ranks, least_greatest(line.static, ranks), line.static)
+    if light is not None:
+        yield light, one_each, f"{ranks} segments of equal bytes"
+    least = lightest(line, ranks, room.microbatches) if room is not None else None
+    if least is not None:
+        yield least, one_each, f"{ranks} segments of the least memory"
+    if ranks > 1:
+        for cuts in itertools.islice(balanced(line, 2 * ranks), 3):
+            yield cuts, one_each * 2, f"{2 * ranks} segments in laps"
+
+
+def _towers_apart(line: Line, found: Sequence[frozenset[int]], rules: Rules) -> Iterator[Cuts]:
+    """Cuts at the ends of towers, each of which gets so many ranks of its own."""
+    ends = _ends(line, found)
+    if len(ends) < 2 or len(ends) > rules.ranks:
+        return
+    starts = [0, *ends[:-1]]
+    choices = itertools.islice(_compositions(rules.ranks, len(ends)), MOST_ALLOCATIONS)
+    greatest: dict[tuple[int, int], float] = {}
+    ranked = []
+    for choice in choices:
+        if any(count > end - start for count, start, end in zip(choice, starts, ends, strict=True)):
+            continue
+        for place, count in enumerate(choice):
+            if (place, count) not in greatest:
+                greatest[place, count] = least_greatest(line.time, count, starts[place], ends[place])
+        ranked.append((max(greatest[place, count] for place, count in enumerate(choice)), choice))
+    for bound, choice in sorted(ranked)[:ALLOCATIONS]:
+        parts = []
+        for place, count in enumerate(choice):
+            behind = sum(choice[place + 1 :])
+            parts.append(cut(line, count, bound, None, rules.room, starts[place], ends[place], behind))
+        if all(part is not None for part in parts):
+            yield tuple(position for part in parts for position in part or ())
+
+
+def _ends(line: Line, found: Sequence[frozenset[int]]) -> list[int]:
+    """Where in the line the towers end, and the line itself; what joins them belongs to the last."""
+    number = {block: place for place, tower in enumerate(found) for block in tower}
+    ends = []
+    last = None
+    for position, block in enumerate(line.order):
+        tower = number.get(block)
+        if tower is not None and tower != last:
+            if last is not None:
+                ends.append(position)
+            last = tower
+    return [*ends, len(line.order)]
+
+
+def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write a number as an ordered sum of so many positive ones."""
+    for bars in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *bars, total)))
+
+
+def layout_of(work: Work, recipe: Recipe, keep: bool) -> Layout:
+    """The layout that a recipe makes."""
+    segment_of = [0] * len(work)
+    start = 0
+    for segment, end in enumerate(recipe.cuts):
+        for position in range(start, end):
+            segment_of[recipe.order[position]] = segment
+        start = end
+    if keep:
+        ranks = tuple(recipe.rank_of[segment] for segment in segment_of)
+        return Layout(tuple(range(len(work))), ranks, recipe.origin)
+    whole = Layout(tuple(segment_of), recipe.rank_of, recipe.origin)
+    return whole if recipe.kinds is None else _apart(work, recipe, segment_of, recipe.kinds) or whole
+
+
+def _apart(work: Work, recipe: Recipe, segment_of: Sequence[int], kinds: Sequence[int]) -> Layout | None:
+    """A stage for each connected part of a kind in a segment; crumbs go with the largest. None where that makes stages
+    that wait for each other."""
+    parts = connected(work, list(zip(segment_of, kinds, strict=True)))
+    seconds: dict[int, float] = {}
+    for block in range(len(work)):
+        seconds[parts.find(block)] = seconds.get(parts.find(block), 0.0) + work.blocks[block].seconds
+    largest: dict[int, int] = {}
+    for root in seconds:
+        segment = segment_of[root]
+        if segment not in largest or seconds[root] > seconds[largest[segment]]:
+            largest[segment] = root
+    for root, time in seconds.items():
+        if time <= CRUMB * seconds[largest[segment_of[root]]]:
+            parts.join(largest[segment_of[root]], root)
+    group_of = [parts.find(block) for block in range(len(work))]
+    ranks = {group: recipe.rank_of[segment_of[block]] for block, group in enumerate(group_of)}
+    number = numbered(work, group_of, recipe.order)
+    if number is None:
+        return None
+    stages = tuple(number[group] for group in group_of)
+    return Layout(stages, tuple(ranks[group] for group in number), recipe.origin)
+
+
+def numbered(work: Work, group_of: Sequence[int], order: Sequence[int]) -> dict[int, int] | None:
+    """Group → its place in topological order, the one first that begins first in ``order``; None where there is none.
+
+    The result's own order is that of the places.
+    """
+    first = {group: place for place, group in reversed(list(enumerate(group_of[block] for block in order)))}
+    after: dict[int, set[int]] = {group: set() for group in first}
+    for value in work.values:
+        source = group_of[value.source]
+        after[source] |= {group_of[target] for target in value.targets} - {source}
+    found = in_order(first, after)
+    return found if len(found) == len(first) else None
+
+
+def connected(work: Work, class_of: Sequence[Hashable]) -> Union[int]:
+    """The parts that values connect without leaving a class."""
+    parts = Union(range(len(work)))
+    for value in work.values:
+        for target in value.targets:
+            if class_of[value.source] == class_of[target]:
+                parts.join(value.source, target)
+    return parts

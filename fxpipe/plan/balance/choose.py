@@ -1,0 +1,119 @@
+"""Balance: ``balance`` chooses the stages of a program and their ranks, ``place_stages`` the ranks of given stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from fxpipe.errors import PartitionError
+from fxpipe.graph.program import Program
+from fxpipe.plan.balance.block_graph import work_of_program, work_of_stages
+from fxpipe.plan.balance.coarsen import coarsened
+from fxpipe.plan.balance.node_costs import NodeCosts
+from fxpipe.plan.balance.search import Found, search
+from fxpipe.plan.balance.simulated_layouts import Layout, Outcome, without_gaps
+from fxpipe.schedules import Family, with_costs
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.no_gc import paused
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A program with stages, their ranks, and what that comes to; ``str()`` is the choice beside its runners-up."""
+
+    program: Program
+    placement: tuple[int, ...]
+    """The rank of each stage."""
+    outcome: Outcome
+    others: tuple[Outcome, ...]
+    """The best layouts that were found in other ways, the best first."""
+    what: str
+    """What the costs are from, and what a parameter is reckoned at, in words."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of a step, the sums of tied gradients included."""
+        return self.outcome.seconds
+
+    @property
+    def costs(self) -> Costs:
+        """What the stages take."""
+        return self.outcome.costs
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank: parameters, gradients, optimizer state, and activations at their most."""
+        return self.outcome.peak_bytes
+
+    def __str__(self) -> str:
+        shown = [self.outcome, *self.others[:3]]
+        rows = [
+            (
+                "chosen" if place == 0 else f"runner-up {place}",
+                outcome.layout.origin,
+                outcome.layout.stages,
+                f"{outcome.seconds * 1e3:.3f}",
+                f"{outcome.bubble:.1%}",
+                f"{outcome.most_bytes / 2**20:,.1f}",
+            )
+            for place, outcome in enumerate(shown)
+        ]
+        headers = ["", "cut", "stages", "makespan, ms", "bubble", "peak of a rank, MiB"]
+        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "left", *["right"] * 4))
+        return f"{grid}\n{self.what}"
+
+
+@paused()
+def balance(
+    program: Program,
+    ranks: int,
+    microbatches: int,
+    costs: NodeCosts,
+    schedule: str | Family = "1f1b",
+    memory_per_rank: float | None = None,
+) -> Balanced:
+    """The program cut into stages for so many ranks, and placed, for the least makespan by simulation.
+
+    ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. PartitionError
+    where the program has fewer pieces than there are ranks, or none of the layouts fits the memory.
+    """
+    fine = work_of_program(program, costs)
+    if len(fine) < ranks:
+        raise PartitionError(
+            f"{ranks} pipe ranks, but the program has {len(fine)} pieces that a cut may separate; use fewer ranks"
+        )
+    piece_of = coarsened(fine, ranks)
+    found = search(fine.merged(piece_of), ranks, microbatches, with_costs(schedule), memory_per_rank, keep=False)
+    stage_of = [found.best.layout.stage_of[piece] for piece in piece_of]
+    layout = without_gaps(stage_of, found.best.layout.rank_of, found.best.layout.origin)
+    stages = {name: layout.stage_of[number] for number, block in enumerate(fine.blocks) for name in block.nodes}
+    return _balanced(program.replace(stage_of=stages), layout, found, costs)
+
+
+@paused()
+def place_stages(
+    program: Program,
+    ranks: int,
+    microbatches: int,
+    costs: NodeCosts,
+    schedule: str | Family = "1f1b",
+    memory_per_rank: float | None = None,
+) -> Balanced:
+    """The ranks of a program's given stages, of which there are at least as many, for the least makespan.
+
+    ``program``: after ``partition``. PartitionError where there are fewer stages than ranks, or no placement fits.
+    """
+    work = work_of_stages(program, costs)
+    if len(work) < ranks:
+        raise PartitionError(f"{ranks} pipe ranks, but the model has {len(work)} stages; use fewer ranks")
+    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=True)
+    return _balanced(program, found.best.layout, found, costs)
+
+
+def _balanced(program: Program, layout: Layout, found: Found, costs: NodeCosts) -> Balanced:
+    what = (
+        f"costs from {costs.origin}; {costs.hardware.bytes_per_parameter:g} bytes for each trained parameter: value, "
+        "gradient and the optimizer's two moments"
+    )
+    return Balanced(program, layout.rank_of, found.best, found.others, what)

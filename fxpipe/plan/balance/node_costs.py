@@ -1,0 +1,274 @@
+"""Node costs: what each node of a program takes, in seconds and bytes, told from the shapes of one micro-batch.
+
+The program is run once on fake tensors, which have shapes and no numbers, with autograd on. Nothing is allocated, and
+no parameter is touched. Forward is the roofline model of ``Hardware`` over the operators that a node runs; backward
+follows from what needs a gradient: frozen parts cost less. What is kept for backward is what autograd keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.errors import PartitionError, TraceError
+from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
+from fxpipe.graph.program import Program, is_assertion, where
+from fxpipe.plan.balance.hardware import Hardware
+from fxpipe.plan.balance.operator_costs import Meter
+from fxpipe.plan.batch import Like
+from fxpipe.schedules.no_gc import paused
+from fxpipe.torch_compat import pytree
+from fxpipe.trace.fake import FakeModel, fake_model
+from fxpipe.trace.snapshot import RandomState, Snapshot
+
+
+class CostUnknown(PartitionError, TraceError):
+    """A node looks at numbers, and its capture has not seen what it makes; another tracer's may have."""
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """What one node takes for one micro-batch. ``backward``: seconds, all of it; ``weight``: an action W's part of it.
+
+    ``saved``: the memory that autograd keeps for its backward, by keys of ``NodeCosts.memory``: nodes that keep the
+    same tensor have the same key. ``parameters``: those that it uses, by keys of ``NodeCosts.parameters``.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    flops: float = 0.0
+    bytes_out: int = 0
+    saved: frozenset[int] = frozenset()
+    parameters: frozenset[int] = frozenset()
+    trains: bool = False
+    """Whether it uses a parameter that needs a gradient."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter: its bytes, and whether it is trained."""
+
+    name: str
+    size: int
+    count: int
+    trained: bool
+
+
+@dataclass(frozen=True)
+class NodeCosts:
+    """Node name → what it takes. ``costs["linear"].forward`` are seconds."""
+
+    nodes: Mapping[str, NodeCost]
+    memory: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Bytes of what is kept for backward, by key; parameters are not among it."""
+    parameters: Mapping[int, Held] = field(default_factory=lambda: MappingProxyType({}))
+    """The model's parameters, tied ones once."""
+    hardware: Hardware = field(default_factory=Hardware)
+    origin: str = "shapes"
+
+    def __getitem__(self, name: str) -> NodeCost:
+        return self.nodes.get(name, _NOTHING)
+
+    def saved_bytes(self, names: Sequence[str]) -> int:
+        """What is kept for the backward of these nodes together."""
+        keys = frozenset[int]().union(*(self[name].saved for name in names))
+        return sum(self.memory[key] for key in keys)
+
+
+_NOTHING = NodeCost()
+
+
+@paused()
+def costs_from_shapes(
+    program: Program,
+    example: Mapping[str, Any],
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (it is immutable)
+    autocast: Sequence[Autocast] = (),
+    hardware: Hardware | None = None,
+    compute: torch.dtype | None = None,
+) -> NodeCosts:
+    """The costs of each node for a micro-batch like ``example``: input name → value with a ``Like`` for each tensor.
+
+    ``autocast``: what is on around the call. ``compute``: the type of floating-point parameters and inputs when it
+    runs, where that is another. Boundaries cost nothing. A node that looks at numbers, which fake tensors
+    have not, is taken for a product of its parameters with each row of what it makes.
+    """
+    missing = [name for name in program.inputs if name not in example]
+    if missing:
+        raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
+    with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
+        run = _Run(program, fake, example, hardware or Hardware())
+        with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
+            run.all_nodes()
+        return run.costs()
+
+
+@contextmanager
+def left_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
+    snapshot, random = Snapshot(module), RandomState()
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        random.restore()
+
+
+class _Run:
+    """One run of a program on fake tensors, node by node."""
+
+    def __init__(self, program: Program, fake: FakeModel, example: Mapping[str, Any], hardware: Hardware) -> None:
+        self.program, self.fake, self.hardware = program, fake, hardware
+        self.values: dict[fx.Node, Any] = {}
+        self.inputs = fake.inputs(example)
+        self.found: dict[str, NodeCost] = {}
+        self.memory: dict[int, int] = {}
+        self.held: dict[int, Held] = {}
+        self._storages: list[Any] = []  # keeps them, so that no two ever have the same id
+        self._saved: set[int] = set()
+        self._packed: set[int] = set()
+        names = dict(program.module.named_parameters())
+        self._numbers = {id(parameter): number for number, parameter in enumerate(names.values())}
+        for name, parameter in names.items():
+            size = parameter.numel() * parameter.element_size()
+            self.held[self._numbers[id(parameter)]] = Held(name, size, parameter.numel(), parameter.requires_grad)
+        tensors = [*names.values(), *program.module.buffers()]
+        self._own = {id(tensor.untyped_storage()) for tensor in tensors}
+        self._storages += [tensor.untyped_storage() for tensor in tensors]
+        self.meter = Meter(hardware, lambda tensor: id(tensor.untyped_storage()) in self._own)
+
+    def costs(self) -> NodeCosts:
+        return NodeCosts(self.found, self.memory, self.held, self.hardware)
+
+    def all_nodes(self) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            for node in self.program.graph.nodes:
+                if node.op == "placeholder":
+                    self.values[node] = self.inputs[str(node.target)]
+                elif node.op == "get_attr":
+                    self.values[node] = self._attribute(node)
+                elif node.op != "output":
+                    self._note(node)
+
+    def _attribute(self, node: fx.Node) -> Any:
+        value = self.program.attribute(str(node.target))
+        if str(node.target) not in self.program.constants:
+            return value
+        return pytree.tree_map_only(Tensor, lambda tensor: self._like(Like.of(tensor)), value)
+
+    def _like(self, like: Like) -> Tensor:
+        tensor: Tensor = self.fake.inputs({"tensor": like})["tensor"]
+        return tensor
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._packed.add(self.meter.ran)
+        if id(storage) not in self._own:
+            self._storages.append(storage)
+            self.memory[id(storage)] = storage.nbytes()
+            self._saved.add(id(storage))
+        return tensor
+
+    def _note(self, node: fx.Node) -> None:
+        self.meter.clear()
+        self._saved, self._packed = set(), set()
+        try:
+            with modes_of(node), self.meter:
+                self.values[node] = call_node(self.program, node, self.values)
+            cost = self._measured()
+        except Exception as error:
+            cost = self._guessed(node, error)
+        used = self._parameters(node)
+        self.found[node.name] = dataclasses.replace(
+            cost,
+            bytes_out=sum(t.numel() * t.element_size() for t in _tensors(self.values[node])),
+            parameters=frozenset(used),
+            trains=any(self.held[number].trained for number in used),
+        )
+
+    def _measured(self) -> NodeCost:
+        """What the meter shows. Activations that are computed again in backward show in what was not kept: at fewer
+        moments than there are products, or for operators that ran without gradients."""
+        meter = self.meter
+        again = meter.without_gradient if self._saved else 0.0
+        backward = meter.input + meter.weight + again + 2 * again
+        if meter.products > len(self._packed):
+            backward += meter.forward
+        return NodeCost(meter.forward, backward, meter.weight, meter.flops, saved=frozenset(self._saved))
+
+    def _guessed(self, node: fx.Node, error: Exception) -> NodeCost:
+        """Of a node that cannot run on fake tensors: from what its capture saw it make."""
+        if "val" not in node.meta:
+            raise CostUnknown(
+                f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
+                "is not known; balance by hand with boundaries= and placement=, or measure the costs"
+            ) from error
+        self.values[node] = pytree.tree_map_only(Tensor, lambda t: self._like(Like.of(t)), node.meta["val"])
+        made = _tensors(self.values[node])
+        rows = max((tensor.numel() // max(tensor.shape[-1:], default=1) for tensor in made), default=1)
+        sizes = [self.held[number].count for number in self._parameters(node)]
+        flops, moved = 2.0 * rows * sum(sizes), 4.0 * sum(sizes) + sum(map(_bytes, made))
+        seconds = self.hardware.seconds(flops, moved, 4)
+        for tensor in made:
+            self._pack(tensor)
+        return NodeCost(seconds, 2 * seconds, seconds, flops, saved=frozenset(self._saved))
+
+    def _parameters(self, node: fx.Node) -> set[int]:
+        """The numbers of the parameters that a node uses."""
+        found: set[int] = set()
+        for operand in node.all_input_nodes:
+            if operand.op == "get_attr" and id(self.values[operand]) in self._numbers:
+                found.add(self._numbers[id(self.values[operand])])
+        if node.op == "call_module":
+            found |= {self._numbers[id(tensor)] for tensor in self._reads(node) if id(tensor) in self._numbers}
+        return found
+
+    def _reads(self, node: fx.Node) -> list[Tensor]:
+        module: nn.Module = self.program.attribute(str(node.target))
+        effects = self.program.effects.get(node.name)
+        if effects is None:
+            return list(module.parameters())
+        return [*module.parameters(), *(self.program.attribute(name) for name in effects.reads)]
+
+
+def call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Runs one node on the values of those before it; not an assertion, which need not hold for made-up numbers."""
+    if is_assertion(node):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.op == "call_module":
+        return program.attribute(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+@contextmanager
+def modes_of(node: fx.Node) -> Iterator[None]:
+    """The modes in which forward runs a node."""
+    modes = node.meta.get("modes")
+    if modes is None:
+        yield
+        return
+    entered = enter_modes(modes.grad, modes.autocast)
+    try:
+        yield
+    finally:
+        leave_modes(entered)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,118 @@
+"""Meter: what each operator below autograd costs, told from the shapes of what it is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from fxpipe.plan.balance.hardware import Hardware
+from fxpipe.torch_compat import TorchDispatchMode, packet_of, pytree, schema_of
+
+_ATTENTION = "_scaled_dot_product"
+_ATTENTION_BACKWARD = 2.5
+"""Of attention's matrix products: it makes its two again in part, and four for the gradients."""
+_ADDED_FIRST = ("addmm", "baddbmm", "addbmm", "addmv")
+"""Products whose first argument is a summand and no factor."""
+_GATHERS = ("embedding", "index_select", "gather", "index")
+"""Operators that read no more of their first argument than they return."""
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what the operators take that run while it is open; ``clear`` begins anew.
+
+    ``is_weight``: whether a tensor is, or shares the memory of, a parameter. The gradients of those are what an action
+    W computes; all others are I's.
+    """
+
+    def __init__(self, hardware: Hardware, is_weight: Callable[[Tensor], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._hardware, self._is_weight = hardware, is_weight
+        self.ran = 0
+        """How many operators have run, ever."""
+        self.clear()
+
+    def clear(self) -> None:
+        self.forward = self.input = self.weight = self.flops = self.without_gradient = 0.0
+        self.products = 0
+        """The matrix products that are differentiated."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":
+            self.ran += 1
+            self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not made or _is_view(func, given, made):
+            return
+        name = packet_of(func).__name__
+        flops = _flops(func, name, args, kwargs, result)
+        read = made if name in _GATHERS else given
+        moved = sum(_bytes(tensor) for tensor in [*read, *made])
+        seconds = self._hardware.seconds(flops, moved, made[0].element_size())
+        self.forward += seconds
+        self.flops += flops
+        self._note_gradients(name, given, made, seconds, bool(flops))
+
+    def _note_gradients(
+        self, name: str, given: Sequence[Tensor], made: Sequence[Tensor], seconds: float, is_product: bool
+    ) -> None:
+        """A product's backward is a product for each factor that needs a gradient; another operator's moves as many
+        bytes as its forward, but the gradient of an embedding is as large as its table."""
+        if not torch.is_grad_enabled():
+            self.without_gradient += seconds
+            return
+        factors = given[1:3] if name in _ADDED_FIRST else given
+        needing = [tensor for tensor in factors if tensor.requires_grad]
+        if not needing:
+            return
+        if name.startswith(_ATTENTION):
+            self.products += 1
+            self.input += _ATTENTION_BACKWARD * seconds
+        elif is_product:
+            self.products += 1
+            for tensor in [tensor for tensor in needing if tensor.dim() > 1]:
+                self._note_gradient(tensor, seconds)
+        elif name in _GATHERS:
+            table = _bytes(needing[0]) + sum(map(_bytes, made))
+            self._note_gradient(needing[0], self._hardware.seconds(0, table, needing[0].element_size()))
+        else:
+            activations = [tensor for tensor in needing if not self._is_weight(tensor)]
+            self._note_gradient((activations or needing)[0], seconds)
+
+    def _note_gradient(self, tensor: Tensor, seconds: float) -> None:
+        if self._is_weight(tensor):
+            self.weight += seconds
+        else:
+            self.input += seconds
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
+    """By torch's own table; attention for the CPU, which is not in it, is the product of q, k and v as elsewhere."""
+    count = flop_registry.get(packet_of(func))
+    if count is not None:
+        return float(count(*args, **kwargs, out_val=result))
+    if name.startswith(_ATTENTION):
+        query, key, value = (tensor.shape for tensor in args[:3])
+        return float(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+    return 0.0
+
+
+def _is_view(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Whether an operator only looks at memory that there is."""
+    if schema_of(func).is_mutable:
+        return False
+    memory = {id(tensor.untyped_storage()) for tensor in given}
+    return all(id(tensor.untyped_storage()) in memory for tensor in made)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

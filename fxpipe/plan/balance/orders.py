@@ -1,0 +1,135 @@
+"""Orders: the topological orders of a graph of blocks that are worth cutting into consecutive segments.
+
+A depth-first order finishes a branch before it begins another, and puts each block in front of the first that needs
+it: the keys of a cross-attention stand in the decoder, not behind the encoder. Which branch comes first is the
+freedom that is left: an order for each permutation of the towers, and for each of a few rules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from fxpipe.plan.balance.block_graph import Work
+
+Order = tuple[int, ...]
+Key = Callable[[int], tuple[float, ...]]
+"""Block → when it is visited among those that another one needs."""
+
+TOWERS = 4
+"""Of more towers than that not every permutation is tried."""
+SMALL = 0.02
+"""What takes less than this part of the whole makes no tower."""
+
+
+def orders(work: Work) -> list[Order]:
+    """Topological orders, all different, the program's own first."""
+    found = dict.fromkeys(depth_first(work, key) for key in _keys(work))
+    return list(found)
+
+
+def depth_first(work: Work, key: Key) -> Order:
+    """The blocks, each behind all that it needs, which are visited in the order of their keys."""
+    done: dict[int, None] = {}
+    used = {source for sources in work.sources for source in sources}
+    unused = sorted(set(range(len(work))) - used - set(work.result))
+    for root in [*sorted(work.result, key=key), *unused]:
+        stack = [(root, iter(sorted(work.sources[root], key=key)))]
+        waiting = {root}
+        while stack:
+            block, needed = stack[-1]
+            source = next((other for other in needed if other not in done and other not in waiting), None)
+            if source is None:
+                stack.pop()
+                done[block] = None
+            else:
+                waiting.add(source)
+                stack.append((source, iter(sorted(work.sources[source], key=key))))
+    return tuple(done)
+
+
+def towers(work: Work) -> list[frozenset[int]]:
+    """The large parts of a work that do not depend on each other, in front of what joins them; by first block.
+
+    Blocks differ in the sources of the graph that they depend on. What depends on the sources of two large parts, of
+    which neither contains the other's, joins them; the largest of what is left are the towers.
+    """
+    reached = _entries(work)
+    seconds: dict[int, float] = {}
+    for block, bits in enumerate(reached):
+        seconds[bits] = seconds.get(bits, 0.0) + work.blocks[block].seconds
+    large = [bits for bits, time in seconds.items() if time > SMALL * work.seconds]
+    separate = [bits for bits in large if not _joins(bits, large)]
+    heads = [bits for bits in separate if not any(bits != other and bits & other == bits for other in separate)]
+    groups: dict[int, list[int]] = {bits: [] for bits in heads}
+    for block, bits in enumerate(reached):
+        head = next((head for head in heads if bits & head == bits), None)
+        if head is not None:
+            groups[head].append(block)
+    return [frozenset(group) for group in groups.values()]
+
+
+def _joins(bits: int, large: Sequence[int]) -> bool:
+    """Whether what depends on these sources depends on two large parts, neither of which depends on the other."""
+    inside = [other for other in large if other != bits and other & bits == other]
+    return any(one & two not in (one, two) for one, two in itertools.combinations(inside, 2))
+
+
+def _keys(work: Work) -> Iterator[Key]:
+    """Program order and its reverse, the longest way first and last, and the towers in every order."""
+    way = _ways(work)
+    yield lambda block: (block,)
+    yield lambda block: (-block,)
+    yield lambda block: (-way[block], block)
+    yield lambda block: (way[block], block)
+    found = towers(work)
+    if 2 <= len(found) <= TOWERS:
+        bits = [_union(_entries(work), tower) for tower in found]
+        for permutation in itertools.permutations(bits):
+            yield _by_tower(_entries(work), permutation)
+
+
+def _union(reached: Sequence[int], tower: frozenset[int]) -> int:
+    bits = 0
+    for block in tower:
+        bits |= reached[block]
+    return bits
+
+
+def _by_tower(reached: Sequence[int], permutation: Sequence[int]) -> Key:
+    """Blocks that depend on the first tower alone first, then on the second; what joins them in program order."""
+
+    def key(block: int) -> tuple[float, ...]:
+        bits = reached[block]
+        alone = next((rank for rank, tower in enumerate(permutation) if bits & tower == bits), None)
+        touched = next((rank for rank, tower in enumerate(permutation) if bits & tower), len(permutation))
+        return touched if alone is None else alone, block
+
+    return key
+
+
+def _entries(work: Work) -> list[int]:
+    """For each block the sources of the graph that it depends on, a bit each."""
+    reached = [0] * len(work)
+    count = 0
+    for block in topological(work):
+        for source in work.sources[block]:
+            reached[block] |= reached[source]
+        if not work.sources[block]:
+            reached[block] = 1 << count
+            count += 1
+    return reached
+
+
+def _ways(work: Work) -> list[float]:
+    """The longest path that ends in each block, in seconds."""
+    ways = [0.0] * len(work)
+    for block in topological(work):
+        ahead = max((ways[source] for source in work.sources[block]), default=0.0)
+        ways[block] = ahead + work.blocks[block].seconds
+    return ways
+
+
+def topological(work: Work) -> Order:
+    """Any topological order."""
+    return depth_first(work, lambda block: (block,))

@@ -1,0 +1,234 @@
+"""Search: of many layouts the one of the least simulated makespan within the memory of a rank.
+
+Every choice depends on the work alone, never on a clock, so that all ranks of a run find the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpipe.errors import PartitionError, ScheduleError
+from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.candidates import Recipe, Rules, layout_of, recipes
+from fxpipe.plan.balance.segments import Room
+from fxpipe.plan.balance.simulated_layouts import Judge, Layout, Outcome
+from fxpipe.schedules import Limited
+
+ACTIONS = 150_000
+"""So many actions are simulated to choose among candidates."""
+MORE_ACTIONS = 350_000
+"""So many to improve the best of them."""
+IMPROVED = 12
+"""So many of the best candidates are improved, and no more than ``ALIKE`` that came about in the same way."""
+ALIKE = 4
+RUNNERS_UP = 3
+"""So many layouts are shown beside the best one."""
+STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
+"""By how many blocks a cut is moved."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best layout, and the best ones that were found in other ways."""
+
+    best: Outcome
+    others: tuple[Outcome, ...]
+
+
+def search(work: Work, ranks: int, microbatches: int, family: Limited, memory: float | None, keep: bool) -> Found:
+    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open.
+
+    PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
+    table for any.
+    """
+    few = min(microbatches, 4 * ranks)
+    judge = Judge(work, family, few, memory)
+    room = Room(memory, few) if memory is not None else None
+    rules = Rules(ranks, keep, room)
+    made = {layout_of(work, recipe, keep): recipe for recipe in _tried(work, rules)}
+    outcomes = _simulated(judge, made)
+    if not outcomes:
+        raise _no_fit(judge, memory)
+    better = list(outcomes)
+    for outcome in _different(outcomes):
+        better.append(_improved(judge, made[outcome.layout], outcome, keep, judge.actions + MORE_ACTIONS // IMPROVED))
+    ranked = _by_origin(sorted(better, key=_merit))
+    return _finally(judge, ranked, microbatches)
+
+
+def _tried(work: Work, rules: Rules) -> Iterator[Recipe]:
+    """With a limit of memory, what is cut to fit it, and what happens to."""
+    yield from recipes(work, rules)
+    if rules.room is not None:
+        yield from recipes(work, dataclasses.replace(rules, room=None))
+
+
+def _merit(outcome: Outcome) -> tuple[float, float, int]:
+    """Less is better: time, to a part in ten thousand; then bytes; then stages."""
+    return float(f"{outcome.seconds:.4g}"), outcome.most_bytes, outcome.layout.stages
+
+
+def _simulated(judge: Judge, layouts: Iterable[Layout]) -> list[Outcome]:
+    """The outcomes of layouts, the best first, until enough has been simulated.
+
+    The next one is that of the least lower bound, times what the bound was found to fall short by among those that
+    came about in the same way. Those whose bound shows that they are no better are looked at only once for each way.
+    """
+    waiting = _by_way(judge, layouts)
+    short = dict.fromkeys(waiting, 1.0)
+    found: list[Outcome] = []
+    while waiting and (not found or judge.actions < ACTIONS):
+        way = min(waiting, key=lambda way: (judge.staged(waiting[way][-1]).lower_bound * short[way], way))
+        layout = waiting[way].pop()
+        bound = judge.staged(layout).lower_bound
+        if not waiting[way] or (found and bound >= found[0].seconds):
+            del waiting[way]
+        outcome = judge.outcome(layout)
+        if outcome is None:
+            continue
+        ratio = outcome.seconds / bound if bound else 1.0
+        short[way] = ratio if short[way] == 1.0 else min(short[way], ratio)
+        if judge.fits(outcome):
+            found.append(outcome)
+            found.sort(key=_merit)
+    return found
+
+
+def _by_way(judge: Judge, layouts: Iterable[Layout]) -> dict[str, list[Layout]]:
+    """How layouts came about → those layouts, the one of the least lower bound last."""
+    found: dict[str, list[Layout]] = {}
+    for layout in sorted(layouts, key=lambda layout: -judge.staged(layout).lower_bound):
+        found.setdefault(layout.origin, []).append(layout)
+    return found
+
+
+def _no_fit(judge: Judge, memory: float | None) -> PartitionError | ScheduleError:
+    if judge.refused is not None and judge.least_bytes == float("inf"):
+        return judge.refused
+    return PartitionError(
+        f"no balance fits into {memory:,.0f} bytes a rank; the least that one was found to take is "
+        f"{judge.least_bytes:,.0f} bytes on its fullest rank. Use more pipe ranks, smaller micro-batches, or recompute"
+    )
+
+
+def _different(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The best of different ways."""
+    count: Counter[str] = Counter()
+    found = []
+    for outcome in outcomes:
+        count[outcome.layout.origin] += 1
+        if count[outcome.layout.origin] <= ALIKE:
+            found.append(outcome)
+    return found[:IMPROVED]
+
+
+def _improved(judge: Judge, recipe: Recipe, outcome: Outcome, keep: bool, until: int) -> Outcome:
+    """Moves cuts, and then stages, as long as it helps and no more than so many actions have been simulated."""
+    best, progress = outcome, True
+    while progress and judge.actions < until:
+        progress = False
+        for other in _neighbours(judge.work, recipe):
+            if judge.actions >= until:
+                break
+            layout = layout_of(judge.work, other, keep)
+            candidate = _if_better(judge, layout, best)
+            if candidate is not None:
+                recipe, best, progress = other, candidate, True
+                break
+    return _moved(judge, best, until)
+
+
+def _neighbours(work: Work, recipe: Recipe) -> Iterator[Recipe]:
+    """The same recipe with one cut elsewhere, or two next to each other: those of the heaviest segments first."""
+    cuts, starts = recipe.cuts, (0, *recipe.cuts[:-1])
+    weight = [
+        sum(work.blocks[recipe.order[position]].seconds for position in range(start, end))
+        for start, end in zip(starts, cuts, strict=True)
+    ]
+    places = sorted(range(len(cuts) - 1), key=lambda place: (-max(weight[place], weight[place + 1]), place))
+    for place in places:
+        for step in STEPS:
+            yield from _with_cuts(recipe, {place: cuts[place] + step})
+    for place in places:
+        for step in STEPS:
+            for other in (step, -step):
+                yield from _with_cuts(recipe, {place: cuts[place] + step, place + 1: cuts[place + 1] + other})
+
+
+def _with_cuts(recipe: Recipe, moved: Mapping[int, int]) -> Iterator[Recipe]:
+    """The recipe with some cuts elsewhere, if they still are one behind the other, and the last one where it was."""
+    cuts = tuple(moved.get(place, cut) for place, cut in enumerate(recipe.cuts))
+    if cuts[-1] == recipe.cuts[-1] and all(a < b for a, b in itertools.pairwise((0, *cuts))):
+        yield dataclasses.replace(recipe, cuts=cuts)
+
+
+def _moved(judge: Judge, best: Outcome, until: int) -> Outcome:
+    """Moves single stages to other ranks, as long as it helps."""
+    progress = True
+    while progress and judge.actions < until:
+        progress = False
+        for rank_of in _exchanges(best.layout):
+            if judge.actions >= until:
+                break
+            origin = best.layout.origin
+            layout = Layout(best.layout.stage_of, rank_of, origin if "moved" in origin else f"{origin}, stages moved")
+            candidate = _if_better(judge, layout, best)
+            if candidate is not None:
+                best, progress = candidate, True
+                break
+    return best
+
+
+def _exchanges(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """The ranks of the stages with one stage elsewhere, where its rank keeps another, or two stages changed."""
+    rank_of = layout.rank_of
+    ranks = 1 + max(rank_of)
+    if layout.stages == ranks:
+        return
+    for stage, rank in enumerate(rank_of):
+        if rank_of.count(rank) > 1:
+            for other in range(ranks):
+                if other != rank:
+                    yield (*rank_of[:stage], other, *rank_of[stage + 1 :])
+    for one in range(layout.stages):
+        for two in range(one + 1, layout.stages):
+            if rank_of[one] != rank_of[two]:
+                changed = list(rank_of)
+                changed[one], changed[two] = changed[two], changed[one]
+                yield tuple(changed)
+
+
+def _if_better(judge: Judge, layout: Layout, best: Outcome) -> Outcome | None:
+    """A layout's outcome where it fits and is better; simulated only where its lower bound does not rule that out."""
+    if judge.staged(layout).lower_bound >= best.seconds:
+        return None
+    outcome = judge.outcome(layout)
+    if outcome is None or not judge.fits(outcome) or _merit(outcome) >= _merit(best):
+        return None
+    return outcome
+
+
+def _by_origin(ranked: Iterable[Outcome]) -> list[Outcome]:
+    """The best of each way of finding a layout."""
+    found: dict[str, Outcome] = {}
+    seen: set[Layout] = set()
+    for outcome in ranked:
+        if outcome.layout.origin not in found and outcome.layout not in seen:
+            found[outcome.layout.origin] = outcome
+            seen.add(outcome.layout)
+    return list(found.values())
+
+
+def _finally(judge: Judge, ranked: list[Outcome], microbatches: int) -> Found:
+    """The best with all micro-batches, where they were chosen with fewer; its table verified."""
+    exact = Judge(judge.work, judge.family, microbatches, judge.memory)
+    again = [exact.outcome(outcome.layout) for outcome in ranked[: 1 + RUNNERS_UP]]
+    kept = sorted((outcome for outcome in again if outcome is not None and exact.fits(outcome)), key=_merit)
+    if not kept:
+        raise _no_fit(exact, judge.memory)
+    kept[0].schedule.verify()
+    return Found(kept[0], tuple(kept[1:]))

@@ -1,0 +1,218 @@
+"""Layouts: which block runs in which stage and which stage on which rank; and what a layout comes to, by simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fxpipe.errors import ScheduleError
+from fxpipe.plan.balance.block_graph import Work
+from fxpipe.schedules import Limited, Problem
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.in_flight import peak_bytes
+from fxpipe.schedules.lower_bound import lower_bound
+from fxpipe.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``stage_of``: block → stage, in topological order of the stages. ``rank_of``: stage → rank."""
+
+    stage_of: tuple[int, ...]
+    rank_of: tuple[int, ...]
+    origin: str = field(default="", compare=False)
+    """In words, how it was found."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a layout comes to. ``seconds``: the makespan, or what the busiest link takes if that is more, and the sums
+    of tied gradients that follow."""
+
+    layout: Layout
+    seconds: float
+    schedule: Schedule
+    costs: Costs
+    peak_bytes: tuple[float, ...]
+    """Per rank: parameters with gradients and optimizer state, and the micro-batches in flight at their most."""
+
+    @property
+    def most_bytes(self) -> float:
+        return max(self.peak_bytes)
+
+    @property
+    def bubble(self) -> float:
+        busy = sum(self.costs.time(action) for row in self.schedule.rows for action in row)
+        return 1 - busy / (self.seconds * len(self.schedule.rows)) if self.seconds else 0.0
+
+
+class Staged:
+    """A layout with what each of its stages takes."""
+
+    def __init__(self, work: Work, layout: Layout, microbatches: int) -> None:
+        self.work, self.layout, self.microbatches = work, layout, microbatches
+        count = layout.stages
+        self.forward, self.backward_seconds, self.weight = [0.0] * count, [0.0] * count, [0.0] * count
+        self.saved: list[set[int]] = [set() for _ in range(count)]
+        self.parameters: list[set[int]] = [set() for _ in range(count)]
+        self.trains = [False] * count
+        for block, stage in zip(work.blocks, layout.stage_of, strict=True):
+            self.forward[stage] += block.forward
+            self.backward_seconds[stage] += block.backward
+            self.weight[stage] += block.weight
+            self.saved[stage] |= block.saved
+            self.parameters[stage] |= block.parameters
+            self.trains[stage] |= block.trains
+
+    @cached_property
+    def messages(self) -> Mapping[tuple[int, int], int]:
+        """(from, to) → bytes of a micro-batch, for stages between which values pass."""
+        found: dict[tuple[int, int], int] = {}
+        stage_of = self.layout.stage_of
+        for value in self.work.values:
+            source = stage_of[value.source]
+            for target in {stage_of[target] for target in value.targets} - {source}:
+                found[source, target] = found.get((source, target), 0) + value.size
+        return found
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted(self.messages))
+
+    @cached_property
+    def backward(self) -> tuple[bool, ...]:
+        """Whether each stage has a backward: it, or one before it, has something to train."""
+        found = list(self.trains)
+        for source, target in sorted(self.edges, key=lambda edge: edge[1]):
+            found[target] = found[target] or found[source]
+        return tuple(found)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The stages' costs; every hop is taken to be as long as the longest."""
+        rank_of, hop = self.layout.rank_of, self.work.hardware.hop
+        hops = [hop(size) for (a, b), size in self.messages.items() if rank_of[a] != rank_of[b]]
+        return Costs.of(
+            self.layout.stages,
+            self.forward,
+            self.backward_seconds,
+            [min(pair) for pair in zip(self.weight, self.backward_seconds, strict=True)],
+            max(hops, default=0.0),
+            [float(self.work.saved_bytes(keys)) for keys in self.saved],
+        )
+
+    @cached_property
+    def link_seconds(self) -> float:
+        """What the busiest link between two ranks takes for all micro-batches, one way."""
+        sent: dict[tuple[int, int], int] = {}
+        for (source, target), size in self.messages.items():
+            pair = self.layout.rank_of[source], self.layout.rank_of[target]
+            if pair[0] != pair[1]:
+                sent[pair] = sent.get(pair, 0) + size
+        return self.microbatches * max(sent.values(), default=0) / self.work.hardware.link
+
+    @cached_property
+    def tied_seconds(self) -> float:
+        """What the sums of the gradients of parameters take that live on several ranks."""
+        owners: dict[int, set[int]] = {}
+        for parameters, rank in zip(self.parameters, self.layout.rank_of, strict=True):
+            for key in parameters & self.work.shared:
+                owners.setdefault(key, set()).add(rank)
+        shared = [(self.work.held[key], len(ranks)) for key, ranks in owners.items() if len(ranks) > 1]
+        return sum(
+            2 * (count - 1) / count * self.work.hardware.hop(held.size) for held, count in shared if held.trained
+        )
+
+    @cached_property
+    def static_bytes(self) -> tuple[float, ...]:
+        """Per rank, what its parameters take; a parameter of several of its stages once."""
+        found: list[set[int]] = [set() for _ in range(1 + max(self.layout.rank_of))]
+        for parameters, rank in zip(self.parameters, self.layout.rank_of, strict=True):
+            found[rank] |= parameters
+        return tuple(self.work.static_bytes(keys) for keys in found)
+
+    @cached_property
+    def problem(self) -> Problem:
+        return Problem(self.edges, self.microbatches, self.layout.rank_of, self.backward, self.costs)
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """What no table of this layout could undercut."""
+        empty: tuple[tuple[()], ...] = ((),) * (1 + max(self.layout.rank_of))
+        table = Schedule(empty, self.edges, self.layout.rank_of, self.backward, self.microbatches)
+        return self.whole(lower_bound(table, self.costs))
+
+    def whole(self, makespan: float) -> float:
+        """A step's seconds: no less than its busiest link takes, and then the sums of tied gradients."""
+        return max(makespan, self.link_seconds) + self.tied_seconds
+
+
+class Judge:
+    """Simulates layouts with the family that is going to run; remembers what it has seen.
+
+    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to.
+    """
+
+    def __init__(self, work: Work, family: Limited, microbatches: int, memory: float | None) -> None:
+        self.work, self.family, self.microbatches, self.memory = work, family, microbatches, memory
+        self.least_bytes = float("inf")
+        self.actions = 0
+        """How many actions have been simulated, a measure of the work done that is the same on every machine."""
+        self.refused: ScheduleError | None = None
+        """The last layout for which the family had no table."""
+        self._outcomes: dict[Layout, Outcome | None] = {}
+        self._staged: dict[Layout, Staged] = {}
+
+    def staged(self, layout: Layout) -> Staged:
+        if layout not in self._staged:
+            self._staged[layout] = Staged(self.work, layout, self.microbatches)
+        return self._staged[layout]
+
+    def fits(self, outcome: Outcome) -> bool:
+        return self.memory is None or outcome.most_bytes <= self.memory
+
+    def outcome(self, layout: Layout) -> Outcome | None:
+        """What a layout comes to; None where the family has no table for it."""
+        if layout not in self._outcomes:
+            try:
+                self._outcomes[layout] = self._simulated(layout)
+            except ScheduleError as error:
+                self.refused, self._outcomes[layout] = error, None
+        return self._outcomes[layout]
+
+    def _simulated(self, layout: Layout) -> Outcome:
+        staged = self.staged(layout)
+        family = dataclasses.replace(self.family, costs=staged.costs)
+        problem = family.within(staged.problem)
+        rows = tuple(map(tuple, family.family(problem)))
+        self.actions += sum(map(len, rows))
+        schedule = Schedule(
+            rows,
+            staged.edges,
+            layout.rank_of,
+            staged.backward,
+            self.microbatches,
+            family.name,
+            tied=(),
+            costs=staged.costs,
+        )
+        excess = family.excess(schedule)
+        if excess is not None:
+            raise ScheduleError(f"{family.name} {excess}")
+        held = peak_bytes(schedule, staged.costs.activation_bytes or ())
+        peaks = tuple(static + most for static, most in zip(staged.static_bytes, held, strict=True))
+        self.least_bytes = min(self.least_bytes, max(peaks))
+        seconds = staged.whole(schedule.simulate(staged.costs).makespan)
+        return Outcome(layout, seconds, schedule, staged.costs, peaks)
+
+
+def without_gaps(stage_of: Sequence[int], rank_of: Sequence[int], origin: str) -> Layout:
+    """A layout whose stages are numbered without gaps, in the order of their numbers."""
+    number = {stage: place for place, stage in enumerate(sorted(set(stage_of)))}
+    return Layout(tuple(number[stage] for stage in stage_of), tuple(rank_of[stage] for stage in sorted(number)), origin)

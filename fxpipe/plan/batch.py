@@ -1,0 +1,290 @@
+"""Batch: what one call was given, described, agreed on between ranks, and cut into micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.graph.loss import Sum
+from fxpipe.torch_compat import pytree
+
+BatchDim = int | Mapping[str, int | None]
+
+ITEMS = "num_items_in_batch"
+"""The input that Hugging Face's losses divide by in place of a micro-batch's own labels; float32, 0-dimensional."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+"""Of what lies in a container beside tensors, what a capture can hold for alone."""
+_FIXED = (bool, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a tensor is, without its numbers. ``device``: its type only. ``stride``: of the whole batch's tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: str
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Like:
+        if tensor.layout not in (torch.strided, torch.jagged):
+            raise RunError(
+                f"an input of shape {list(tensor.shape)} is of layout {tensor.layout}, which cannot be cut into rows; "
+                "pass what it is made of, such as indices and values, and make it in forward"
+            )
+        return Like(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Given:
+    """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
+
+    ``detail``: the fixed value; or the container, and for each leaf a ``Like``, or the Python value that it is.
+    ``like``: an input with a ``Like`` in place of each tensor.
+    """
+
+    kind: str
+    detail: Any = None
+    like: Any = field(default=None, compare=False)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        leaves = self.detail[1] if self.kind == "input" else ()
+        return [leaf.shape for leaf in leaves if isinstance(leaf, Like)]
+
+
+Description = tuple[tuple[str, Given], ...]
+
+
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it.
+
+    What ``*args`` takes has no name: TypeError where it is given any.
+    """
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    values: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise TypeError(
+                f"forward takes *{name}, and {len(value)} inputs were given by place, which have no name by which "
+                "stages could ask for them; pass every input by its name, as in input_ids=..."
+            )
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            values |= dict(sorted(value.items()))
+        else:
+            values[name] = value
+    required = required_names(signature)
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise TypeError(f"missing inputs: {', '.join(missing)}")
+    return values
+
+
+def required_names(signature: inspect.Signature) -> list[str]:
+    """The inputs that every call must give."""
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def describe(values: Mapping[str, Any], exact: bool = False) -> Description:
+    """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on."""
+    return tuple((name, _given(value, exact)) for name, value in values.items())
+
+
+def _given(value: Any, exact: bool) -> Given:
+    if value is None:
+        return Given("none")
+    if isinstance(value, _FIXED):
+        return Given("fixed", value)
+    leaves, spec = pytree.tree_flatten(value)
+    likes = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    described = tuple(leaf if isinstance(leaf, Like) else _told(leaf, exact) for leaf in likes)
+    return Given("input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec))
+
+
+def _told(leaf: Any, exact: bool) -> Any:
+    """A leaf that is no tensor: its type, and if ``exact`` its value, as ``repr`` tells 1 from 1.0 and from True."""
+    name = type(leaf).__name__
+    return (name, repr(leaf)) if exact and isinstance(leaf, _PLAIN) else name
+
+
+def untold(description: Description) -> Iterator[tuple[str, Any]]:
+    """(input, leaf) for each leaf beside tensors of which the description tells the type alone."""
+    for name, given in description:
+        if given.kind == "input":
+            leaves = pytree.tree_leaves(given.like, is_leaf=lambda leaf: leaf is None)
+            yield from ((name, leaf) for leaf, told in zip(leaves, given.detail[1], strict=True) if type(told) is str)
+
+
+def cut_description(description: Description, batch_dim: BatchDim, size: int) -> Description:
+    """The description of a micro-batch of that many rows."""
+    return tuple((name, _cut_given(given, dimension(batch_dim, name), size)) for name, given in description)
+
+
+def _cut_given(given: Given, along: int | None, size: int) -> Given:
+    if given.kind != "input" or along is None:
+        return given
+    container, leaves = given.detail
+    cut = tuple(_cut_like(leaf, along, size) if isinstance(leaf, Like) else leaf for leaf in leaves)
+    like = pytree.tree_map_only(Like, lambda leaf: _cut_like(leaf, along, size), given.like)
+    return Given("input", (container, cut), like)
+
+
+def _cut_like(like: Like, along: int, size: int) -> Like:
+    if not like.shape:
+        return like
+    shape = list(like.shape)
+    shape[along] = size
+    return replace(like, shape=tuple(shape))
+
+
+def merge(descriptions: Sequence[Description]) -> Description:
+    """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
+    merged: dict[str, tuple[int, Given]] = {}
+    for rank, description in enumerate(descriptions):
+        for name, given in description:
+            known = merged.get(name)
+            if known is None or known[1].kind == "none":
+                merged[name] = rank, given
+            elif given.kind != "none" and _kind(given) != _kind(known[1]):
+                raise RunError(
+                    f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
+                    f"{_show(known[1])}, rank {rank} has {_show(given)}; all of them pass the same batch"
+                )
+    return tuple((name, given) for name, (_, given) in merged.items())
+
+
+def _kind(given: Given) -> Any:
+    """What must be the same on all ranks: anything but where a tensor is and how it lies there."""
+    if given.kind != "input":
+        return given
+    container, leaves = given.detail
+    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Like) else leaf for leaf in leaves)
+
+
+def _show(given: Given) -> str:
+    if given.kind != "input":
+        return repr(given.detail)
+    return ", ".join(str(list(shape)) for shape in given.shapes) or "no tensor"
+
+
+def dimension(batch_dim: BatchDim, name: str) -> int | None:
+    return batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
+
+
+def row_count(description: Description, batch_dim: BatchDim) -> int | None:
+    """The number of rows of a batch; None where no input has a batch dimension. RunError where inputs disagree."""
+    rows: dict[str, int] = {}
+    for name, given in description:
+        along = dimension(batch_dim, name)
+        for shape in given.shapes:
+            if along is not None and shape:
+                _note_rows(rows, name, shape, along)
+    if len(set(rows.values())) > 1:
+        lengths = ", ".join(f"{name}: {count}" for name, count in rows.items())
+        raise RunError(
+            f"the inputs have different numbers of rows ({lengths}); what is not cut into micro-batches is named in "
+            "batch_dim={'name': None}"
+        )
+    return next(iter(rows.values()), None)
+
+
+def _note_rows(rows: dict[str, int], name: str, shape: tuple[int, ...], along: int) -> None:
+    if not -len(shape) <= along < len(shape):
+        raise RunError(f"input {name!r} of shape {list(shape)} has no dimension {along}; see batch_dim=")
+    if rows.setdefault(name, shape[along]) != shape[along]:
+        raise RunError(f"input {name!r} holds tensors of {rows[name]} and of {shape[along]} rows")
+
+
+def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
+    """Rows of each micro-batch, as ``torch.tensor_split`` cuts them; 1 each where nothing is cut."""
+    if rows is None:
+        return (1,) * microbatches
+    if rows < microbatches:
+        raise RunError(
+            f"a batch of {rows} rows cannot be cut into {microbatches} micro-batches; "
+            f"pass at least {microbatches} rows, or compile with microbatches={max(rows, 1)}"
+        )
+    return tuple(rows // microbatches + (place < rows % microbatches) for place in range(microbatches))
+
+
+def split(values: Mapping[str, Any], batch_dim: BatchDim, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """One dict of inputs per micro-batch: views of the batch, no copies."""
+    batches: list[dict[str, Any]] = [{} for _ in sizes]
+    for name, value in values.items():
+        for batch, part in zip(batches, _split_value(value, dimension(batch_dim, name), sizes), strict=True):
+            batch[name] = part
+    return batches
+
+
+def _split_value(value: Any, along: int | None, sizes: Sequence[int]) -> list[Any]:
+    leaves, spec = pytree.tree_flatten(value)
+    parts = [
+        list(torch.split(leaf, list(sizes), along))
+        if isinstance(leaf, Tensor) and leaf.dim() and along is not None
+        else [leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([part[place] for part in parts], spec) for place in range(len(sizes))]
+
+
+def join(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], batch_dim: BatchDim) -> Any:
+    """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
+
+    ``sizes``: the rows of each micro-batch. RunError for an output whose rows are in no dimension that could be meant.
+    """
+    along = batch_dim if isinstance(batch_dim, int) else 0
+    flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in outputs]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_join_leaf(column, shares, sizes, along) for column in columns], flat[0][1])
+
+
+def _join_leaf(column: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], along: int) -> Any:
+    first = column[0]
+    if isinstance(first, Sum):
+        return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
+    if not isinstance(first, Tensor):
+        return first
+    if first.dim():
+        return torch.cat(list(column), _rows_along(column, sizes, along))
+    if not first.is_floating_point() and not first.is_complex():
+        return torch.stack(list(column)).sum()
+    weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
+    return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
+
+
+def _rows_along(column: Sequence[Tensor], sizes: Sequence[int], along: int) -> int:
+    """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
+
+    Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
+    """
+    for place in (along, 0):
+        if all(-t.dim() <= place < t.dim() and t.shape[place] == n for t, n in zip(column, sizes, strict=True)):
+            return place
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
+    if len({tensor.dim() for tensor in column}) > 1:
+        raise RunError(
+            f"an output has as many dimensions as rows allow, shapes {shapes} for micro-batches of {list(sizes)} rows: "
+            "squeeze() drops the dimension of a single row, too; write squeeze(-1), or which dimension is meant"
+        )
+    per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
+    if len(per_row) == 1 and per_row.pop()[1] == 0:
+        return 0
+    raise RunError(
+        f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "
+        "return one row per row of the input, or a number"
+    )

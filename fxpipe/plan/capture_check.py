@@ -1,0 +1,366 @@
+"""Capture check: the stages of a capture are run against the model itself before a training run relies on them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.loss import MicrobatchLoss, read_loss
+from fxpipe.graph.modes import within
+from fxpipe.graph.packing import duplicate
+from fxpipe.graph.program import Edge, StageGraph, all_tensors
+from fxpipe.graph.stage_calls import Saved
+from fxpipe.plan.batch import BatchDim, dimension
+from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
+from fxpipe.precision import cast_batch
+from fxpipe.torch_compat import pytree
+from fxpipe.trace import Request
+
+MOST_PARAMETERS = 2**28
+"""Elements of parameters beyond which nothing is checked: numbers of six times their size are held meanwhile."""
+MOST_WORK = {"cpu": 1e10, "cuda": 1e12}
+"""The same for parameters' elements × a micro-batch's positions (tokens, steps, pixels): about 24 floating-point
+operations for each such pair, 6 for a step and four steps, so some seconds at 50 GFLOP/s."""
+CLOSE = 4.0
+"""Units in the last place of a tensor's largest number that two runs may always differ by."""
+ROUNDING = 10.0
+"""How often the distance by which rounding anew has moved a value it may be off: that is a sample of two."""
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The micro-batches of an example, with their numbers."""
+
+    batches: Sequence[Batch]
+    batch_dim: BatchDim
+
+    def two(self, places: Sequence[int]) -> tuple[Batch, Batch] | None:
+        """Two that differ, the first and the last of these places if they do; None where all rows are alike."""
+        first = self.batches[places[0]]
+        others = [self.batches[place] for place in reversed(places[1:])]
+        return next(((first, other) for other in [*others, self._repeated(first)] if not _equal(first, other)), None)
+
+    def _repeated(self, batch: Batch) -> Batch:
+        """A batch of the same shapes, in which the first half of the rows stands twice."""
+        return {
+            name: pytree.tree_map_only(Tensor, lambda leaf: _first_half_twice(leaf, along), value)  # noqa: B023
+            for name, value in batch.items()
+            for along in [dimension(self.batch_dim, name)]
+        }
+
+
+def _first_half_twice(leaf: Tensor, along: int | None) -> Tensor:
+    if along is None or not leaf.dim() or leaf.is_meta:
+        return leaf
+    rows = leaf.shape[along]
+    return leaf.index_select(along, torch.arange(rows, device=leaf.device) % max(1, (rows + 1) // 2))
+
+
+def _equal(one: Batch, other: Batch) -> bool:
+    pairs = zip(pytree.tree_leaves(dict(one)), pytree.tree_leaves(dict(other)), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+
+
+def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[int]) -> str:
+    """Runs stages and model on two of the sample's micro-batches, and compares losses, gradients and buffers.
+
+    Both begin from the same state, which is put back, and draw the same random numbers. Equal to rounding is equal:
+    within ``CLOSE`` units in the last place of a tensor's largest number, or within ``ROUNDING`` times what the model's
+    own value moves by when each operator's result is rounded anew (``Rounded``), whatever types it computes in.
+
+    Returns what was done, in words, for ``.stages``. TraceError with the first value that differs.
+    """
+    reason = _unfit(request, sample.batches[places[0]])
+    if reason:
+        return f"not checked: {reason}"
+    batches = sample.two(places)
+    if batches is None:
+        return "not checked: the example has one row, or rows that are all alike"
+    trial = _Trial(graph, request, batches)
+    try:
+        wanted = trial.run(trial.model)
+    except Exception as error:
+        return f"not checked: the model fails on a micro-batch of the example: {_in_a_line(error)}"
+    try:
+        got = trial.run(trial.stages)
+    except torch.OutOfMemoryError as error:
+        return f"not checked: {_in_a_line(error)}"
+    except Exception as error:
+        raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
+    trial.compare(got, wanted)
+    return "checked against the model on 2 micro-batches"
+
+
+def _in_a_line(error: Exception) -> str:
+    told = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {told[0] if told else ''}"
+
+
+def _unfit(request: Request, batch: Batch) -> str:
+    """Why a model cannot be checked, or not cheaply; empty where it can."""
+    given = [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
+    held = all_tensors(request.module).values()
+    if any(tensor.is_meta for tensor in [*held, *given]):
+        return "the model or the example is on the meta device"
+    if any(isinstance(part, nn.SyncBatchNorm) for part in request.module.modules()):
+        return "SyncBatchNorm waits for other ranks in forward"
+    parameters = sum(parameter.numel() for parameter in request.module.parameters())
+    positions = max(map(_positions, given), default=0)
+    most = MOST_WORK["cuda" if any(tensor.is_cuda for tensor in held) else "cpu"]
+    if parameters > MOST_PARAMETERS or parameters * positions > most:
+        return f"{parameters:,} numbers in parameters at {positions:,} positions of a micro-batch take too long"
+    return ""
+
+
+def _positions(given: Tensor) -> int:
+    """How often a parameter is used at most. Integers are tokens; images have channels second, others features last."""
+    if not given.is_floating_point() or given.dim() < 2:
+        return given.numel()
+    features = given.shape[-1] if given.dim() < 4 else given.shape[1]
+    return given.numel() // max(features, 1)
+
+
+class Fact(NamedTuple):
+    """What is compared: "loss", "count", "metric", "gradient" or "buffer"; of which name, on which micro-batch."""
+
+    kind: str
+    name: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        told = {"loss": "the loss", "count": "the count of the loss", "metric": f"the loss's {self.name!r}"}
+        told |= {"gradient": f"the gradient of {self.name}", "buffer": f"the buffer {self.name}"}
+        return f"{told[self.kind]} on micro-batch {self.microbatch}"
+
+
+Seen = dict[Fact, Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The stages and the model, and the micro-batches that both are given."""
+
+    graph: StageGraph
+    request: Request
+    batches: Sequence[Batch]
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        loss = self.request.loss_module
+        return [self.request.module] if loss is None else [self.request.module, loss]
+
+    @cached_property
+    def _devices(self) -> list[int]:
+        tensors = [tensor for module in self._modules for tensor in all_tensors(module).values()]
+        return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+
+    @cached_property
+    def _state(self) -> State:
+        """From which every run begins."""
+        return State(self._modules, self._devices)
+
+    @cached_property
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.request.module.named_parameters() if p.requires_grad}
+
+    def run(self, call: Callable[[Batch, int], Seen], rounding: int | None = None) -> Seen:
+        """What ``call`` shows on each micro-batch in turn. All that it changes is put back."""
+        state, seen = self._state, Seen()
+        try:
+            with self._around(rounding):
+                for place, batch in enumerate(self.batches):
+                    seen |= call(self._own(batch), place)
+                    for name, buffer in self.request.module.named_buffers():
+                        seen[Fact("buffer", name, place)] = buffer.detach().clone()
+        finally:
+            state.restore()
+        return seen
+
+    @contextlib.contextmanager
+    def _around(self, rounding: int | None) -> Iterator[None]:
+        """As around a training step; models that torch compiles run as they are written, and what is checkpointed so
+        that no gradient can be asked for runs once."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(without_reentrant_checkpoints())
+            stack.enter_context(within([region._replace(enabled=False) for region in self.request.autocast]))
+            if any(stage.draws_random for stage in self.graph):
+                stack.enter_context(same_draws(self._devices))
+            if rounding is not None:
+                stack.enter_context(Rounded(rounding))
+            for parameter in self.request.module.parameters() if self.request.compute is not None else ():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.detach().to(self.request.compute)
+            yield
+
+    def _own(self, batch: Batch) -> dict[str, Any]:
+        """The inputs of a capture, for a run that may write into them."""
+        values = {name: batch[name] for name in self.request.inputs}
+        if self.request.compute is not None:
+            values = cast_batch(values, self.request.compute)
+        return pytree.tree_map_only(  # type: ignore[no-any-return]
+            Tensor, lambda leaf: duplicate(leaf.detach()).requires_grad_(leaf.requires_grad), values
+        )
+
+    def model(self, batch: Batch, place: int) -> Seen:
+        """What the model shows on a micro-batch."""
+        with within(self.request.autocast):
+            part = read_loss(self.request.call(batch))
+        parameters, gradients = list(self._trainable.values()), None
+        if part.value.requires_grad and parameters:
+            gradients = torch.autograd.grad(part.value, parameters, allow_unused=True)
+        return self._seen(part, gradients or [None] * len(parameters), place)
+
+    def stages(self, batch: Batch, place: int) -> Seen:
+        """What the stages show on a micro-batch."""
+        arrived: dict[Edge, Any] = {}
+        saved: list[Saved] = []
+        result = None
+        for stage in self.graph:
+            inputs = [batch[entry] if isinstance(entry, str) else arrived.pop(entry) for entry in stage.inputs]
+            with within(self.request.autocast):
+                outputs, kept = stage.forward(*inputs)
+            saved.append(kept)
+            arrived |= dict(zip(stage.outputs, outputs, strict=False))  # the result is no edge's
+            result = outputs[-1] if stage.returns_result else result
+        part = read_loss(result)
+        saved[self.graph.output_stage].take_root(part.value)
+        return self._seen(part, self._backward(saved), place)
+
+    def _backward(self, saved: Sequence[Saved]) -> list[Tensor | None]:
+        """The gradient of each trainable parameter, summed over the stages."""
+        parameters = list(self._trainable.values())
+        found: list[Tensor | None] = [None] * len(parameters)
+        returned: dict[Edge, Any] = {}
+        for stage, kept in reversed(list(zip(self.graph, saved, strict=True))):
+            given = [returned.pop(edge, None) for edge in stage.outputs] + [True] * stage.returns_result
+            arrivals, gradients = stage.backward.apart(kept, given, parameters)
+            pairs = zip(stage.inputs, arrivals, strict=True)
+            returned |= {entry: gradient for entry, gradient in pairs if isinstance(entry, Edge)}
+            found = [b if a is None else a if b is None else a + b for a, b in zip(found, gradients, strict=True)]
+        return found
+
+    def _seen(self, part: MicrobatchLoss, gradients: Sequence[Tensor | None], place: int) -> Seen:
+        seen = Seen({Fact("loss", "", place): part.value.detach()})
+        numbers = {"count": {"": part.count} if part.count is not None else {}, "metric": part.metrics}
+        for kind, named in numbers.items():
+            for name, value in named.items():
+                seen[Fact(kind, name, place)] = torch.as_tensor(value).detach().clone()
+        named_gradients = zip(self._trainable, gradients, strict=True)
+        return seen | {Fact("gradient", name, place): gradient for name, gradient in named_gradients}
+
+    # comparing
+
+    def compare(self, got: Seen, wanted: Seen) -> None:
+        """TraceError where the stages' values are not the model's, or the model's not its own when it runs again."""
+        suspects = [fact for fact in wanted if not _is_close(got.get(fact), wanted[fact])]
+        if not suspects:
+            return
+        self._check_repeatable(wanted)
+        moved = [self.run(self.model, rounding) for rounding in (1, 2)]
+        for fact in suspects:
+            rounding = max(_gap(seen.get(fact), wanted[fact]) for seen in moved)
+            if _gap(got.get(fact), wanted[fact]) > ROUNDING * rounding:
+                raise TraceError(f"{_WRONG}: {self._difference(fact, got.get(fact), wanted[fact])}; {_INSTEAD}")
+
+    def _check_repeatable(self, wanted: Seen) -> None:
+        """By the norm of all gradients and losses: kernels on a GPU may round otherwise each time."""
+        again = self.run(self.model)
+        facts = [fact for fact in wanted if fact.kind in ("loss", "gradient")]
+        pairs = [(_gap(again.get(fact), wanted[fact]), _largest(wanted[fact])) for fact in facts]
+        loosest = max(_unit(wanted[fact]) for fact in facts)
+        off, size = (math.hypot(*column) for column in zip(*pairs, strict=True))
+        if off > math.sqrt(loosest) * size:
+            fact = max(facts, key=lambda fact: _gap(again.get(fact), wanted[fact]))
+            raise TraceError(
+                f"the model computes something else each time it runs on the same micro-batch from the same state: "
+                f"{_told(fact, again.get(fact), wanted[fact], 'the second time', 'the first time')}. It depends on "
+                "Python values outside of the model's modules (a global, a closure, a class), which a capture would "
+                "hold as they are; keep them in attributes or buffers of a submodule, pass them as inputs, or, where "
+                "this is meant, write check_capture=False"
+            )
+
+    def _difference(self, fact: Fact, got: Tensor | None, wanted: Tensor | None) -> str:
+        owners = [stage.name for stage in self.graph if fact.name in stage.tensors]
+        if fact.kind not in ("gradient", "buffer"):
+            owners = [self.graph[self.graph.output_stage].name]
+        inside = f"in stage {', '.join(map(repr, owners))}" if owners else "in the stages"
+        return _told(fact, got, wanted, inside, "in the model")
+
+
+def _told(fact: Fact, got: Tensor | None, wanted: Tensor | None, ours: str, theirs: str) -> str:
+    one, other = _numbers(got, wanted), _numbers(wanted, got)
+    differences = _differences(one, other)
+    place = int(differences.argmax())
+    where = f", at {list(map(int, torch.unravel_index(differences.argmax(), one.shape)))}" if one.dim() else ""
+    relative = differences.max().item() / _largest(wanted) if _largest(wanted) else math.inf
+    return (
+        f"{fact} is {one.flatten()[place].item():.6g} {ours} and {other.flatten()[place].item():.6g} {theirs}{where}, "
+        f"off by {relative:.2g} of its largest number"
+    )
+
+
+def _numbers(value: Tensor | None, like: Tensor | None) -> Tensor:
+    """In double precision; nothing is zeros."""
+    if value is None:
+        value = torch.zeros(()) if like is None else torch.zeros_like(like)
+    value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+    return value.to(torch.promote_types(value.dtype, torch.float64))
+
+
+def _differences(one: Tensor, other: Tensor) -> Tensor:
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0)
+
+
+def _gap(got: Tensor | None, wanted: Tensor | None) -> float:
+    """The largest difference; infinite where only one of them is finite, or shapes differ."""
+    if got is wanted:
+        return 0.0
+    one, other = _numbers(got, wanted), _numbers(wanted, got)
+    if one.shape != other.shape:
+        return math.inf
+    return _differences(one, other).max().item() if one.numel() else 0.0
+
+
+def _largest(value: Tensor | None) -> float:
+    if value is None or not value.numel():
+        return 0.0
+    return _numbers(value, None).abs().nan_to_num(0, 0).max().item()
+
+
+def _unit(value: Tensor | None) -> float:
+    """A unit in the last place of 1, in its type."""
+    kind = torch.float64 if value is None else value.dtype
+    return torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
+
+
+def _is_close(got: Tensor | None, wanted: Tensor | None) -> bool:
+    gap = 0.0 if _is_same(got, wanted) else _gap(got, wanted)
+    return gap == 0 or gap <= CLOSE * _unit(wanted) * _largest(wanted)
+
+
+def _is_same(got: Tensor | None, wanted: Tensor | None) -> bool:
+    """Whether they are of one kind and equal, which is asked first: it takes no memory."""
+    if got is None or wanted is None or got.dtype != wanted.dtype:
+        return got is wanted
+    return got.layout is wanted.layout is torch.strided and torch.equal(got, wanted)
+
+
+_WRONG = "the captured stages do not compute what the model does"
+_INSTEAD = (
+    "what forward depends on beside its inputs, parameters and buffers is not in the capture: use another tracer=, or "
+    "pass it as an input; check_capture=False leaves out this check"
+)

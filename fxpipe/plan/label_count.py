@@ -1,0 +1,91 @@
+"""Items: ``num_items_in_batch``, which Hugging Face's losses divide by in place of a micro-batch's own labels.
+
+With N labels in the whole batch, over all micro-batches and replicas, micro-batch i is given N·wᵢ, wᵢ being the share
+by which its loss is weighted: Σ wᵢ · (totalᵢ / (N·wᵢ)) = Σ totalᵢ / N, the whole batch's mean, wherever its padding is.
+What is not divided by the number (a mean over rows, an auxiliary loss, all of a model that ignores the number) is the
+mean over the micro-batches, so that nobody needs to know what the model does with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.graph.program import StageGraph
+from fxpipe.plan.batch import ITEMS, Description, Given, Like
+
+IGNORED = -100
+"""The label that no loss counts."""
+_LIKE = Like((), torch.float32, (), "cpu", False)
+_GIVEN = Given("input", ("", (_LIKE,)), _LIKE)
+
+
+@dataclass(frozen=True)
+class Items:
+    """How a model's labels are counted. ``shifts``: its loss predicts each label from the one before. ``counts``:
+    whether they are, where the user has not given the number."""
+
+    shifts: bool
+    counts: bool = True
+
+    @staticmethod
+    def of(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | None, counts: bool = True) -> Items | None:
+        """None where the model takes no ``num_items_in_batch``, by its signature or as transformers' Trainer tells."""
+        if isinstance(model, StageGraph) or loss_fn is not None:
+            return None
+        # of adapters around a model (PEFT), it is the model that says what it takes, as the Trainer asks, too
+        base: Any = getattr(model, "get_base_model", lambda: model)()
+        parameters = inspect.signature(base.forward).parameters
+        by_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and hasattr(model, "loss_function")
+        if ITEMS not in parameters and not (by_kwargs and getattr(model, "accepts_loss_kwargs", True)):
+            return None
+        is_causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+        encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        return Items(is_causal and not encoder_decoder, counts)
+
+    def described(self, batch: Description) -> Description:
+        """The batch, with the number of its items, where it has labels and the user has not given the number."""
+        kinds = {name: given.kind for name, given in batch}
+        wanted = self.counts and kinds.get("labels") == "input" and ITEMS not in kinds
+        return (*batch, (ITEMS, _GIVEN)) if wanted else batch
+
+    def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches, with the number of their items, where ``described`` has it."""
+        numbered = [with_number(dict(batch)) for batch in batches]
+        if not self.counts or not all(batch.get("labels") is not None and ITEMS not in batch for batch in numbered):
+            return numbered
+        count = as_number(self.count(batches).clamp(min=1))
+        return [{**batch, ITEMS: count} for batch in numbered]
+
+    def count(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """The labels in these micro-batches that a loss counts: 0-dimensional, int64."""
+        return torch.stack([(self._labels(batch) != IGNORED).sum() for batch in batches]).sum()
+
+    def counts_of(self, batches: Sequence[Mapping[str, Any]]) -> list[int]:
+        """How many labels these micro-batches have that a loss counts, and how many with the first of each row; of
+        micro-batches without labels nothing."""
+        if any(batch.get("labels") is None for batch in batches):
+            return []
+        return [int(self.count(batches)), int(replace(self, shifts=False).count(batches))]
+
+    def _labels(self, batch: Mapping[str, Any]) -> Tensor:
+        if batch.get("shift_labels") is not None:
+            return torch.as_tensor(batch["shift_labels"])
+        labels = torch.as_tensor(batch["labels"])
+        return labels[..., 1:] if self.shifts else labels
+
+
+def with_number(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, a number of items among them as a tensor of the one type that captures hold for."""
+    number = inputs.get(ITEMS)
+    return inputs | {ITEMS: as_number(number)} if isinstance(number, (Tensor, Real)) else inputs
+
+
+def as_number(number: Tensor | Real) -> Tensor:
+    return torch.as_tensor(number).to(torch.float32)

@@ -1,0 +1,275 @@
+"""Plan: everything that is known about a step before it runs, for one pattern of inputs. Pure, and cached."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from fxpipe.errors import PartitionError, ScheduleError
+from fxpipe.graph.program import StageGraph
+from fxpipe.plan.captures import Captured, Captures, Pattern
+from fxpipe.plan.placement import place
+from fxpipe.plan.same_stages import alike, like
+from fxpipe.plan.stage_compiler import compiled_lazily
+from fxpipe.schedules import Family, Limited, build
+from fxpipe.schedules.action import Op
+from fxpipe.schedules.lower import Instruction, lower, pairs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.verify import Step, execution_order
+
+WORTH_IT = 0.01
+"""The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A stage graph, its schedule, and each rank's instructions for the values that pass between stages."""
+
+    graph: StageGraph
+    """The stages, as they run the first micro-batch."""
+    graphs: tuple[StageGraph, ...]
+    """The same stages for each micro-batch: where shapes are a part of a capture, each shape has its own code."""
+    schedule: Schedule
+    instructions: tuple[tuple[Instruction, ...], ...]
+    order: tuple[Step, ...]
+    """All ranks' instructions in one order that a single process can run."""
+    program: str
+    """What was compiled, in words: the program and compile's options."""
+
+    @property
+    def description(self) -> str:
+        """What must be equal on all ranks, in words; ``digest`` is its hash."""
+        return "\n".join([self.program, *(" ".join(map(str, row)) for row in self.schedule.rows)])
+
+    @property
+    def output_rank(self) -> int:
+        """The pipe rank that has the loss."""
+        return self.graph.placement[self.graph.output_stage]
+
+    def __str__(self) -> str:
+        return f"{self.graph}\n{self.schedule}"
+
+    @cached_property
+    def row_digests(self) -> tuple[int, ...]:
+        """A number for each row: rows of one number run the same actions in one order."""
+        return tuple(_digest(map(str, row)) for row in self.schedule.rows)
+
+    @cached_property
+    def pass_digests(self) -> tuple[int, ...]:
+        """The same for the order in which a row's stages begin and end, however many micro-batches there are."""
+        passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
+        return tuple(_digest([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+def _digest(words: Iterable[str]) -> int:
+    return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=7).digest(), "little")
+
+
+@dataclass
+class Planner:
+    """Makes plans for a model (or the user's own stage graph) and keeps them."""
+
+    model: nn.Module | StageGraph
+    ranks: int
+    schedule: str | Family | Schedule
+    placement: Mapping[str, int] | None
+    captures: Captures | None = None
+    """Where the stages of a model come from; None for the user's own."""
+    notes: str = ""
+    """What else the ranks must have in common, in words."""
+    stage_compiler: Callable[..., Any] | None = None
+    adopt: Callable[[StageGraph], StageGraph] | None = None
+    """Puts the modules that ``parallelize`` has made into a graph's stages, once there are any."""
+
+    def __post_init__(self) -> None:
+        self._plans: dict[Pattern, Plan] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module if isinstance(self.model, StageGraph) else self.model
+
+    @property
+    def first(self) -> Plan:
+        """The plan that was made first, whose stages all later ones must have."""
+        return next(iter(self._plans.values()))
+
+    @property
+    def graphs(self) -> list[StageGraph]:
+        """The stages of all plans, each once."""
+        return list({id(graph): graph for plan in self._plans.values() for graph in plan.graphs}.values())
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
+        return any(pattern.shapes for pattern in self._plans)
+
+    def plan(self, pattern: Pattern) -> Plan:
+        """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none."""
+        known = self._plans.get(pattern) or self._plans.get(pattern.for_any_shape())
+        if known is not None:
+            return known
+        captured = self._captured(pattern)
+        graphs = self._placed(captured)
+        text = "\n".join(dict.fromkeys(one.text for one in captured))
+        plan = self._scheduled(graphs, pattern, f"{text}\n{self.notes}")
+        if self._plans:
+            self._check_same_stages(plan)
+        self._plans[pattern if captured[0].of_one_shape else pattern.for_any_shape()] = plan
+        return plan
+
+    def _captured(self, pattern: Pattern) -> list[Captured]:
+        if isinstance(self.model, StageGraph):
+            return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
+        assert self.captures is not None
+        return self.captures.of(pattern)
+
+    def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
+        """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
+        graphs = [one.graph for one in captured]
+        if self._plans:
+            graphs = _each_once(graphs, lambda graph: like(graph, self.first.graph))
+        first = graphs[0]
+        graphs = _each_once(graphs, lambda graph: alike(graph, first))
+        placement = place(first, self.ranks, self._wanted(first, captured[0].placement))
+        return tuple(_each_once(graphs, lambda graph: self._ready(dataclasses.replace(graph, placement=placement))))
+
+    def _ready(self, graph: StageGraph) -> StageGraph:
+        """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
+        if self.adopt is not None:
+            graph = self.adopt(graph)
+        if self.stage_compiler is None:
+            return graph
+        stages = tuple(compiled_lazily(stage, self.stage_compiler) for stage in graph)
+        return dataclasses.replace(graph, stages=stages)
+
+    def rescheduled(self, family: Limited) -> Planner:
+        """A planner with this family's tables for training; this very one where its table may stay.
+
+        It may where it keeps within the family's limits, and the new one is not faster by ``WORTH_IT`` at its costs.
+        Limits of the family in force go on, unless the new one has others. ScheduleError where there is no such table.
+        """
+        if isinstance(self.schedule, Limited):
+            family = family.or_else(self.schedule)
+        planner = dataclasses.replace(self, schedule=family)
+        for pattern, plan in self._plans.items():
+            again = planner._scheduled(plan.graphs, pattern, plan.program) if pattern.training else plan
+            planner._plans[pattern] = again
+        present, new = self.first.schedule, planner.first.schedule
+        before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
+        stays = family.excess(present) is None and after > before * (1 - WORTH_IT)
+        return self if stays else planner
+
+    def forget(self) -> None:
+        """Plans all anew."""
+        self._plans.clear()
+        if self.captures is not None:
+            self.captures.forget()
+
+    def let_go(self) -> None:
+        """Makes the plans hold what the module now holds, and nothing that it has let go of."""
+        if isinstance(self.model, StageGraph):
+            self.model = self.model.with_tensors_of_module()
+        for pattern, plan in self._plans.items():
+            graphs = tuple(_each_once(plan.graphs, lambda graph: self._ready(graph.with_tensors_of_module())))
+            self._plans[pattern] = dataclasses.replace(plan, graph=graphs[0], graphs=graphs)
+        if self.captures is not None:
+            self.captures.let_go()
+
+    def _wanted(self, graph: StageGraph, found: tuple[int, ...] | None) -> Mapping[str, int] | None:
+        """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
+        ranks: Sequence[int] = self.schedule.placement if isinstance(self.schedule, Schedule) else ()
+        if self._plans and graph.names == self.first.graph.names:
+            ranks = self.first.graph.placement
+        if not ranks and self.placement is not None:
+            return self.placement
+        ranks = ranks or found or ()
+        if not ranks:
+            return None
+        if len(ranks) != len(graph):
+            raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
+        return dict(zip(graph.names, ranks, strict=True))
+
+    def _scheduled(self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str) -> Plan:
+        """The plan that runs the table of these graphs."""
+        graph = graphs[0]
+        schedule = self._schedule(graph, pattern)
+        cell = next((action for row in schedule.rows for action in row if action.op in (Op.I, Op.W)), None)
+        if cell is not None:
+            raise ScheduleError(
+                f"{schedule.name} has backwards in two halves ({cell}); such tables can be planned, simulated and "
+                'drawn, but not run yet. Write schedule="1f1b", or B in place of I and W'
+            )
+        instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
+        order = execution_order(instructions, graph.edges, schedule.backward)
+        return Plan(graph, graphs, schedule, instructions, tuple(order), program)
+
+    def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
+        backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
+        tied = self.first.graph.tied if self._plans else graph.tied  # who holds a copy must hear of its gradient
+        if self._plans and pattern.training:
+            known = self._known_table(graph, microbatches, backward)
+            if known is not None:
+                return known
+        if not isinstance(self.schedule, Schedule) or not pattern.training:
+            return build(
+                "1f1b" if isinstance(self.schedule, Schedule) else self.schedule,
+                graph.stage_edges,
+                microbatches,
+                graph.placement,
+                backward=backward,
+                names=graph.names,
+                tied=tied,
+            )
+        if self.schedule.microbatches != microbatches:
+            raise ScheduleError(
+                f"the schedule is for {self.schedule.microbatches} micro-batches, the batch has {microbatches}; "
+                f"pass microbatches={self.schedule.microbatches}"
+            )
+        schedule = dataclasses.replace(
+            self.schedule, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied
+        )
+        schedule.verify()
+        return schedule
+
+    def _known_table(self, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
+        """The first plan's table, where it will do: replicas whose batches differ then reduce in one order."""
+        first = self.first
+        fits = (
+            set(graph.stage_edges) <= set(first.graph.stage_edges)
+            and (microbatches, backward) == (first.schedule.microbatches, first.schedule.backward)
+            and graph.placement == first.schedule.placement
+        )
+        return dataclasses.replace(first.schedule, edges=graph.stage_edges) if fits else None
+
+    def _check_same_stages(self, plan: Plan) -> None:
+        """A later capture must leave every stage and every tensor where it is."""
+        new = set(pairs(plan.instructions)) - set(pairs(self.first.instructions))
+        if new:
+            raise PartitionError(
+                f"this kind of batch sends between pipe ranks {sorted(new)}, which the first kind did not; compile "
+                "again, or with example_args= of the kind that uses most of the model"
+            )
+        for before, after in zip(self.first.graph, plan.graph, strict=True):
+            moved = sorted(set(after.tensors) - set(before.tensors))
+            if moved:
+                raise PartitionError(
+                    f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
+                    "use example_args= of the kind that uses most of the model"
+                )
+
+
+def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> list[StageGraph]:
+    """Each graph changed; what was one object is one afterwards."""
+    changed = {id(graph): graph for graph in graphs}
+    changed = {key: change(graph) for key, graph in changed.items()}
+    return [changed[id(graph)] for graph in graphs]

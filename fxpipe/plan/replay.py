@@ -1,0 +1,137 @@
+"""Replay: one computation run again from the same state, with the same random numbers, or with other rounding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from fxpipe.torch_compat import TorchDispatchMode, pytree
+from fxpipe.trace.snapshot import RandomState, Snapshot
+from fxpipe.trace.symbolic.guard import patched
+
+MOST_DRAWS = 100_000
+"""A loop that draws until something comes up would never end on numbers that are always the same."""
+_SEED = 2**31 - 1
+_ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class State:
+    """All that running a module may change and that can be put back: see ``Snapshot``; the numbers in its tensors, and
+    the global generators."""
+
+    def __init__(self, modules: Sequence[nn.Module], devices: Sequence[int]) -> None:
+        self._snapshots = [Snapshot(module) for module in modules]
+        tensors = {id(tensor): tensor for snapshot in self._snapshots for tensor in snapshot.tensors()}
+        plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_quantized]
+        self._numbers = [(tensor, tensor.detach().clone()) for tensor in plain]
+        self._random = RandomState()
+        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def restore(self) -> None:
+        for snapshot in self._snapshots:
+            snapshot.restore()
+        for tensor, numbers in self._numbers:
+            if not torch.equal(tensor.detach(), numbers):
+                tensor.data.copy_(numbers)  # which backward graphs that wait for it take no notice of
+        self._random.restore()
+        for device, state in self._cuda:
+            torch.cuda.set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def without_reentrant_checkpoints() -> Iterator[None]:
+    """Functions given to a reentrant checkpoint, through which ``autograd.grad`` cannot go, run once and keep all.
+
+    As there, what is given no tensor that requires a gradient gives none.
+    """
+
+    def run(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+        requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and requires):
+            return function(*args)
+
+    with patched(torch.utils.checkpoint.CheckpointFunction, "apply", run):
+        yield
+
+
+@contextlib.contextmanager
+def same_draws(devices: Sequence[int]) -> Iterator[None]:
+    """Every operator that draws begins from one seed, and Python's and NumPy's generators anew in each module's call.
+
+    So numbers depend on what is drawn and not on what was drawn before: stages draw in another order than the model.
+    """
+    draws, start = _Draws(devices), RandomState()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        draws.count()
+        start.restore()
+
+    hook = register_module_forward_pre_hook(begin)
+    try:
+        with draws:
+            yield
+    finally:
+        hook.remove()
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds every operator that draws."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators = [torch.default_generator, *(torch.cuda.default_generators[device] for device in devices)]
+        self._seen = 0
+
+    def count(self) -> None:
+        self._seen += 1
+        if self._seen > MOST_DRAWS:
+            raise RuntimeError(f"it draws random numbers, or calls modules, more than {MOST_DRAWS:,} times")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.count()
+            own = kwargs.get("generator")
+            for generator in self._generators if own is None else [own]:
+                generator.manual_seed(_SEED)
+        return func(*args, **kwargs)
+
+
+class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves what operators compute by up to one unit in the last place, at random: how much do the results move?
+
+    Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", UCLA 1997), at the grain of operators and in every type
+    that is computed in. Whole numbers stay as they are: masks and counts are exact.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        schema = getattr(func, "_schema", None)
+        if schema is not None and not any(returned.alias_info is not None for returned in schema.returns):
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.dtype in _ROUNDED and leaf.layout is torch.strided:
+                    self._move(leaf)
+        return result
+
+    def _move(self, tensor: Tensor) -> None:
+        if tensor.device not in self._generators:
+            self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
+        generator = self._generators[tensor.device]
+        step = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
+        step.mul_(torch.finfo(tensor.dtype).eps).masked_fill_(tensor == tensor.round(), 0)
+        tensor.detach().mul_(step.add_(1))

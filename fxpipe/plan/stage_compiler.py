@@ -1,0 +1,52 @@
+"""Stages compiled by a function of the user's, such as ``torch.compile``, on the ranks that run them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from fxpipe.errors import RunError
+from fxpipe.graph.program import Stage
+
+StageCompiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
+    """The same stage, its function replaced by ``stage_compiler(module)`` when it first runs, and from then on.
+
+    The compiler is given the stage's ``fx.GraphModule``, or its function where the user wrote it, and returns what is
+    called with the same arguments for the same tuple. Only processes that run the stage compile it, once: a compiler
+    that tells shapes apart, as ``torch.compile`` does, is asked again by its own guards.
+    """
+    if isinstance(stage.function, _Compiled):
+        return stage
+    original = stage.module if isinstance(stage.module, fx.GraphModule) else stage.function
+    return dataclasses.replace(stage, function=_Compiled(stage.name, original, stage_compiler))
+
+
+class _Compiled:
+    """A stage's function, compiled when it is first called."""
+
+    def __init__(self, name: str, original: Callable[..., Any], stage_compiler: StageCompiler) -> None:
+        self._name, self._original, self._stage_compiler = name, original, stage_compiler
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        outputs: tuple[Any, ...] = self._function(*inputs)
+        return outputs
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        function = self._stage_compiler(self._original)
+        if not callable(function):
+            raise RunError(
+                f"stage_compiler returned {function!r:.80} for stage {self._name!r}; return a callable that takes the "
+                "stage's inputs and returns the tuple that the stage does"
+            )
+        return function
+
+    def __repr__(self) -> str:
+        return f"stage {self._name}, compiled by {self._stage_compiler!r}"

@@ -1,0 +1,1 @@
+"""Run: a step as it happens. The only room that has state."""

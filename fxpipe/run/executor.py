@@ -1,0 +1,180 @@
+"""Run: the executor of one pipe rank. The only state of a step, thrown away at its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.errors import RunError, noted
+from fxpipe.graph.loss import StepLoss, read_loss
+from fxpipe.graph.modes import Autocast, within
+from fxpipe.graph.program import Edge, Stage, StageGraph, bytes_in
+from fxpipe.graph.stage_calls import Saved
+from fxpipe.run.exchange import Exchange
+from fxpipe.run.finite import Extremes
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
+from fxpipe.seeds import seeded
+from fxpipe.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
+    micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
+    ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
+    ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite."""
+
+    batches: Sequence[Mapping[str, Any]]
+    shares: Sequence[float]
+    seed: Callable[[int, int], int]
+    training: bool
+    autocast: tuple[Autocast, ...] = ()
+    number: int = 0
+    extremes: Extremes | None = None
+
+
+class Parameters(Protocol):
+    """What has to know when this rank uses its parameters."""
+
+    def settle(self, stage: int) -> None:
+        """A forward of this stage begins."""
+
+    def before(self, action: Action) -> None:
+        """A backward begins; of a micro-batch without weight, it is left out."""
+
+    def after(self, action: Action) -> None:
+        """It is over."""
+
+
+@dataclass
+class Executor:
+    """Executes one rank's instructions for one step."""
+
+    graphs: Sequence[StageGraph]
+    """The stages, as they run each micro-batch."""
+    rank: int
+    exchange: Exchange
+    device: torch.device
+    step: Step
+    parameters: Parameters
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    loss: StepLoss = field(default_factory=StepLoss)
+    results: dict[int, Any] = field(default_factory=dict)
+    """Micro-batch → the model's output, when not training."""
+    bytes_of: dict[Edge, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.graph = self.graphs[0]
+        self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
+        self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._skipped = False  # whether the last action was not run, and so took no message
+        self._grad = torch.enable_grad if self.step.training else torch.no_grad
+
+    def execute(self, instruction: Instruction) -> None:
+        """Runs one instruction; waits only where a compute lacks its input."""
+        match instruction:
+            case Compute(action):
+                self._skipped = not self._runs(action.op, action.microbatch)
+                if action.op is Op.F:
+                    self.parameters.settle(action.stage)
+                    self._forward(action)
+                else:
+                    self.parameters.before(action)
+                    if not self._skipped:
+                        self._backward(action)
+                    self.parameters.after(action)
+            case Release(message):  # it stands behind the action whose message tells that this one was received
+                if not self._skipped:  # otherwise a later action's message may tell, or the step's end waits for it
+                    self.exchange.release(message)
+            case Receive(message) if self._runs(message.op, message.microbatch):
+                self.exchange.post(message)
+            case Send(message) if self._runs(message.op, message.microbatch):
+                self.exchange.send(message, self._values.pop((message.edge, message.op, message.microbatch)))
+            case _:
+                pass  # a message about a micro-batch without weight, or a reduction, for which the step must be over
+
+    def _runs(self, op: Op, microbatch: int) -> bool:
+        return op is Op.F or self.step.shares[microbatch] != 0
+
+    def _stage(self, action: Action) -> Stage:
+        return self.graphs[action.microbatch].stages[action.stage]
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = self._stage(action), action.microbatch
+        self.stopwatch.mark()
+        inputs = [
+            self.step.batches[microbatch][entry]
+            if isinstance(entry, str)
+            else self._take(entry, Op.F, microbatch, self.graph.placement[entry.source])
+            for entry in stage.inputs
+        ]
+        self.stopwatch.mark()
+        random = (
+            seeded(self.step.seed(stage.index, microbatch), self.device)
+            if stage.draws_random
+            else contextlib.nullcontext()
+        )
+        with self._telling(action, stage), self._grad(), within(self.step.autocast), random:
+            outputs, saved = stage.forward(*inputs)
+            if stage.returns_result:
+                self._keep_result(stage, microbatch, outputs[-1], saved)
+        if (extremes := self._extremes(microbatch)) is not None:
+            extremes.add_outputs(stage.index, microbatch, outputs[: len(stage.outputs)])
+        self.stopwatch.end(action)
+        if self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
+            self._saved[stage.index, microbatch] = saved
+        for edge, value in zip(stage.outputs, outputs, strict=False):  # the result is no edge's
+            self._values[self._index[edge], Op.F, microbatch] = value
+            if edge not in self.bytes_of:
+                self.bytes_of[edge] = bytes_in(value)
+
+    def _telling(self, action: Action, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        """What fails in the user's code says where in the step it was; all counted from 0."""
+        what = "forward" if action.op is Op.F else "backward"
+        step = f"step {self.step.number}" if self.step.training else "in evaluate"
+        return noted(
+            lambda: f"in the {what} of stage {stage.index} `{stage.name}`, micro-batch {action.microbatch}, {step}"
+        )
+
+    def _extremes(self, microbatch: int) -> Extremes | None:
+        """What looks at a micro-batch; of one without weight nothing counts."""
+        return self.step.extremes if self._runs(Op.B, microbatch) else None
+
+    def _keep_result(self, stage: Stage, microbatch: int, result: Any, saved: Saved) -> None:
+        if not self.step.training:
+            self.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            return
+        part = read_loss(result)
+        if stage.has_backward and self._runs(Op.B, microbatch) and not part.value.requires_grad:
+            raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
+        if (extremes := self._extremes(microbatch)) is not None:
+            extremes.add_loss(stage.index, microbatch, part.value)
+        saved.take_root(self.loss.add(part, self.step.shares[microbatch]))
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = self._stage(action), action.microbatch
+        self.stopwatch.mark()
+        gradients = [
+            self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs
+        ] + [True] * stage.returns_result
+        self.stopwatch.mark()
+        with self._telling(action, stage):
+            returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
+        self.stopwatch.end(action)
+        for entry, gradient in zip(stage.inputs, returned, strict=True):
+            if isinstance(entry, Edge) and self.graph[entry.source].has_backward:
+                self._values[self._index[entry], Op.B, microbatch] = gradient
+
+    def _take(self, edge: Edge, op: Op, microbatch: int, maker: int) -> Any:
+        """A value or gradient, from this rank or another."""
+        index = self._index[edge]
+        if maker == self.rank:
+            return self._values.pop((index, op, microbatch))
+        return self.exchange.take(Message(index, op, microbatch, maker, self.rank))

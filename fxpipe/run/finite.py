@@ -1,0 +1,187 @@
+"""Finite: tells of a loss that is inf or nan, and of the stage that made it so, without waiting for it in the step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.transport import Transport
+from fxpipe.parameters.dtensors import local
+from fxpipe.torch_compat import pytree
+
+_COMPARABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+class Broken(NamedTuple):
+    """What a stage has made of a micro-batch is not finite. ``is_loss``: it is the micro-batch's loss."""
+
+    replica: int
+    microbatch: int
+    stage: int
+    is_loss: bool
+    rank: int
+
+
+class Extremes:
+    """The least and the greatest number of what a rank's stages make in a step: nan if one is, inf if one is.
+
+    On the device, without waiting for it. Unlike those of a sum, these are finite wherever all numbers are.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, int, bool, Tensor, Tensor]] = []
+
+    def add_outputs(self, stage: int, microbatch: int, values: Sequence[Any]) -> None:
+        """Looks at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
+        seen = set()
+        for leaf in pytree.tree_leaves(values):
+            numbers = _plain(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+            if numbers is not None:
+                place = (numbers.data_ptr(), numbers.shape, numbers.stride())  # several stages may be given one value
+                if place not in seen:
+                    self._add(stage, microbatch, numbers, is_loss=False)
+                seen.add(place)
+
+    def add_loss(self, stage: int, microbatch: int, loss: Tensor) -> None:
+        """Looks at a micro-batch's loss."""
+        numbers = _plain(loss)
+        if numbers is not None:
+            self._add(stage, microbatch, numbers, is_loss=True)
+
+    def _add(self, stage: int, microbatch: int, numbers: Tensor, is_loss: bool) -> None:
+        self._found.append((stage, microbatch, is_loss, *torch.aminmax(numbers)))
+
+    def broken(self, replica: int, rank: int) -> list[Broken]:
+        """What was not finite. Waits for the device."""
+        return [
+            Broken(replica, microbatch, stage, is_loss, rank)
+            for stage, microbatch, is_loss, *ends in self._found
+            if not all(math.isfinite(end.item()) for end in ends)
+        ]
+
+
+def _plain(tensor: Tensor) -> Tensor | None:
+    """This rank's numbers of a tensor; None where it has none, or none that could be compared."""
+    numbers = local(tensor.detach())
+    if type(numbers) is not Tensor or numbers.layout is not torch.strided or not numbers.numel():
+        return None
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers.resolve_conj())
+    return numbers if numbers.dtype in _COMPARABLE else None
+
+
+class _Number:
+    """A 0-dimensional tensor on its way to the host. To ask for it waits for what stood in front of it alone."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._copied: Any = None
+        if number.device.type != "cuda":
+            self._number = number.detach().clone()  # the user may write into theirs
+        else:
+            self._number = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
+            self._number.copy_(number.detach(), non_blocking=True)
+            self._copied = torch.accelerator.current_stream(number.device).record_event()
+
+    def get(self) -> float:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._number.item()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that is over. ``names``: of its stages."""
+
+    number: int
+    loss: _Number
+    extremes: Extremes
+    names: Sequence[str]
+
+
+class Watch:
+    """Tells the first loss that is not finite, or every one where ``raises``.
+
+    The loss of a step is the same number on all ranks. So each of them knows by itself, one call late, that there is
+    something to tell; only then do they meet, and tell each other what was not finite, and where. ``leads``: whether of
+    the ranks that do the same work this one speaks.
+    """
+
+    def __init__(self, transport: Transport, raises: bool = False, leads: bool = True) -> None:
+        self._transport, self._raises, self._leads = transport, raises, leads
+        self._extremes: Extremes | None = None
+        self._last: _Step | None = None
+        self._told = False  # whether this rank's pipe group knows
+        self._over = False  # whether all ranks have met: it is told once
+
+    def begin(self) -> Extremes | None:
+        """A step begins; where its stages' outputs are to be looked at."""
+        self._extremes = None if self._over else Extremes()
+        return self._extremes
+
+    def end(self, number: int, loss: Tensor, names: Sequence[str]) -> str:
+        """A step is over: looks at the loss of the one before. A collective call of all ranks.
+
+        Where ``raises``, at this one's, and returns what is to be raised on all ranks; empty where it is finite.
+        """
+        if not self._raises:
+            text = self.look("all")
+            if text:
+                warnings.warn(text, RuntimeWarning, stacklevel=4)  # behind the call and what it calls
+        if self._extremes is not None:
+            self._last = _Step(number, _Number(loss), self._extremes, names)
+        return self._look("all") if self._raises else ""
+
+    def look(self, scope: str) -> str:
+        """What this rank has to tell of the last step: empty but on one rank, and once. A collective call of "pipe",
+        or of "all" ranks."""
+        told = self._told
+        text = self._look(scope)
+        speaks = self._leads and self._transport.ranks(scope)[0] == self._transport.rank
+        return text if speaks and not told else ""
+
+    def cause(self) -> str:
+        """The same of a step that an optimizer leaves out, on every rank."""
+        return self._look("all")
+
+    def _look(self, scope: str) -> str:
+        last, everywhere = self._last, scope == "all"
+        if last is None or (self._told and not everywhere):
+            return ""
+        loss = last.loss.get()
+        if everywhere:
+            self._last = None
+        if math.isfinite(loss):
+            return ""
+        mine = last.extremes.broken(self._transport.data_rank, self._transport.rank)
+        everyone = self._transport.gather(scope, (self._told, mine))
+        if everywhere and not self._raises:
+            self._over = True
+        broken = [one for _, found in everyone for one in found]
+        if any(told for told, _ in everyone):
+            return ""
+        if not everywhere and self._transport.data_size > 1 and not any(one.is_loss for one in broken):
+            return ""  # it was another replica's
+        self._told = not self._raises
+        return _text(last, loss, broken, self._transport.data_size > 1, len(everyone) > 1)
+
+
+def _text(step: _Step, loss: float, broken: Sequence[Broken], replicas: bool, ranks: bool) -> str:
+    losses = sorted(one for one in broken if one.is_loss)
+    head = f"the loss of step {step.number} is {loss}"
+    if not losses:
+        return f"{head}, though that of each of its micro-batches is finite: their sum or its count is not"
+    first = losses[0]
+    stage = min(one for one in broken if one[:2] == first[:2])
+    place = f"micro-batch {first.microbatch}" + f" of replica {first.replica}" * replicas
+    where = f"stage {stage.stage} `{step.names[stage.stage]}`" + f", on rank {stage.rank}," * ranks
+    others = len({one[:2] for one in losses}) - 1
+    return (
+        f"{head}: {place} is the first{f' of {others + 1}' if others else ''} whose loss is not finite, and the output "
+        f"of {where} is the first in it that is not (all counted from 0)"
+    )

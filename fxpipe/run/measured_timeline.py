@@ -1,0 +1,134 @@
+"""Measure: the laps of all ranks → one timeline, on one clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
+
+from fxpipe.distributed.stopwatch import Lap, Reduced, Stopwatch
+from fxpipe.distributed.transport import Transport
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Cost, Costs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.timeline import Reduction, Span, Timeline
+
+_ROUNDS = 16
+
+
+class Round(NamedTuple):
+    """When a rank came to a collective call and when it left, on its own clock."""
+
+    came: float
+    left: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a process recorded of a step, by its number: a stopwatch for each rank that it played."""
+
+    step: int
+    schedule: Schedule
+    stopwatches: Sequence[Stopwatch]
+
+    def laps(self, ahead: float) -> list[Lap]:
+        """``ahead``: by how much this process's clock is ahead of the one that they are told on, in seconds."""
+        return [lap for stopwatch in self.stopwatches for lap in stopwatch.laps(ahead)]
+
+    def reductions(self, ahead: float) -> list[list[Reduced]]:
+        """The same of what ran beside the actions: a list for each rank that this process played, in their order."""
+        return [stopwatch.reductions(ahead) for stopwatch in self.stopwatches]
+
+
+def timeline_of(
+    schedule: Schedule, laps: Iterable[Lap], in_turns: bool = False, reductions: Iterable[Iterable[Reduced]] = ()
+) -> Timeline:
+    """The measured timeline of a step, in seconds from its first start.
+
+    ``laps``: all ranks', on one clock. The costs are the medians over micro-batches, ``comm`` the median latency of a
+    hop, which there is none of where one process plays all ranks ``in_turns``. A stage whose backward never ran costs
+    nothing there. ``reductions``: a list for each pipe rank, in their order.
+    """
+    every = {lap.action: lap for lap in laps}
+    first = min((lap.start for lap in every.values()), default=0.0)
+    spans = {action: Span(lap.start - first, lap.end - first) for action, lap in every.items()}
+    since = {action: max(lap.since - first, 0.0) for action, lap in every.items()}
+    hop = 0.0 if in_turns else _hop(schedule, spans, since)
+    beside = tuple(
+        Reduction(rank, one.what, max(one.start - first, 0.0), max(one.end - first, 0.0))
+        for rank, row in enumerate(reductions)
+        for one in row
+    )
+    return Timeline(schedule, spans, since, _costs(schedule, spans, hop), measured=True, reductions=beside)
+
+
+def has_run(timeline: Timeline) -> bool:
+    """Whether every stage that has a backward in the table ran one; without weight for any micro-batch none runs."""
+    ran = {action.stage for action in timeline.spans if action.op is not Op.F}
+    return all(stage in ran for stage, has_backward in enumerate(timeline.schedule.backward) if has_backward)
+
+
+def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Costs:
+    durations: dict[tuple[int, Op], list[float]] = {}
+    for action, span in spans.items():
+        durations.setdefault((action.stage, action.op), []).append(span.duration)
+    typical = {key: max(median(values), 0.0) for key, values in durations.items()}
+    stages = range(len(schedule.placement))
+    of = {op: [typical.get((stage, op), 0.0) for stage in stages] for op in Op}
+    halves = [of[Op.I][stage] + of[Op.W][stage] for stage in stages]
+    backward = [whole or both for whole, both in zip(of[Op.B], halves, strict=True)]
+    weight = [half or whole / 2 for half, whole in zip(of[Op.W], of[Op.B], strict=True)]
+    return Costs.of(len(stages), of[Op.F], backward, weight, hop)
+
+
+def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action, float]) -> float:
+    """The median time from an action's end to the start of one that stood waiting for it on another rank."""
+    waited: list[float] = []
+    others: list[float] = []
+    for action, span in spans.items():
+        before = [other for other in schedule.dependencies.before(action) if other in spans]
+        last = max(before, key=lambda other: spans[other].end, default=None)
+        if last is not None and schedule.placement[last.stage] != schedule.placement[action.stage]:
+            hop = max(span.start - spans[last].end, 0.0)
+            (waited if since[action] <= spans[last].end else others).append(hop)
+    return median(waited) if waited else min(others, default=0.0)
+
+
+def mean_costs(costs: Sequence[Costs], activation_bytes: Cost | None = None) -> Costs:
+    """The mean of what several replicas measured, with what a step does not measure."""
+
+    def mean(of: Callable[[Costs], Sequence[float]]) -> list[float]:
+        return [fmean(values) for values in zip(*map(of, costs), strict=True)]
+
+    return Costs.of(
+        len(costs[0].forward),
+        mean(lambda one: one.forward),
+        mean(lambda one: one.backward),
+        mean(lambda one: one.weight),
+        fmean(one.comm for one in costs),
+        activation_bytes,
+    )
+
+
+def clock_offset(transport: Transport) -> float:
+    """By how much this rank's clock is ahead of the pipe group's first rank's, in seconds. A collective call.
+
+    Nobody leaves a collective call before everybody has come to it. So rank r left, by its own clock, no earlier than
+    rank 0 came plus r's offset, and the other way round: each call narrows the offset from both sides, as in NTP.
+    """
+    rounds = []
+    for _ in range(_ROUNDS):
+        came = time.perf_counter()
+        transport.gather_int("pipe", 0)
+        rounds.append(Round(came, time.perf_counter()))
+    return offset_between(transport.gather("pipe", rounds)[0], rounds)
+
+
+def offset_between(first: Sequence[Round], other: Sequence[Round]) -> float:
+    """The offset of ``other``'s clock that the same calls allow: 0 where that is possible, for ranks of one machine
+    read one clock; or else the middle."""
+    most = min(theirs.left - ours.came for ours, theirs in zip(first, other, strict=True))
+    least = max(theirs.came - ours.left for ours, theirs in zip(first, other, strict=True))
+    return 0.0 if least <= 0 <= most else (least + most) / 2

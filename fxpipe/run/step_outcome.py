@@ -1,0 +1,79 @@
+"""Outcome: from the losses of a step's micro-batches, on one rank, to the loss and gradient scale of all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
+from fxpipe.graph.loss import StepLoss, metric_dtype
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``factor``: what this step's gradients are multiplied by, before or after they are summed; None for 1."""
+
+    loss: Tensor
+    factor: Tensor | None
+    metrics: Mapping[str, Tensor]
+    is_sum: bool
+    dtype: torch.dtype
+
+
+def conclude(
+    transport: Transport,
+    step: StepLoss | None,
+    output_rank: int,
+    device: torch.device,
+    known: Outcome | None,
+) -> Outcome:
+    """Combines the replicas' losses and tells every rank.
+
+    ``step``: the losses, on the rank that has them. The parts of a mean have been weighted by their share of the whole
+    step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are its gradients. ``known``: an outcome of
+    the same kind of batch; with it nothing but numbers travels.
+    """
+    if known is None:
+        facts = (step.is_sum, step.dtype, step.metric_names) if step is not None else None
+        gathered = transport.gather("pipe", facts)
+        is_sum, dtype, names = next(item for item in gathered if item is not None)
+    else:
+        is_sum, dtype, names = known.is_sum, known.dtype, tuple(known.metrics)
+    if step is not None and step.is_sum != is_sum:
+        raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
+    if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
+        return Outcome(step.value(), None, step.metrics(), is_sum, dtype)
+
+    # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
+    # large for less
+    if step is not None:
+        _check_alike(transport, step.is_sum, names)
+        numbers = step.numbers(names, device)
+        transport.all_reduce("data", numbers)
+        total = torch.where(numbers[1] == 0, 1.0, numbers[1])
+        message = torch.cat([(numbers[0] / total).view(1), (1 / total).view(1), numbers[2:]])
+    else:
+        message = torch.empty(2 + len(names), dtype=torch.float64, device=device)
+    transport.broadcast("pipe", message, output_rank)
+    loss, factor = message[0].to(dtype), message[1]
+    metrics = {name: message[2 + place].to(metric_dtype(dtype)) for place, name in enumerate(names)}
+    return Outcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
+
+
+def _check_alike(transport: Transport, is_sum: bool, names: tuple[str, ...]) -> None:
+    """Replicas add up their losses and metrics, so they must have the same."""
+    if transport.data_size == 1:
+        return
+    digest = hashlib.blake2b("\0".join([str(is_sum), *names]).encode(), digest_size=7).digest()
+    if len(set(transport.gather_int("data", int.from_bytes(digest, "little")))) > 1:
+        everyone = transport.gather("data", (is_sum, names))
+        if len({one for one, _ in everyone}) > 1:
+            raise RunError("the loss is a fxpipe.Sum on one replica and a mean on another; return the same kind on all")
+        raise RunError(
+            f"the replicas' losses come with different metrics: {[one for _, one in everyone]}; return the same on all"
+        )

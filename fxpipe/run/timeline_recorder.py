@@ -1,0 +1,63 @@
+"""Recorder: the last step that was timed, and what all ranks together make of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from fxpipe.distributed.stopwatch import Stopwatch, clock_of
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
+from fxpipe.run.measured_timeline import Recording, clock_offset, has_run, mean_costs, timeline_of
+from fxpipe.schedules.costs import Cost, Costs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.timeline import Timeline
+
+
+class Recorder:
+    """``on``: whether the steps from now on are timed; the same on every rank."""
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport, self._device = transport, device
+        self._last: Recording | None = None
+        self.on = False
+
+    def stopwatch(self) -> Stopwatch:
+        """For one rank's actions of a step."""
+        return Stopwatch(clock_of(self._device) if self.on else None)
+
+    def keep(self, step: int, schedule: Schedule, stopwatches: Sequence[Stopwatch]) -> None:
+        """A step is over."""
+        if self.on:
+            self._last = Recording(step, schedule, stopwatches)
+
+    def timeline(self) -> Timeline:
+        """When each action of the last timed step ran. A collective call of a pipe group."""
+        recording = self._recorded("pipe")
+        ahead = clock_offset(self._transport)
+        parts = self._transport.gather("pipe", (recording.laps(ahead), recording.reductions(ahead)))
+        laps, reductions = (itertools.chain(*part) for part in zip(*parts, strict=True))
+        return timeline_of(recording.schedule, laps, self._transport.pipe_rank is None, reductions)
+
+    def costs(self, activation_bytes: Cost | None) -> Costs:
+        """Each stage's costs in the last timed step, over replicas their mean. A collective call of all ranks."""
+        self._recorded("pipe", "data")
+        timeline = self.timeline()
+        everyone = self._transport.gather("data", timeline.costs if has_run(timeline) else None)
+        measured = [costs for costs in everyone if costs is not None]
+        if not measured:
+            raise RunError("no micro-batch of the recorded step had weight, so no backward ran; record another step")
+        return mean_costs(measured, activation_bytes)
+
+    def _recorded(self, *scopes: str) -> Recording:
+        """What was recorded last, or an error on all ranks of these groups alike."""
+        steps = {self._last.step if self._last is not None else -1}
+        for scope in scopes:
+            steps = set().union(*self._transport.gather(scope, steps))
+        if self._last is None or -1 in steps:
+            raise RunError("no step was recorded; call record_timeline() before the step, on every rank")
+        if len(steps) > 1:
+            raise RunError(f"the ranks last recorded different steps, {sorted(steps)}; call record_timeline() on all")
+        return self._last

@@ -1,0 +1,188 @@
+"""``compare``: a planned timeline beside the real one, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from tabulate import tabulate
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.timeline import Timeline
+
+_SHOWN_WAITS = 5
+
+
+class Part(NamedTuple):
+    """Something that takes time along the critical path: how often it occurs there, and how long it takes in all."""
+
+    what: str
+    times: int
+    planned: float
+    real: float
+
+
+class Share(NamedTuple):
+    """How one rank's real time divides, into four parts that sum to the makespan; and what the plan has of them."""
+
+    rank: int
+    planned_compute: float
+    compute: float
+    planned_waiting: float
+    waiting: float
+    planned_rest: float
+    rest: float
+    """Behind the rank's last action."""
+    between: float
+    """Between actions and in front of the first: sends, receives and the interpreter. A plan has nothing of it."""
+
+
+class Wait(NamedTuple):
+    """An action that waited for another rank's, longer than planned."""
+
+    action: Action
+    source: Action
+    planned: float
+    real: float
+
+
+def compare(planned: Timeline, real: Timeline) -> Comparison:
+    """Where the time of a real step went, beside its plan. Print the result.
+
+    ``planned``: ``schedule.simulate(...)`` of the same table, with costs in seconds; ``real.schedule.simulate(
+    real.costs)`` asks what scheduling alone would give at the measured costs. ScheduleError where the tables differ.
+    """
+    if planned.schedule.rows != real.schedule.rows:
+        raise ScheduleError("the timelines are of different tables; compare a plan with a step that ran the same one")
+    if real.measured and not planned.measured and planned.costs == Costs.of(len(planned.costs.forward)):
+        raise ScheduleError(
+            "the plan counts in forwards, F = 1 and B = 2, the real step in seconds; plan with costs in seconds, as in "
+            "real.schedule.simulate(real.costs)"
+        )
+    return Comparison(planned, real)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two timelines of one table, and what follows."""
+
+    planned: Timeline
+    real: Timeline
+
+    @cached_property
+    def path(self) -> tuple[Part, ...]:
+        """What the real step's critical path is made of; the real times sum to its makespan."""
+        parts: dict[str, Part] = {}
+        for what, planned, real in self._along_the_path():
+            part = parts.get(what, Part(what, 0, 0.0, 0.0))
+            parts[what] = Part(what, part.times + 1, part.planned + planned, part.real + real)
+        return tuple(sorted(parts.values(), key=lambda part: part.planned - part.real))
+
+    @property
+    def slack(self) -> float:
+        """By how much the same path is shorter than the makespan in the plan, where another one was critical."""
+        return self.planned.makespan - sum(part.planned for part in self.path)
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """How each rank's time divides."""
+        return tuple(self._share(rank) for rank in range(len(self.real.schedule.rows)))
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """The actions that waited for a message longer than planned, those with the largest difference first."""
+        waits = []
+        for action in self.real.spans:
+            cause = self.real.cause(action)
+            if cause is not None and cause.crosses:
+                planned, real = self.planned.waited(action), self.real.waited(action)
+                if real > planned:
+                    waits.append(Wait(action, cause.action, planned, real))
+        return tuple(sorted(waits, key=lambda wait: wait.planned - wait.real))
+
+    def _along_the_path(self) -> Iterator[tuple[str, float, float]]:
+        """(what, planned, real) of each action on the critical path, and of each gap in front of one."""
+        path = self.real.critical_path
+        if path:
+            yield "before the first action", 0.0, self.real.spans[path[0]].start
+        for before, action in pairwise((None, *path)):
+            if before is not None and action is not None:
+                gap = self.real.spans[action].start - self.real.spans[before].end
+                here, there = (self.real.schedule.placement[a.stage] for a in (before, action))
+                if here == there:
+                    yield f"rank {here}, between actions", 0.0, gap
+                else:
+                    yield f"hop from rank {here} to rank {there}", self.planned.costs.comm, gap
+            if action is not None:
+                what = f"{action.op.value} of stage {self.real.schedule.label(action.stage)}"
+                yield what, _duration(self.planned, action), _duration(self.real, action)
+
+    def _share(self, rank: int) -> Share:
+        compute, rest = self.real.busy[rank], _rest(self.real, rank)
+        row = self.real.schedule.rows[rank]
+        waiting = sum(map(self.real.waited, row))
+        return Share(
+            rank,
+            self.planned.busy[rank],
+            compute,
+            sum(map(self.planned.waited, row)),
+            waiting,
+            _rest(self.planned, rank),
+            rest,
+            self.real.makespan - compute - waiting - rest,
+        )
+
+    def __str__(self) -> str:
+        planned, real, ms = self.planned, self.real, _milliseconds
+        longer = real.makespan / planned.makespan - 1 if planned.makespan else 0.0
+        placement = real.schedule.placement
+        path = [(p.what, f"{p.times}", ms(p.planned), ms(p.real), ms(p.real - p.planned, "+")) for p in self.path]
+        slack = ("slack of this path in the plan", "", ms(self.slack), "", ms(-self.slack, "+"))
+        shares = [(f"{share.rank}", *map(ms, share[1:])) for share in self.shares]
+        waits = [
+            (f"{w.action}", f"{w.source} from rank {placement[w.source.stage]}", ms(w.planned), ms(w.real))
+            for w in self.waits[:_SHOWN_WAITS]
+        ]
+        told = f"of {len(self.waits)} longer waits|waited for|planned (ms)|real"
+        return "\n\n".join(
+            [
+                f"{real.schedule.name}: makespan planned {ms(planned.makespan)} ms, real {ms(real.makespan)} ms, "
+                f"{longer:+.1%}; bubble planned {planned.bubble:.1%}, real {real.bubble:.1%}",
+                _table("the critical path of the real step (ms)|times|planned|real|longer by", [*path, slack]),
+                _table("rank|compute planned (ms)|real|waiting planned|real|rest planned|real|between actions", shares),
+                *([_table(told, waits)] if waits else []),
+            ]
+        )
+
+
+def _table(headers: str, rows: Sequence[Sequence[str]]) -> str:
+    return tabulate(rows, headers=headers.split("|"), disable_numparse=True, colalign=_columns(rows))
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Words to the left, numbers to the right."""
+    return ["right" if all(map(_is_number, column)) else "left" for column in zip(*rows, strict=True)]
+
+
+def _is_number(cell: str) -> bool:
+    return not cell.strip("+-.0123456789")
+
+
+def _duration(timeline: Timeline, action: Action) -> float:
+    """0 where it did not run."""
+    return timeline.spans[action].duration if action in timeline.spans else 0.0
+
+
+def _rest(timeline: Timeline, rank: int) -> float:
+    """How long a rank is done before the step ends."""
+    ends = (timeline.spans[action].end for action in timeline.schedule.rows[rank] if action in timeline.spans)
+    return timeline.makespan - max(ends, default=0.0)
+
+
+def _milliseconds(seconds: float, sign: str = "") -> str:
+    return f"{round(seconds * 1e3, 2) + 0.0:{sign}.2f}"  # and not -0.00

@@ -1,0 +1,88 @@
+"""Costs: what a micro-batch costs at each stage, and a message between two ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules.action import Action, Op
+
+_MOST = 1e100  # sums of them stay finite
+
+Cost = float | Sequence[float]
+"""One number for all stages, or one per stage."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Per stage and micro-batch, in any one unit of time. Make it with ``Costs.of``.
+
+    ``backward``: the whole of it; ``weight``: the part of it that an action W does, the rest being I. ``comm``: the
+    latency of a hop between two ranks. ``activation_bytes``: what a stage holds of a micro-batch from its forward to
+    the end of its backward; None where that is not known.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    comm: float = 0.0
+    activation_bytes: tuple[float, ...] | None = None
+
+    @staticmethod
+    def of(
+        stages: int,
+        forward: Cost = 1,
+        backward: Cost = 2,
+        weight: Cost | None = None,
+        comm: float = 0,
+        activation_bytes: Cost | None = None,
+    ) -> Costs:
+        """Costs of that many stages; each is one number, or one per stage. Without ``weight`` W is half of B.
+
+        ScheduleError where there are too many or too few, or one is negative or not finite.
+        """
+        full = _per_stage("backward", backward, stages)
+        part = tuple(cost / 2 for cost in full) if weight is None else _per_stage("weight", weight, stages)
+        for stage, (whole, half) in enumerate(zip(full, part, strict=True)):
+            if half > whole:
+                raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
+        held = None if activation_bytes is None else _per_stage("activation_bytes", activation_bytes, stages)
+        return Costs(_per_stage("forward", forward, stages), full, part, _checked("comm", comm), held)
+
+    def time(self, action: Action) -> float:
+        """How long an action takes."""
+        stages = len(self.forward)
+        if not 0 <= action.stage < stages:
+            raise ScheduleError(f"{action} is of a stage outside of 0..{stages - 1}; verify() says where")
+        return self._of[action.op][action.stage]
+
+    def per_microbatch(self, stage: int, has_backward: bool) -> float:
+        """What a stage needs for a micro-batch in all."""
+        return self.forward[stage] + (self.backward[stage] if has_backward else 0)
+
+    @cached_property
+    def input(self) -> tuple[float, ...]:
+        """What an action I takes, per stage."""
+        return tuple(whole - half for whole, half in zip(self.backward, self.weight, strict=True))
+
+    @cached_property
+    def _of(self) -> Mapping[Op, tuple[float, ...]]:
+        return {Op.F: self.forward, Op.B: self.backward, Op.I: self.input, Op.W: self.weight}
+
+
+def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
+    if not isinstance(cost, Sized):
+        return (_checked(name, cost),) * stages
+    if len(cost) != stages:
+        raise ScheduleError(f"{name} has {len(cost)} costs for {stages} stages; give one number, or one per stage")
+    return tuple(_checked(name, one) for one in cost)
+
+
+def _checked(name: str, cost: float) -> float:
+    number = math.nan if isinstance(cost, str) else float(cost)
+    if not 0 <= number <= _MOST:
+        raise ScheduleError(f"{name} is {cost!r}; a cost is a finite number, 0 or more, and no more than {_MOST:g}")
+    return number

@@ -1,0 +1,121 @@
+"""Dependencies: what must have run before an action, and an order in which a table's cells can run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from fxpipe.schedules.action import Action, Op
+
+
+class EdgeLike(Protocol):
+    """What is asked of a value that passes between stages: a stage pair, or one of many values between a pair."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def target(self) -> int: ...
+
+
+Half = tuple[int, int]
+"""(stage, micro-batch) whose backward is split into I and W."""
+
+
+class Link(NamedTuple):
+    """An edge of a bare stage graph."""
+
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.target}"
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """``sources``: the stages whose forward a stage's forward needs. ``targets``: the same for backward.
+    ``halves``: the backwards that a table has as I and W; a gradient comes from the I there, else from the B."""
+
+    sources: Mapping[int, tuple[int, ...]]
+    targets: Mapping[int, tuple[int, ...]]
+    halves: Collection[Half] = ()
+
+    @staticmethod
+    def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
+        """The dependencies along ``edges``; ``backward``: whether each stage has one. ``rows``: the table."""
+        sources: dict[int, dict[int, None]] = {}
+        targets: dict[int, dict[int, None]] = {}
+        for edge in edges:
+            sources.setdefault(edge.target, {})[edge.source] = None
+            if backward[edge.target]:
+                targets.setdefault(edge.source, {})[edge.target] = None
+        return Dependencies(
+            {stage: tuple(others) for stage, others in sources.items()},
+            {stage: tuple(others) for stage, others in targets.items()},
+            frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is Op.I),
+        )
+
+    def before(self, action: Action) -> list[Action]:
+        """The actions that must have run before this one."""
+        stage, op, microbatch = action
+        if op is Op.F:
+            return [Action(source, Op.F, microbatch) for source in self.sources.get(stage, ())]
+        if op is Op.W:
+            return [Action(stage, Op.I, microbatch)]
+        own = Action(stage, Op.F, microbatch)
+        return [own, *[self.gradient(target, microbatch) for target in self.targets.get(stage, ())]]
+
+    def gradient(self, stage: int, microbatch: int) -> Action:
+        """The action that makes the gradients of a stage's inputs."""
+        return Action(stage, Op.I if (stage, microbatch) in self.halves else Op.B, microbatch)
+
+
+class Cell(NamedTuple):
+    """A place in a table, the action in it, and the actions that must have run before."""
+
+    rank: int
+    place: int
+    action: Action
+    before: list[Action]
+
+
+def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> Iterator[Cell]:
+    """The cells of a table in an order in which they can run; it ends early where the table comes to a halt."""
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}  # action → the ranks that can go on once it has run
+    place = [0] * len(rows)
+    able = deque(range(len(rows)))
+    while able:
+        rank = able.popleft()
+        while place[rank] < len(rows[rank]):
+            action = rows[rank][place[rank]]
+            before = dependencies.before(action)
+            missing = next((other for other in before if other not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield Cell(rank, place[rank], action, before)
+            done.add(action)
+            place[rank] += 1
+            able.extend(waiting.pop(action, ()))
+
+
+def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[list[Action | None]]:
+    """The rows with a step for each action, as early as its row and its dependencies allow; None where a rank idles.
+
+    A table that comes to a halt has steps too: what cannot run stands at the end of its row.
+    """
+    stepped: list[list[Action | None]] = [[] for _ in rows]
+    ran = [0] * len(rows)
+    after: dict[Action, int] = {}
+    for rank, place, action, before in in_order(rows, dependencies):
+        row = stepped[rank]
+        row += [None] * (max((after[other] for other in before), default=0) - len(row))
+        row.append(action)
+        after[action], ran[rank] = len(row), place + 1
+    for actions, row, count in zip(rows, stepped, ran, strict=True):
+        row += actions[count:]
+    width = max(map(len, stepped), default=0)
+    return [row + [None] * (width - len(row)) for row in stepped]

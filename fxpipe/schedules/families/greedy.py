@@ -1,0 +1,50 @@
+"""Greedy: list scheduling at the stages' real costs, which is what 1F1B becomes when they are uneven."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+
+from fxpipe.schedules.families.caps import Caps, caps, round_trip_caps
+from fxpipe.schedules.families.list_scheduling import PRIORITIES, Priority, list_schedule
+from fxpipe.schedules.families.one_f_one_b import with_caps
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.families.shortest import Maker, shortest
+from fxpipe.schedules.schedule import Row
+
+MANY = 10_000
+"""Of a table of more actions only few are made to choose from."""
+
+
+def greedy(problem: Problem) -> tuple[Row, ...]:
+    """The shortest of several tables at ``problem.costs``.
+
+    A stage holds at most d(s) or ⌈round trip / bottleneck period⌉ micro-batches, whichever is more, or else what
+    ``in_flight`` and ``memory`` say. 1F1B is among the tables: greedy is never slower within the same limits. Which of
+    the others to make for very many micro-batches is found out with fewer: steady work repeats.
+    """
+    limits = caps(problem)
+    lean, usual = (tuple(map(min, wanted, limits)) for wanted in (round_trip_caps(problem), problem.depth))
+    makers = [maker for held in dict.fromkeys([lean, usual, limits]) for maker in _makers(held)]
+    few = _with_fewer_microbatches(problem)
+    if few is not problem:
+        makers = [partial(with_caps, caps=usual), shortest(few, makers, problem.costs).maker]
+    return shortest(problem, makers, problem.costs).rows
+
+
+def _makers(held: Caps) -> Iterator[Maker]:
+    """Tables that hold no more than this: 1F1B first, which is often good enough, then one for each priority."""
+    yield partial(with_caps, caps=held)
+    for priority in PRIORITIES.values():
+        yield partial(_listed, caps=held, priority=priority)
+
+
+def _listed(problem: Problem, caps: Caps, priority: Priority) -> tuple[Row, ...]:
+    return list_schedule(problem, problem.costs, caps, priority)
+
+
+def _with_fewer_microbatches(problem: Problem) -> Problem:
+    """The same with as many micro-batches as make ``MANY`` actions, but with room to come to steady work and out."""
+    fewer = max(MANY // (2 * len(problem.placement)), 2 * max(problem.depth))
+    return dataclasses.replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem

@@ -1,0 +1,119 @@
+"""Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM): several stages a rank, in groups of micro-batches.
+
+A rank runs a group of micro-batches through its first stage, then the same group through its second one, and so on:
+when the group is done at the first, its front has come round to the second. Backwards go the other way round.
+
+    rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 ...
+    rank 1       1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.one_f_one_b import one_f_one_b
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.families.shortest import shortest
+from fxpipe.schedules.schedule import Row
+
+
+def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
+    """Megatron's order on a chain whose p·v stages go round p ranks, for m a multiple of p: idle (p − 1)(F + B) a rank.
+
+    On other graphs and placements, where stages do not go round their ranks, that order can be far from good: there
+    the shorter of it and 1F1B at F = 1 and B = 2. With a stage a rank this is 1F1B.
+    """
+    if problem.one_stage_a_rank:
+        return one_f_one_b(problem)
+    return shortest(problem, [in_laps, one_f_one_b], Costs.of(len(problem.placement))).rows
+
+
+def in_laps(problem: Problem) -> tuple[Row, ...]:
+    """Megatron's order, on any graph and placement.
+
+    A lap is ⌈D / v⌉ deep, p on Megatron's chain: so many micro-batches make a group. A rank warms up with two forwards
+    for each stage behind its last one, and a group for each of its other stages; then one forward, one backward. Where
+    that would halt, the ranks that halt run further forwards.
+    """
+    most = max(len(stages) for stages in problem.stages_of)
+    lap = math.ceil(max(problem.depth) / most)
+    rows = [_Rank.of(problem, stages, lap) for stages in problem.stages_of]
+    done: set[Action] = set()
+    while any(rank.next for rank in rows):
+        progress = sum(rank.run(problem, done) for rank in rows)
+        if not progress:
+            _go_on(problem, rows, done)
+    return tuple(tuple(rank.row) for rank in rows)
+
+
+def _go_on(problem: Problem, rows: list[_Rank], done: set[Action]) -> None:
+    """All ranks wait. Of those that could run a forward instead of a backward the first one does.
+
+    There is one: take the first action that has not run, by group, stage in topological order, and micro-batch, with
+    backwards behind all forwards and the other way round. All that it needs stands before it, and has run.
+    """
+    for rank in rows:
+        if rank.next and rank.next.op is Op.B and rank.forwards and _is_ready(problem, rank.forwards[-1], done):
+            rank.warm_up += 1
+            rank.advance(problem)
+            return
+    raise AssertionError("unreachable: see above")
+
+
+def _is_ready(problem: Problem, action: Action, done: set[Action]) -> bool:
+    return all(other in done for other in problem.dependencies.before(action))
+
+
+@dataclass
+class _Rank:
+    """One rank: what it still has to run, the next at the end, and how many forwards it runs ahead of backwards."""
+
+    forwards: list[Action]
+    backwards: list[Action]
+    warm_up: int
+    row: list[Action]
+    next: Action | None = None
+    in_flight: int = 0
+
+    @staticmethod
+    def of(problem: Problem, stages: tuple[int, ...], lap: int) -> _Rank:
+        trained = [stage for stage in stages if problem.backward[stage]]
+        forwards = list(_in_groups(problem, Op.F, stages, lap))
+        backwards = list(_in_groups(problem, Op.B, trained[::-1], lap))
+        warm_up = 2 * (problem.depth[stages[-1]] - 1) + (len(stages) - 1) * lap
+        rank = _Rank(forwards[::-1], backwards[::-1], warm_up, [])
+        rank.advance(problem)
+        return rank
+
+    def advance(self, problem: Problem) -> None:
+        """Decides what comes next: warm-up, then forwards and backwards in turns; a frozen stage's forward at once."""
+        ahead = self.forwards and (self.in_flight <= self.warm_up or not problem.backward[self.forwards[-1].stage])
+        if ahead or not self.backwards:
+            self.next = self.forwards[-1] if self.forwards else None
+        else:
+            self.next = self.backwards[-1]
+
+    def run(self, problem: Problem, done: set[Action]) -> int:
+        """Runs as far as dependencies allow, and tells how many actions."""
+        before = len(self.row)
+        while self.next and _is_ready(problem, self.next, done):
+            action = (self.forwards if self.next.op is Op.F else self.backwards).pop()
+            if problem.backward[action.stage]:
+                self.in_flight += 1 if action.op is Op.F else -1
+            self.row.append(action)
+            done.add(action)
+            self.advance(problem)
+        return len(self.row) - before
+
+
+def _in_groups(problem: Problem, op: Op, stages: Iterable[int], lap: int) -> Iterator[Action]:
+    """Group by group of ``lap`` micro-batches, each through all ``stages``."""
+    m = problem.microbatches
+    for start in range(0, m, lap):
+        for stage in stages:
+            for microbatch in range(start, min(start + lap, m)):
+                yield Action(stage, op, microbatch)

@@ -1,0 +1,148 @@
+"""List scheduling: each rank, when free, takes the best action that is ready. Here priorities are decided."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.dependency import Dependencies
+from fxpipe.schedules.families.caps import Caps
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.schedule import Row
+
+Priority = Callable[[Problem], Callable[[Action], tuple[float, ...]]]
+"""Problem → action → its key. Of the actions that are ready the one with the least key runs; W's come last."""
+
+
+def backward_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+    """A backward first, then the forward of the stage nearest to a sink."""
+    depth = problem.depth
+    return lambda action: (action.op is Op.F, depth[action.stage], action.microbatch)
+
+
+def longest_way_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+    """A backward first; among backwards and among forwards, the one with the longest way still to go."""
+    way = _way_to_go(problem)
+    return lambda action: (action.op is Op.F, -way[action.op is Op.F][action.stage], action.microbatch)
+
+
+def oldest_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+    """The micro-batch that began first, whatever there is to do for it."""
+    depth = problem.depth
+    return lambda action: (action.microbatch, action.op is Op.F, depth[action.stage])
+
+
+def forward_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+    """A forward first, as far as the cap allows; otherwise as ``longest_way_first``."""
+    way = _way_to_go(problem)
+    return lambda action: (action.op is not Op.F, -way[action.op is Op.F][action.stage], action.microbatch)
+
+
+PRIORITIES: Mapping[str, Priority] = MappingProxyType(
+    {
+        "backward first": backward_first,
+        "longest way first": longest_way_first,
+        "oldest first": oldest_first,
+        "forward first": forward_first,
+    }
+)
+
+
+def _way_to_go(problem: Problem) -> Mapping[bool, Sequence[int]]:
+    """How many stages a micro-batch still has in front of it, per stage: True in forward, False in backward."""
+    height = [1] * len(problem.placement)
+    for stage in problem.order:
+        for target in problem.targets[stage]:
+            height[target] = max(height[target], 1 + height[stage])
+    return {True: problem.depth, False: height}
+
+
+def list_schedule(
+    problem: Problem, costs: Costs, caps: Caps, priority: Priority, held: Caps | None = None
+) -> tuple[Row, ...]:
+    """Rows in which no stage holds more than ``caps`` micro-batches between forward and backward.
+
+    ``held``: splits backwards into I and W, and limits what is held from forward to W; ``caps`` then ends with I.
+
+    It comes to no halt: take the first micro-batch that is not done. Nothing before it is in flight, so the first
+    stage's forward that is missing may run; and when all forwards have run, so may the last stage's backward.
+    """
+    return _Listing(problem, costs, caps, priority(problem), held).run()
+
+
+class _Listing:
+    """How far list scheduling has come: when each action ends, and how many of each stage have begun."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        costs: Costs,
+        caps: Caps,
+        key: Callable[[Action], tuple[float, ...]],
+        held: Caps | None,
+    ) -> None:
+        self.problem, self.costs, self.caps, self.key, self.held = problem, costs, caps, key, held
+        self.gradient = Op.B if held is None else Op.I
+        stages = range(len(problem.placement))
+        every = ((stage, j) for stage in stages for j in range(problem.microbatches))
+        halves = [Action(stage, Op.I, j) for stage, j in every] if held is not None else []
+        self.dependencies = Dependencies.of(problem.links, problem.backward, [halves])
+        sources = [self.dependencies.sources.get(stage, ()) for stage in stages]
+        waiting = ((Op.F, problem.targets), (self.gradient, sources))
+        self.users = {  # (stage, op) → the other ranks that wait for it
+            (stage, op): {problem.placement[other] for other in others} - {problem.placement[stage]}
+            for op, users in waiting
+            for stage, others in enumerate(users)
+        }
+        self.ends: dict[Action, float] = {}
+        self.begun: dict[Op, list[int]] = {op: [0] * len(problem.placement) for op in Op}
+
+    def run(self) -> tuple[Row, ...]:
+        ranks = self.problem.ranks
+        rows: list[list[Action]] = [[] for _ in range(ranks)]
+        free = [0.0] * ranks
+        moments = [(0.0, rank) for rank in range(ranks)]  # a rank becomes free, or a message reaches it
+        while moments:
+            now, rank = heapq.heappop(moments)
+            if free[rank] > now:
+                continue
+            ready = [a for stage in self.problem.stages_of[rank] for a in self._next(stage) if self._is_ready(a, now)]
+            if not ready:
+                continue
+            action = min(ready, key=lambda a: (a.op is Op.W, self.key(a))) if len(ready) > 1 else ready[0]
+            rows[rank].append(action)
+            self.begun[action.op][action.stage] += 1
+            end = free[rank] = self.ends[action] = now + self.costs.time(action)
+            heapq.heappush(moments, (end, rank))
+            for user in self.users.get((action.stage, action.op), ()):
+                heapq.heappush(moments, (end + self.costs.comm, user))
+        return tuple(map(tuple, rows))
+
+    def _next(self, stage: int) -> list[Action]:
+        """The next actions of a stage: its forward, within its caps, its backward, and its weight gradients."""
+        forwards, gradients = self.begun[Op.F][stage], self.begun[self.gradient][stage]
+        if not self.problem.backward[stage]:
+            return [Action(stage, Op.F, forwards)] if forwards < self.problem.microbatches else []
+        actions = []
+        below = forwards - gradients < self.caps[stage]
+        if self.held is not None:
+            weights = self.begun[Op.W][stage]
+            below = below and forwards - weights < self.held[stage]
+            if weights < gradients:
+                actions.append(Action(stage, Op.W, weights))
+        if below and forwards < self.problem.microbatches:
+            actions.append(Action(stage, Op.F, forwards))
+        if gradients < forwards:
+            actions.append(Action(stage, self.gradient, gradients))
+        return actions
+
+    def _is_ready(self, action: Action, now: float) -> bool:
+        rank, placement, ends = self.problem.placement[action.stage], self.problem.placement, self.ends
+        for other in self.dependencies.before(action):
+            end = ends.get(other)
+            if end is None or (end if placement[other.stage] == rank else end + self.costs.comm) > now:
+                return False
+        return True

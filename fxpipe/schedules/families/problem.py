@@ -1,0 +1,122 @@
+"""What a schedule family is asked to solve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from numbers import Integral
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.dependency import Dependencies, Link
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Stages 0 … n−1 with edges between them, each placed on a rank, and a number of micro-batches.
+
+    ``costs``: what families that look at time reckon with. ``in_flight``: the most micro-batches that each stage may
+    hold, where the user says so; ``memory``: the most bytes that each rank may hold of them.
+    """
+
+    edges: tuple[tuple[int, int], ...]
+    microbatches: int
+    placement: tuple[int, ...]
+    backward: tuple[bool, ...]
+    costs: Costs
+    in_flight: tuple[int, ...] | None = None
+    memory: tuple[float, ...] | None = None
+
+    def check(self) -> None:
+        """ScheduleError with the values where this makes no sense."""
+        count = len(self.placement)
+        if self.microbatches < 1:
+            raise ScheduleError(f"{self.microbatches} micro-batches; at least 1 is needed")
+        _check_length("backward", self.backward, count, "stages")
+        _check_length("costs.forward", self.costs.forward, count, "stages")
+        for source, target in self.edges:
+            if not (0 <= source < count and 0 <= target < count):
+                raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{count - 1}")
+        ranks = sorted(set(self.placement))
+        if ranks != list(range(len(ranks))):
+            raise ScheduleError(f"placement {list(self.placement)} leaves a rank without stages; ranks count from 0")
+        if self.in_flight is not None:
+            _check_length("in_flight", self.in_flight, count, "stages")
+            for stage, cap in enumerate(self.in_flight):
+                if not (isinstance(cap, Integral) and cap >= 1):
+                    raise ScheduleError(
+                        f"in_flight={cap} of stage {stage}; at least 1 micro-batch must be in flight, in whole numbers"
+                    )
+        if self.memory is not None:
+            _check_length("memory", self.memory, self.ranks, "ranks")
+            for rank, room in enumerate(self.memory):
+                if not room >= 0:
+                    raise ScheduleError(f"memory={room} of rank {rank}; write a number of bytes, 0 or more")
+            if self.costs.activation_bytes is None:
+                raise ScheduleError("memory= needs the costs' activation_bytes: what a stage holds of a micro-batch")
+        try:
+            _ = self.order
+        except CycleError as error:
+            cycle = " → ".join(map(str, error.args[1]))
+            raise ScheduleError(f"the edges form a cycle, {cycle}; a stage graph must be acyclic") from None
+
+    @property
+    def ranks(self) -> int:
+        return 1 + max(self.placement)
+
+    @cached_property
+    def dependencies(self) -> Dependencies:
+        """Those of whole backwards."""
+        return Dependencies.of(self.links, self.backward)
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        return tuple(Link(*edge) for edge in self.edges)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The stages in topological order: those with nothing left before them, by number, then the next."""
+        sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(self.placement)), ()))
+        for source, target in self.edges:
+            sorter.add(target, source)
+        sorter.prepare()
+        order: list[int] = []
+        while sorter.is_active():
+            ready = sorted(sorter.get_ready())
+            sorter.done(*ready)
+            order += ready
+        return tuple(order)
+
+    @cached_property
+    def depth(self) -> tuple[int, ...]:
+        """d(s): the number of stages on the longest path from s to a sink, s included."""
+        depth = [1] * len(self.placement)
+        for stage in reversed(self.order):
+            depth[stage] = 1 + max((depth[target] for target in self.targets[stage]), default=0)
+        return tuple(depth)
+
+    @cached_property
+    def targets(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that use what a stage makes, each once."""
+        targets: list[dict[int, None]] = [{} for _ in self.placement]
+        for source, target in self.edges:
+            targets[source][target] = None
+        return tuple(map(tuple, targets))
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in topological order."""
+        return tuple(
+            tuple(stage for stage in self.order if self.placement[stage] == rank) for rank in range(self.ranks)
+        )
+
+    @property
+    def one_stage_a_rank(self) -> bool:
+        return self.ranks == len(self.placement)
+
+
+def _check_length(name: str, given: Sequence[object], count: int, what: str) -> None:
+    if len(given) != count:
+        raise ScheduleError(f"{name}= has {len(given)} entries for {count} {what}")

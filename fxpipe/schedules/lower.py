@@ -1,0 +1,210 @@
+"""Lower: rows of actions → each rank's instructions, with its sends, receives and reductions put in.
+
+A message is one value of one micro-batch on its way from a stage to another on a different rank: an activation after
+a forward, or a gradient, the other way, after a backward. Messages from one rank to another travel in the order in
+which the sender makes them; both ends know it, for it follows from the rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.dependency import EdgeLike
+
+
+class Message(NamedTuple):
+    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch; its gradient where ``op`` is B."""
+
+    edge: int
+    op: Op
+    microbatch: int
+    sender: int
+    receiver: int
+
+    def __str__(self) -> str:
+        kind = "value" if self.op is Op.F else "gradient"
+        return f"{kind} {self.edge} of micro-batch {self.microbatch} from rank {self.sender} to rank {self.receiver}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Post the receive; do not wait for it."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Wait for what the action needs, then compute it."""
+
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start the send; do not wait for it."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The receiver is known to have this message: free its buffer. Waiting for the send returns at once here."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Wait until the gradients of the parameters that stages on each of these ranks use are summed. Behind all actions.
+
+    Sums over replicas need none: they run beside the row, on groups of their own, and replicas run equal rows.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"reduction over ranks {', '.join(map(str, self.ranks))}"
+
+
+Instruction = Receive | Compute | Send | Release | Reduce
+Rows = Sequence[Sequence[Action]]
+
+
+def lower(
+    rows: Rows,
+    edges: Sequence[EdgeLike],
+    placement: Sequence[int],
+    backward: Sequence[bool],
+    tied: Sequence[Sequence[int]] = (),
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Each rank's instructions.
+
+    ``placement``: the rank of each stage. ``backward``: whether each stage has one. ``tied``: groups of stages that
+    share a parameter. A receive is posted one action ahead of the action that needs it, or earlier: never later than
+    a receive behind it in the sender's order, since messages between two ranks arrive in that order.
+    """
+    sent = _sends(rows, edges, placement, backward)
+    sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
+    used_at = _uses(sent_at, rows, edges)
+    arriving: list[list[Message]] = [[] for _ in rows]
+    leaving: list[list[Message]] = [[] for _ in rows]
+    for message in sent_at:
+        arriving[message.receiver].append(message)
+        leaving[message.sender].append(message)
+    groups = sorted({tuple(sorted({placement[stage] for stage in stages})) for stages in tied})
+    lowered = []
+    for rank, row in enumerate(rows):
+        posts = _posts(arriving[rank], used_at, len(row))
+        releases = _releases(leaving[rank], arriving[rank], sent_at, used_at)
+        instructions: list[Instruction] = []
+        for place, action in enumerate(row):
+            instructions += [Receive(message) for message in posts.get(place, ())]
+            instructions.append(Compute(action))
+            instructions += [Release(message) for message in releases.get(place, ())]
+            instructions += [Send(message) for message in sent[rank][place]]
+        instructions += [Receive(message) for message in posts.get(len(row), ())]
+        instructions += [Reduce(ranks) for ranks in groups if rank in ranks and len(ranks) > 1]
+        lowered.append(tuple(instructions))
+    return tuple(lowered)
+
+
+def _sends(
+    rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool]
+) -> list[list[Sequence[Message]]]:
+    """Rank and place → the messages that the action there makes, in order."""
+    makes: dict[tuple[int, Op], list[tuple[int, Op, int, int]]] = {}  # (stage, op) → its messages, less micro-batch
+    for index, edge in enumerate(edges):
+        here, there = placement[edge.source], placement[edge.target]
+        if here == there:
+            continue
+        makes.setdefault((edge.source, Op.F), []).append((index, Op.F, here, there))
+        if backward[edge.source]:
+            for op in (Op.B, Op.I):
+                makes.setdefault((edge.target, op), []).append((index, Op.B, there, here))
+    return [[_made(makes.get((action.stage, action.op), ()), action.microbatch) for action in row] for row in rows]
+
+
+def _made(messages: Sequence[tuple[int, Op, int, int]], microbatch: int) -> Sequence[Message]:
+    return [Message(index, op, microbatch, *ends) for index, op, *ends in messages] if messages else ()
+
+
+def user_of(message: Message, edges: Sequence[EdgeLike]) -> tuple[int, int, bool]:
+    """(stage, micro-batch, whether it is a forward) of the action that needs a message."""
+    edge = edges[message.edge]
+    forward = message.op is Op.F
+    return (edge.target if forward else edge.source), message.microbatch, forward
+
+
+def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike]) -> dict[Message, int]:
+    """Message → the place in its receiver's row of the first action that needs it; the row's end where none does."""
+    places: list[dict[tuple[int, int, bool], int]] = [{} for _ in rows]
+    for rank, row in enumerate(rows):
+        for place, action in enumerate(row):
+            places[rank].setdefault((action.stage, action.microbatch, action.op is Op.F), place)
+    return {
+        message: places[message.receiver].get(user_of(message, edges), len(rows[message.receiver]))
+        for message in messages
+    }
+
+
+def _posts(arriving: Sequence[Message], used_at: Mapping[Message, int], end: int) -> dict[int, list[Message]]:
+    """Place in the row → receives to post before it: an action ahead, and in each sender's own order."""
+    posts: dict[int, list[Message]] = {}
+    for messages in _by(arriving, "sender").values():
+        latest, placed = end, []
+        for message in reversed(messages):
+            latest = min(latest, max(used_at[message] - 1, 0))
+            placed.append((latest, message))
+        for place, message in reversed(placed):
+            posts.setdefault(place, []).append(message)
+    return posts
+
+
+def _releases(
+    leaving: Sequence[Message],
+    arriving: Sequence[Message],
+    sent_at: Mapping[Message, int],
+    used_at: Mapping[Message, int],
+) -> dict[int, list[Message]]:
+    """Place in the row → sends that are over once its action has run.
+
+    Whoever got a message that the peer sent after it used ours knows that ours has arrived.
+    """
+    releases: dict[int, list[Message]] = {}
+    answers_of = _by(arriving, "sender")
+    for peer, messages in _by(leaving, "receiver").items():
+        answers = answers_of.get(peer, [])
+        made = [sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
+        soonest = list(accumulate((used_at[answer] for answer in reversed(answers)), min))[::-1]
+        for message in messages:
+            first = bisect_left(made, used_at[message])  # the answers from here on were made after ours was used
+            if first < len(answers):
+                releases.setdefault(soonest[first], []).append(message)
+    return releases
+
+
+def _by(messages: Sequence[Message], end: Literal["sender", "receiver"]) -> dict[int, list[Message]]:
+    """The messages of each rank at that end, in order, by rank."""
+    groups: dict[int, list[Message]] = {}
+    for message in messages:
+        groups.setdefault(getattr(message, end), []).append(message)
+    return dict(sorted(groups.items()))
+
+
+def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int], ...]:
+    """The directed pairs of ranks between which messages travel, sorted."""
+    sends = (step.message for row in instructions for step in row if isinstance(step, Send))
+    return tuple(sorted({(message.sender, message.receiver) for message in sends}))
+
+
+def is_forward(instruction: Instruction) -> bool:
+    """Whether an instruction has a part in a forward-only run, where no gradient tells that a send was received."""
+    if isinstance(instruction, Compute):
+        return instruction.action.op is Op.F
+    return isinstance(instruction, Receive | Send) and instruction.message.op is Op.F

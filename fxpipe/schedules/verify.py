@@ -1,0 +1,293 @@
+"""Verify: runs a table's instructions under the strictest model of message passing that a backend may show.
+
+The model: each directed pair of ranks has one first-in-first-out queue. A send is started and not waited for, but
+holds its place in the queue until its receive has been posted (rendezvous). A compute waits for what it needs. NCCL
+behaves so; a table that passes here cannot hang there, nor on a backend that buffers. A reduction ends when all of
+its ranks have come to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.dependency import Dependencies, EdgeLike
+from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, user_of
+from fxpipe.schedules.no_gc import paused
+from fxpipe.schedules.table import grid
+
+if TYPE_CHECKING:
+    from fxpipe.schedules.schedule import Schedule
+
+Step = tuple[int, Instruction]
+"""(rank, what it does)."""
+
+Event = Action | Message | Reduce
+"""What a rank may wait for: that an action has run, a message has arrived, or all have come to a reduction."""
+
+
+@paused()
+def verify(schedule: Schedule) -> None:
+    """ScheduleError, with the table and the failing cells marked, unless every rank gets to the end of its row."""
+    _check_cells(schedule)
+    _check_complete(schedule)
+    _check_gradients(schedule)
+    machine = Machine(schedule.instructions, schedule.links, schedule.backward)
+    for _ in machine.run():
+        pass
+    stuck = machine.stuck()
+    if stuck:
+        cells = [action for halt in stuck for action in halt.cells]
+        _fail(schedule, cells, "the table comes to a halt: " + "; ".join(halt.reason for halt in stuck))
+    unmatched = machine.unmatched()
+    if unmatched:
+        _fail(schedule, (), f"{unmatched} is sent and never received, or received and never sent")
+
+
+def execution_order(
+    instructions: Sequence[Sequence[Instruction]], edges: Sequence[EdgeLike], backward: Sequence[bool]
+) -> list[Step]:
+    """All ranks' instructions in one order in which a single process can run them."""
+    machine = Machine(instructions, edges, backward)
+    order = list(machine.run())
+    stuck = machine.stuck()
+    if stuck:
+        raise ScheduleError("the table comes to a halt: " + "; ".join(halt.reason for halt in stuck))
+    return order
+
+
+def _check_cells(schedule: Schedule) -> None:
+    """Every action is of a stage and a micro-batch that exist, on the stage's own rank, and there once."""
+    stages, last = len(schedule.placement), schedule.microbatches - 1
+    found: set[Action] = set()
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            stage, _, microbatch = action
+            if not 0 <= stage < stages:
+                _fail(schedule, [action], f"{action} is of a stage outside of 0..{stages - 1}")
+            if not 0 <= microbatch <= last:
+                _fail(schedule, [action], f"{action} is of a micro-batch outside of 0..{last}")
+            if schedule.placement[stage] != rank:
+                home = schedule.placement[stage]
+                _fail(schedule, [action], f"{action} stands on rank {rank}, but its stage is on rank {home}")
+            if action in found:
+                times = sum(row.count(action) for row in schedule.rows)
+                _fail(schedule, [action], f"{action} stands {times} times in the table")
+            found.add(action)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Every F is there, and B (or I and W) for each stage that has a backward, and for no other."""
+    found: dict[tuple[int, Op], set[int]] = {}
+    for row in schedule.rows:
+        for stage, op, microbatch in row:
+            found.setdefault((stage, op), set()).add(microbatch)
+    for stage, has_backward in enumerate(schedule.backward):
+        forwards, full, i, w = (found.get((stage, op), set()) for op in Op)
+        whole = len(full) + len(i) == schedule.microbatches and i == w and not full & i
+        if len(forwards) == schedule.microbatches and (whole if has_backward else not (full or i or w)):
+            continue
+        for microbatch in range(schedule.microbatches):
+            ops = [op for op in Op if microbatch in found.get((stage, op), ())]
+            _check_microbatch(schedule, stage, microbatch, ops)
+
+
+def _check_gradients(schedule: Schedule) -> None:
+    """Where a stage has a backward and feeds others, one of them at least sends it a gradient."""
+    for stage, has_backward in enumerate(schedule.backward):
+        targets = sorted({target for source, target in schedule.edges if source == stage})
+        if has_backward and targets and not any(schedule.backward[target] for target in targets):
+            marked = [schedule.dependencies.gradient(stage, 0)]
+            fed = ", ".join(map(str, targets))
+            _fail(schedule, marked, f"{marked[0]} gets no gradient: stage {stage} feeds {fed}, which has no backward")
+
+
+def _check_microbatch(schedule: Schedule, stage: int, microbatch: int, ops: Sequence[Op]) -> None:
+    """``ops``: what the table has of a stage and a micro-batch."""
+    forward, full, *halves = (Action(stage, op, microbatch) for op in (Op.F, Op.B, Op.I, Op.W))
+    present = [Action(stage, op, microbatch) for op in ops if op is not Op.F]
+    if Op.F not in ops:
+        _fail_missing(schedule, forward, present[:1], f"{forward} is missing")
+    if not schedule.backward[stage] and present:
+        _fail(schedule, present, f"stage {stage} has no backward, but {present[0]} is in the table")
+    if schedule.backward[stage] and present not in ([full], halves):
+        got = ", ".join(map(str, present)) or "neither"
+        fact = f"stage {stage} needs {full}, or {halves[0]} and {halves[1]}; the table has {got}"
+        if full in present:
+            _fail(schedule, present, fact)
+        _fail_missing(schedule, full, present or [forward], fact)
+
+
+def _fail_missing(schedule: Schedule, missing: Action, related: Collection[Action], fact: str) -> NoReturn:
+    """Marks the first cell that waits for a missing action, or else those ``related`` to it, or its row's last."""
+    rank = schedule.placement[missing.stage]
+    for other, row in enumerate(schedule.rows):
+        for action in row:
+            if missing in schedule.dependencies.before(action):
+                fact = f"{fact}; {action} on rank {other} waits for {missing} on rank {rank}"
+                _fail(schedule, [action], fact)
+    _fail(schedule, related or schedule.rows[rank][-1:], f"{fact}; it belongs on rank {rank}")
+
+
+def _fail(schedule: Schedule, marked: Collection[Action], fact: str) -> NoReturn:
+    raise ScheduleError(f"{fact}\n{grid(schedule, marked)}")
+
+
+@dataclass(frozen=True)
+class Halt:
+    """A rank that cannot go on: the cell at which it waits, if any is left in its row, and for what."""
+
+    cells: tuple[Action, ...]
+    reason: str
+
+
+@dataclass
+class _Queue:
+    """One directed pair's messages: as sent, as posted, and how many at their heads have met."""
+
+    sent: list[Message] = field(default_factory=list)
+    posted: list[Message] = field(default_factory=list)
+    met: int = 0
+
+    def meet(self) -> list[Message]:
+        """The messages whose turn has come: both ends have got to them, and agree on all before."""
+        before = self.met
+        while self.met < len(self.sent) and self.met < len(self.posted):
+            if self.sent[self.met] != self.posted[self.met]:
+                break
+            self.met += 1
+        return self.sent[before : self.met]
+
+
+@dataclass
+class Machine:
+    """Plays all ranks' instructions under the strict model."""
+
+    instructions: Sequence[Sequence[Instruction]]
+    edges: Sequence[EdgeLike]
+    backward: Sequence[bool]
+
+    def __post_init__(self) -> None:
+        self._next = [0] * len(self.instructions)
+        self._queues: dict[tuple[int, int], _Queue] = {}
+        self._arrived: set[Message] = set()
+        self._come: dict[Reduce, set[int]] = {}  # reduction → the ranks that have come to it
+        self._done: set[Action] = set()
+        rows = [[step.action for step in row if isinstance(step, Compute)] for row in self.instructions]
+        self._dependencies = Dependencies.of(self.edges, self.backward, rows)
+        self._awaited: dict[tuple[int, int, bool], list[Message]] = {}
+        for row in self.instructions:
+            for step in row:
+                if isinstance(step, Receive):
+                    self._awaited.setdefault(user_of(step.message, self.edges), []).append(step.message)
+
+    def run(self) -> Iterator[Step]:
+        """Lets each rank run until it must wait, and goes on with those that what it did lets go on; tells what ran."""
+        able = deque(range(len(self.instructions)))
+        waiting: dict[Event, list[int]] = {}
+        while able:
+            rank = able.popleft()
+            row = self.instructions[rank]
+            while self._next[rank] < len(row):
+                step = row[self._next[rank]]
+                if isinstance(step, Reduce):
+                    self._come.setdefault(step, set()).add(rank)
+                missing = self._missing(step)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append(rank)
+                    break
+                self._next[rank] += 1
+                for event in self._execute(step):
+                    able.extend(waiting.pop(event, ()))
+                yield rank, step
+
+    def _missing(self, step: Instruction) -> Event | None:
+        """The first thing that a step still waits for."""
+        if isinstance(step, Compute):
+            for action in self._dependencies.before(step.action):
+                if action not in self._done:
+                    return action
+            for message in self._messages_for(step.action):
+                if message not in self._arrived:
+                    return message
+        elif isinstance(step, Release):
+            return None if step.message in self._arrived else step.message
+        elif isinstance(step, Reduce):
+            return None if len(self._come[step]) == len(step.ranks) else step
+        return None
+
+    def _execute(self, step: Instruction) -> Sequence[Event]:
+        """What has come about with this step."""
+        if isinstance(step, Compute):
+            self._done.add(step.action)
+            return (step.action,)
+        if isinstance(step, Reduce):
+            return (step,)
+        if isinstance(step, Release):
+            return ()
+        message = step.message
+        queue = self._queues.get((message.sender, message.receiver))
+        if queue is None:
+            queue = self._queues[message.sender, message.receiver] = _Queue()
+        (queue.sent if isinstance(step, Send) else queue.posted).append(message)
+        met = queue.meet()
+        self._arrived.update(met)
+        return met
+
+    def _messages_for(self, action: Action) -> Sequence[Message]:
+        if action.op is Op.W:
+            return ()
+        return self._awaited.get((action.stage, action.microbatch, action.op is Op.F), ())
+
+    def _lacks(self, step: Instruction) -> list[str]:
+        """What a step still waits for, in words."""
+        if isinstance(step, Release):
+            return [] if step.message in self._arrived else [f"the {step.message}"]
+        if isinstance(step, Reduce):
+            absent = [rank for rank in step.ranks if rank not in self._come.get(step, ())]
+            return [f"rank {rank} to come to the {step}" for rank in absent]
+        if not isinstance(step, Compute):
+            return []
+        actions = [other for other in self._dependencies.before(step.action) if other not in self._done]
+        if actions:
+            return [f"{other}{self._home(other)}" for other in actions]
+        messages = [message for message in self._messages_for(step.action) if message not in self._arrived]
+        return [f"the {message}{self._behind(message)}" for message in messages]
+
+    def stuck(self) -> list[Halt]:
+        """The ranks that cannot go on; none if all got to the end."""
+        return [
+            self._halt(rank, row[self._next[rank] :])
+            for rank, row in enumerate(self.instructions)
+            if self._next[rank] < len(row)
+        ]
+
+    def _halt(self, rank: int, left: Sequence[Instruction]) -> Halt:
+        cells = tuple(step.action for step in left if isinstance(step, Compute))[:1]
+        at = f" at {cells[0]}" if cells else ""
+        return Halt(cells, f"rank {rank} waits{at} for " + " and ".join(self._lacks(left[0])))
+
+    def _home(self, action: Action) -> str:
+        """Where an action stands, in words."""
+        homes = (f" on rank {rank}" for rank, row in enumerate(self.instructions) if Compute(action) in row)
+        return next(homes, ", which is not in the table")
+
+    def _behind(self, message: Message) -> str:
+        """Why a message that was made has not arrived, in words."""
+        queue = self._queues.get((message.sender, message.receiver), _Queue())
+        if queue.met < min(len(queue.sent), len(queue.posted)):
+            return f", which is behind a disagreement: the {queue.sent[queue.met]} is sent where the " + (
+                f"{queue.posted[queue.met]} is received"
+            )
+        return ""
+
+    def unmatched(self) -> Message | None:
+        """A message that one end of a queue knows and the other does not, once all ranks got to the end."""
+        for _, queue in sorted(self._queues.items(), key=lambda item: item[0]):
+            for message in (*queue.sent[queue.met :], *queue.posted[queue.met :]):
+                return message
+        return None

@@ -1,0 +1,107 @@
+"""Clip: the norm of a whole model's gradient, whoever has which part of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
+from fxpipe.parameters.dtensors import local
+from fxpipe.sharding.flat_bucket import Piece
+
+
+def clip_grad_norm_(
+    pieces: Sequence[Piece],
+    transport: Transport,
+    sharded: bool,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales the gradients so that the norm of the whole model's gradient is at most ``max_norm``; returns that norm.
+
+    With n the norm of all gradients as one vector, each is multiplied by min(1, max_norm / (n + 1e-6)), as in
+    ``torch.nn.utils.clip_grad_norm_``. A norm of order p is (Σ |gᵢ|ᵖ)^(1/p): the p-th powers of the ranks' own norms
+    are summed over the pipe group and, where gradients are ``sharded``, over the shard group; ``norm_type=inf`` is
+    their maximum. A tied parameter is counted by its first owner alone, and scaled by all. Tensor-parallel gradients
+    (DTensors) are summed over their own mesh. The norm is 0-dimensional, and the same bits on every rank; it is 0
+    where there are no gradients.
+
+    A collective call of all ranks.
+
+    Raises:
+        RunError: ``norm_type`` is not positive; or the norm is inf or nan, and ``error_if_nonfinite``.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not norm_type > 0:
+        raise RunError(f"norm_type is {norm_type}; write a positive number, or inf for the largest gradient")
+    gradients = [(piece, gradient) for piece in pieces if (gradient := gradient_of(piece)) is not None]
+    total = _norm([gradient for piece, gradient in gradients if piece.counts], norm_type, transport.device)
+    for scope in ("shard", "pipe") if sharded else ("pipe",):
+        total = _over(scope, transport, total, norm_type)
+    wide = any(gradient.dtype == torch.float64 for _, gradient in gradients)
+    norm = total if wide else total.float()
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RunError(
+            f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped; "
+            "look for the first inf or nan, or write error_if_nonfinite=False to go on"
+        )
+    for group in _alike(gradient for _, gradient in gradients):
+        holders = [gradient.detach() for gradient in group]  # torch scales what it finds in .grad of something
+        for holder, gradient in zip(holders, group, strict=True):
+            holder.grad = gradient
+        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)  # in float64, whatever types a rank has
+    return norm
+
+
+def gradient_of(piece: Piece) -> Tensor | None:
+    """A piece's gradient, unless the user has cleared it: a tensor of its own, in the same memory."""
+    gradient = piece.gradient() if piece.parameter.grad is not None else None
+    if gradient is None:
+        return None
+    if (piece.start, piece.stop) != (0, piece.parameter.numel()):
+        gradient = local(gradient)
+    return gradient.detach()
+
+
+def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """This rank's norm, in float64, where powers and their sums lose nothing that float32 has."""
+    parts = [torch.nn.utils.get_total_norm(group, order) for group in _alike(g for g in gradients if g.numel())]
+    whole = [_full(part).double() for part in parts]
+    if not whole:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(whole[0].device) for part in whole]), order)
+    return norm
+
+
+def _full(norm: Tensor) -> Tensor:
+    """A DTensor's norm over all of its mesh."""
+    full_tensor = getattr(norm, "full_tensor", None)
+    full: Tensor = norm if full_tensor is None else full_tensor()
+    return full
+
+
+def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Plain tensors apart from DTensors, and these by mesh and placement."""
+    groups: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        key = (getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None))
+        groups.setdefault(key, []).append(gradient)
+    return list(groups.values())
+
+
+def _over(scope: str, transport: Transport, norm: Tensor, order: float) -> Tensor:
+    """The norm over a group of ranks, each with its part."""
+    if len(transport.ranks(scope)) == 1:
+        return norm
+    if math.isinf(order):
+        norms = torch.tensor(transport.gather(scope, norm.item()), dtype=torch.float64)
+        return norms.max().to(norm.device)
+    power = norm.pow(order)
+    transport.all_reduce(scope, power)
+    return power.pow(1.0 / order)

@@ -1,0 +1,477 @@
+"""Zero: an optimizer of which each rank steps its pieces, as ZeRO does, in master precision, on the CPU if asked.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import CheckpointError, RunError, nearest
+from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
+from fxpipe.precision import Precision
+from fxpipe.sharding.clip import gradient_of
+from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.optimizer_state import (
+    MASTER,
+    Entry,
+    group_options,
+    initial_state,
+    is_initial,
+    refuse_torchs_helpers,
+    shown,
+    taken,
+)
+from fxpipe.sharding.parameter_groups import comparable, first_names, options_of, resolve_groups, whole_groups
+from fxpipe.sharding.reducer import Claim
+from fxpipe.sharding.slices import Slice
+from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
+from fxpipe.torch_compat import version_of
+
+Maker = Callable[..., torch.optim.Optimizer]
+"""A class of optimizers, or what stands for one: ``Maker(groups, **kw)``."""
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+)
+"""Those that step each element by itself, so that a rank can step any part of a tensor. Others get whole tensors."""
+
+REFUSED = {
+    torch.optim.LBFGS: "takes the parameters of the whole model as one vector, and calls for its loss again and again",
+    torch.optim.SparseAdam: "steps sparse gradients alone, and those of a bucket are dense",
+}
+
+
+class Store(Protocol):
+    """Who has parameters and gradients; ``fxpipe.sharding.reducer.Reducer`` is one."""
+
+    way: Way
+
+    def claim(self, names: Iterable[str], whole: bool) -> Claim: ...
+    def pieces(self) -> list[Piece]: ...
+    def publish(self, claim: Claim) -> None: ...
+    def settle(self) -> None: ...
+
+
+def is_elementwise(cls: Maker) -> bool:
+    """Whether this very class is known to step each element by itself."""
+    return _class_of(cls) in ELEMENTWISE
+
+
+def check_class(cls: Maker, copies: bool) -> None:
+    """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
+    made = _class_of(cls)
+    for refused, why in REFUSED.items():
+        if isinstance(made, type) and issubclass(made, refused) and (copies or refused is torch.optim.LBFGS):
+            raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")
+
+
+def _class_of(cls: Maker) -> Any:
+    while isinstance(cls, functools.partial):
+        cls = cls.func
+    return cls
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer of this rank's parameters, of which an inner ``cls(groups, **kw)`` steps this rank's pieces.
+
+    ``param_groups`` hold the model's own parameters; what a scheduler or the user writes into them counts in the next
+    step. ``state`` is the inner one's, by the tensors that are stepped. Several optimizers may share a model.
+
+    A parameter that nobody used has no gradient, and stays as it is. With ``precision`` a step for which any rank's
+    gradient has an inf or nan is skipped on all ranks, whichever optimizer the gradient belongs to; ``skipped_steps``
+    counts them, and rank 0 warns of the first and, where that is known, of why. ``zero_grad(set_to_none=False)`` sets
+    to None all the same where gradients are sharded.
+
+    Args:
+        params: as in :func:`fxpipe.sharding.parameter_groups.resolve_groups`; None for all.
+        store: pieces and their gradients. transport: asks all ranks whether one of them has an inf or nan.
+        held, whole: this rank's and the whole model's parameters, under all their names.
+        precision: steps masters of this type. offload: steps on the CPU, with masters and state there.
+        originals: parameters before they were rounded, by name, for the masters; it lets go of those that it makes.
+        elementwise: whether ``cls`` steps each element by itself; None: whether it is known to, see ``ELEMENTWISE``.
+        cause: what is known of why a step is left out, the same on every rank; called by all of them.
+
+    Raises:
+        RunError: ``cls`` is LBFGS or SparseAdam; or a group asks for what is no parameter of the model.
+    """
+
+    def __init__(
+        self,
+        cls: Maker,
+        params: Any,
+        kw: Mapping[str, Any],
+        store: Store,
+        transport: Transport,
+        *,
+        held: Mapping[str, Tensor],
+        whole: Mapping[str, Tensor] | None = None,
+        precision: Precision | None = None,
+        offload: bool = False,
+        device: torch.device | None = None,
+        originals: dict[str, Tensor] | None = None,
+        elementwise: bool | None = None,
+        cause: Callable[[], str] = str,
+    ) -> None:
+        self._inner: torch.optim.Optimizer | None = None
+        self._cls, self._kw = cls, dict(kw)
+        self._store, self._transport = store, transport
+        self._held, self._all = held, held if whole is None else whole
+        self._names: dict[int, list[str]] = {}
+        for name, parameter in held.items():
+            self._names.setdefault(id(parameter), []).append(name)
+        self._canonical = first_names(self._all)
+        self._precision, self._offload = precision, offload
+        self._device = transport.device if device is None else device
+        self._elementwise = is_elementwise(cls) if elementwise is None else elementwise
+        self._cause = cause
+        self._originals = {} if originals is None else originals
+        self._copies: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # masters that state dicts have copies of
+        self._claims: list[Claim] = []
+        self._group_names: list[tuple[str, ...]] = []
+        self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
+        self._steps = self.skipped_steps = 0
+        check_class(cls, store.way.sharded or precision is not None or offload)
+        super().__init__(self._resolved(params), {})
+        self._targets = self._claim(self.param_groups)
+        given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
+        self._inner = settle_foreach(cls(given, **self._kw))
+        self._is_lazy = not self._inner.state
+        self.state, self.defaults = self._inner.state, self._inner.defaults
+        self._exchange(self._inner.param_groups, self.param_groups)
+
+    def _resolved(self, params: Any) -> list[dict[str, Any]]:
+        """This rank's part of the groups, and in ``_group_names`` whole ones. All ranks have as many, or all refuse."""
+        groups, failure = [], None
+        try:
+            groups = resolve_groups(params, self._held, self._all)
+            mine = [tuple(self._name_of(entry) for entry in group["params"]) for group in groups]
+            told: Any = [(names, comparable(group)) for names, group in zip(mine, groups, strict=True)]
+        except Exception as error:
+            failure, told = error, f"{type(error).__name__}: {error}"
+        everyone = self._transport.gather("pipe", told)
+        if failure is not None:
+            raise failure
+        self._group_names += whole_groups(everyone, list(self._all))
+        return groups
+
+    def _name_of(self, entry: Any) -> str:
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if id(parameter) not in self._names:
+            raise RunError(
+                f"a parameter of shape {list(parameter.shape)} is not among this rank's; "
+                "take it from forward_backward.named_parameters()"
+            )
+        return self._canonical[self._names[id(parameter)][0]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; parameters may be given as to the constructor. A collective call of all ranks."""
+        if self._inner is None:  # in the constructor, which has resolved it
+            super().add_param_group(param_group)
+            return
+        (group,) = self._resolved([param_group])
+        super().add_param_group(group)
+        (targets,) = self._claim([group])
+        self._inner.add_param_group(self._given(group, targets))
+        self._targets.append(targets)
+        self._exchange(settle_foreach(self._inner).param_groups, self.param_groups)
+
+    @staticmethod
+    def _given(group: Mapping[str, Any], targets: Iterable[Target]) -> dict[str, Any]:
+        """A group as the inner optimizer is given it."""
+        return {**options_of(group), "params": [target.tensor for target in targets]}
+
+    def _claim(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Target]]:
+        """What this rank steps of these groups' parameters, group by group."""
+        names = [name for group in groups for parameter in group["params"] for name in self._names[id(parameter)]]
+        claim = self._store.claim(names, not self._elementwise)
+        self._claims.append(claim)
+        pieces: dict[int, list[Piece]] = {}
+        for piece in claim.pieces:
+            if self._offload and is_dtensor(piece.data):
+                raise RunError(
+                    f"offload=True needs plain parameters, but parallelize has spread {piece.name}; leave it out, and "
+                    "write fully_shard(..., offload_policy=CPUOffloadPolicy()) in parallelize"
+                )
+            pieces.setdefault(id(piece.parameter), []).append(piece)
+        made = [
+            [
+                target_of(
+                    piece,
+                    originals_of(self._originals, self._names[id(p)]),
+                    self._precision,
+                    self._offload,
+                    self._store.way.sharded,
+                )
+                for p in group["params"]
+                for piece in pieces.get(id(p), ())
+            ]
+            for group in groups
+        ]
+        for name in names:
+            self._originals.pop(name, None)
+        return made
+
+    @staticmethod
+    def _exchange(source: Sequence[Mapping[str, Any]], sink: Sequence[dict[str, Any]]) -> None:
+        """Copies hyperparameters from the outer groups to the inner ones, or back."""
+        for giver, taker in zip(source, sink, strict=True):
+            taker.update(options_of(giver))
+
+    @property
+    def _flat(self) -> list[Target]:
+        return [target for group in self._targets for target in group]
+
+    # stepping
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps this rank's pieces, and starts bringing them to the other ranks. A collective call of all ranks.
+
+        ``closure``, if given, is called first, with gradients enabled, and its loss returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number, self._steps = self._steps, self._steps + 1
+        with torch.no_grad():
+            broken = self._broken_ranks() if self._precision is not None else ()
+            if broken:
+                self._skip(number, broken)
+            else:
+                self._step()
+        return loss
+
+    def _step(self) -> None:
+        assert self._inner is not None
+        self._store.settle()  # what the step before has sent may still be on its way
+        targets = self._flat
+        stepped = [target for target in targets if target.take_gradient()]
+        self._wait()
+        self._exchange(self.param_groups, self._inner.param_groups)
+        self._inner.step()
+        self._exchange(self._inner.param_groups, self.param_groups)  # some optimizers keep numbers in their groups
+        self._exact.clear()
+        for target in targets:
+            target.drop_gradient()
+        for target in stepped:
+            target.write_back()
+        self._wait()
+        for claim in self._claims:
+            self._store.publish(claim)
+
+    def _wait(self) -> None:
+        """Until copies to and from the CPU are done."""
+        if self._offload and self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device).synchronize()
+
+    def _broken_ranks(self) -> tuple[int, ...]:
+        """The ranks of the world whose gradients have an inf or nan, the same on all."""
+        found = [local(g) for piece in self._store.pieces() if (g := gradient_of(piece)) is not None]
+        largest = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient.numel()], math.inf)
+        flags = self._transport.gather_int("all", int(not math.isfinite(largest.item())))
+        return tuple(rank for rank, flag in zip(self._transport.ranks("all"), flags, strict=True) if flag)
+
+    def _skip(self, number: int, broken: Sequence[int]) -> None:
+        self.skipped_steps += 1
+        cause = self._cause()
+        if self._transport.rank == 0 and (self.skipped_steps == 1 or cause):
+            ranks = f"rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
+            warnings.warn(
+                f"step {number} (from 0) was skipped on all ranks: the gradient on {ranks} has an inf or nan"
+                f"{cause and f', for {cause}'}. Further ones are counted in optimizer.skipped_steps",
+                RuntimeWarning,
+                stacklevel=4,  # behind step() and torch's wrapper around it
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's GradScaler asks of an optimizer that it is to step.
+
+        Raises:
+            RunError: always. The loss comes back behind its backward, so that a scaler would divide by its scale
+                gradients that were never multiplied by it; and marks of sharded ones would be an inf or nan to it.
+        """
+        raise RunError(
+            "a GradScaler cannot step this optimizer: the gradients are there before the loss could be scaled; write "
+            "optimizer.step(), and compile(..., precision=fxpipe.Precision()) for half precision, which "
+            "leaves out steps whose gradients have an inf or nan"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of its parameters, and those not summed yet along with them."""
+        super().zero_grad(set_to_none or self._store.way.sharded)
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, in the form of torch's ``get_optimizer_state_dict``: see ``sharding.optimizer_state``.
+
+        ``torch.distributed.checkpoint`` saves all ranks' parts as one, and loads them on any topology, cut and
+        ``zero``, or into the plain model's optimizer by torch's ``set_optimizer_state_dict``. A parameter that was
+        never stepped is there with an initial state. With ``precision`` each has its ``"master"``.
+
+        Raises:
+            CheckpointError: the optimizer keeps what belongs to no parameter, or to a whole one of which ranks step
+                slices.
+        """
+        refuse_torchs_helpers()
+        foreign = next((key for key in self.state if not isinstance(key, Tensor)), None)
+        if foreign is not None:
+            raise CheckpointError(
+                f"the optimizer's state has {foreign!r}, which belongs to no parameter; keep it in its parameter groups"
+            )
+        self._check_own_state()
+        entries = {
+            self._name(target): shown(self._name(target), self._entry(group, target), target)
+            for group, targets in zip(self.param_groups, self._targets, strict=True)
+            for target in targets
+            if target.tensor.numel() or target.whole  # not a shard of none of its rows
+        }
+        self._note_copies(entries)
+        return {
+            "state": {name: entry for name, entry in entries.items() if entry},
+            "param_groups": [
+                {"params": list(names), **options_of(group)}
+                for names, group in zip(self._group_names, self.param_groups, strict=True)
+            ],
+        }
+
+    def _check_own_state(self) -> None:
+        """CheckpointError where the inner optimizer saves more than it has by parameter and group."""
+        inner = self._inner
+        if inner is None or type(inner).state_dict is torch.optim.Optimizer.state_dict:
+            return
+        further = [key for key in inner.state_dict() if key not in ("state", "param_groups")]
+        if further:
+            raise CheckpointError(
+                f"{type(inner).__name__}.state_dict() has {further[0]!r} beside 'state' and 'param_groups', which "
+                "would be lost; keep it in the state of its parameters, or in its parameter groups"
+            )
+
+    def _name(self, target: Target) -> str:
+        return self._name_of(target.piece.parameter)
+
+    def _entry(self, group: Mapping[str, Any], target: Target) -> Entry:
+        """What a state dict has of a parameter: nothing where it is frozen and has never been stepped."""
+        state = self.state.get(target.tensor)
+        if not state and not target.piece.parameter.requires_grad:
+            return self._master(target)
+        return {**(state or self._initial(group, target)), **self._master(target)}
+
+    def _initial(self, group: Mapping[str, Any], target: Target) -> Entry:
+        return initial_state(self._cls, self._kw, options_of(group), target.tensor)
+
+    def _has_master(self, target: Target) -> bool:
+        return self._precision is not None and target.tensor.is_floating_point()
+
+    def _master(self, target: Target) -> Entry:
+        if not self._has_master(target):
+            return {}
+        with torch.inference_mode(False):  # so that what is written is counted, see ``_is_unread``
+            return {MASTER: target.tensor if target.master else target.tensor.detach().clone()}
+
+    def _note_copies(self, entries: Mapping[str, Entry]) -> None:
+        for target in self._flat:
+            if not target.master and MASTER in (entry := entries.get(self._name(target), {})):
+                self._copies[self._name(target)] = weakref.ref(entry[MASTER]), _version_of(entry[MASTER])
+
+    def _is_unread(self, name: str, value: Any) -> bool:
+        """Whether this is a copy of a parameter that a state dict had, and nobody has written anything into it: the
+        checkpoint had none (``allow_partial_load``), and the parameter may have been loaded since."""
+        if name not in self._copies or not isinstance(value, Tensor):
+            return False
+        copied, version = self._copies[name]
+        return copied() is value and _version_of(value) == version
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.
+
+        ``state_dict`` is what ``state_dict`` gives, on this rank or, with whole tensors, of a plain optimizer by
+        torch's ``get_optimizer_state_dict``.
+
+        Raises:
+            CheckpointError: it does not fit; then nothing has been changed.
+        """
+        assert self._inner is not None
+        refuse_torchs_helpers()
+        options, entries = self._checked(state_dict)
+        self._store.settle()  # what the step before has sent may still be on its way
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        masters: list[tuple[Target, Tensor]] = []
+        for group, targets in zip(options, self._targets, strict=True):
+            for target in targets:
+                entry, initial = entries.get(self._name(target), {}), self._initial(group, target)
+                if MASTER in entry:
+                    masters.append((target, entry.pop(MASTER)))
+                if not self._is_lazy:
+                    state[target.tensor] = entry or initial
+                elif entry and not is_initial(entry, initial):
+                    state[target.tensor] = entry
+        with torch.no_grad():
+            for target, values in masters:
+                target.tensor.copy_(values)
+        self._exact = [(target, values) for target, values in masters if not target.master]
+        self._inner.__setstate__({"state": state, "param_groups": self._inner.param_groups})
+        self.state = self._inner.state
+        self._exchange(copy.deepcopy(options), self.param_groups)
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Entry]]:
+        """Hyperparameters by group, those that were not saved as they are, and this rank's entries by name."""
+        lacking = [key for key in ("state", "param_groups") if key not in state_dict]
+        if lacking:
+            raise CheckpointError(f"the state dict has no {lacking[0]!r}; load what optimizer.state_dict() gave")
+        saved, groups = state_dict["state"], state_dict["param_groups"]
+        found = group_options(groups, self._group_names, lambda name: self._all[name].requires_grad)
+        options = [{**options_of(group), **new} for group, new in zip(self.param_groups, found, strict=True)]
+        unknown = [name for name in saved if name not in self._all]
+        if unknown:
+            raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), list(self._all))}")
+        entries = {
+            self._name(target): self._taken(saved.get(self._name(target), {}), group, new, target)
+            for group, new, targets in zip(self.param_groups, options, self._targets, strict=True)
+            for target in targets
+        }
+        return options, entries
+
+    def _taken(
+        self, saved: Mapping[str, Any], group: Mapping[str, Any], new: Mapping[str, Any], target: Target
+    ) -> Entry:
+        """A copy of an entry saved under the hyperparameters ``new``, for a target of this group."""
+        name, master = self._name(target), {MASTER: target.tensor} if self._has_master(target) else {}
+        saved = {k: v for k, v in saved.items() if k != MASTER or not self._is_unread(name, v)}
+        like = self._initial(new, target)
+        asked = like if len(saved) > len(master) else self._initial(group, target)
+        return taken(name, saved, {**like, **master}, {**asked, **master}, target)
+
+    def reload(self, values: Mapping[str, Tensor] | None = None) -> None:
+        """To be called after somebody has written parameters: masters follow them.
+
+        ``values``: what was written, by name; it may not be rounded as parameters are. A master keeps its bits where
+        it rounds to the new value, so that optimizer and model may be loaded in any order.
+        """
+        with torch.no_grad():
+            for target in self._flat:
+                target.refresh(originals_of(values or {}, self._names[id(target.piece.parameter)]))
+            for target, exact in self._exact:
+                assert self._precision is not None
+                target.tensor.copy_(merged(exact, target.tensor, self._precision.compute))
+
+
+def _version_of(value: Tensor) -> int:
+    """How often a tensor, or this rank's part of it, has been written to."""
+    return version_of(value.local if isinstance(value, Slice) else local(value))

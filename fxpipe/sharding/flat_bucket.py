@@ -1,0 +1,381 @@
+"""Flat: a bucket's buffers. The gradients of several parameters in one tensor, and how it is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.distributed.collective import Collective, Scope, Work
+from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
+from fxpipe.sharding.bucket_layout import Layout, Slot
+from fxpipe.sharding.data_axis import Way
+from fxpipe.torch_compat import version_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank steps of one parameter: its elements ``start`` to ``stop``, in the order of its memory.
+
+    ``data`` is a view of the parameter's memory, 1-dimensional, or of the parameter's own shape where the rank steps
+    all of it. ``counts``: whether this rank counts it in a norm over all ranks.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    data: Tensor
+    counts: bool
+    gradient: Callable[[], Tensor | None]
+    """The summed gradient, shaped like ``data``; None where nobody used the parameter."""
+
+
+@dataclass(eq=False)
+class FlatBucket:
+    """One bucket of this rank, from the first gradient that arrives to their sum over all replicas and owners.
+
+    Between calls it may hold gradients that are not summed yet (of calls without synchronisation), and summed ones,
+    which later ones are added to, but which must not be summed again.
+    """
+
+    layout: Layout
+    parameters: Sequence[nn.Parameter]
+    way: Way
+    transport: Transport
+    claim: int = 0
+    part: Tensor | None = None
+    """zero=1 and 2: this rank's section of the gradient."""
+    present: list[bool] = field(default_factory=list)
+    """Which parameters have a gradient: while a call runs on this rank, behind it on any."""
+
+    def __post_init__(self) -> None:
+        first = self.parameters[0]
+        self.dtype: torch.dtype = first.grad_dtype or first.dtype
+        self.device = first.device
+        self.begins, self.ends = self.layout.section(self.way.rank, self.way.shards)
+        self.values = self._flat_values() if self.way.sharded else None
+        self._marks = [self._new_mark() for _ in self.parameters]
+        self.stopwatch = Stopwatch()
+        self._works: list[Work] = []
+        self._flat: Tensor | None = None
+        self._views: list[Tensor | None] = [None] * len(self.parameters)
+        self.forget()
+
+    def __str__(self) -> str:
+        return f"{self.layout.slots[0].name} …, {self.layout.size * self.dtype.itemsize / 2**20:.3g} MiB"
+
+    @property
+    def _copies(self) -> int:
+        """How many ranks' gradients are summed."""
+        shards = 1 if self.way.sharded else self.way.shards  # of a section, or of all
+        return shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
+
+    @property
+    def trains(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    def _flat_values(self) -> Tensor:
+        """Moves the parameters into one tensor, so that they can be gathered at once."""
+        flat = torch.zeros(self.layout.size, dtype=self.parameters[0].dtype, device=self.device)
+        with torch.no_grad():
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                view = view_of(flat, slot, parameter)
+                parameter.data = view.copy_(parameter)
+        return flat
+
+    # between calls
+
+    def forget(self) -> None:
+        """Drops all gradients; the buffers stay."""
+        self.part = None
+        self._summed = False
+        self._earlier: Tensor | None = None  # the summed gradients of earlier calls
+        self._aside: Tensor | None = None  # those not summed, where this call's are going to be scaled
+        self._had = [False] * len(self.parameters)
+        self.present = [False] * len(self.parameters)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def begin(self, scales: bool) -> None:
+        """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
+        self._clear_marks()
+        if all(parameter.grad is None for parameter in self.parameters):
+            self.forget()
+            return
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                self._drop(place)
+            elif self._is_mark(place, parameter.grad):
+                parameter.grad = None
+            else:
+                self.collect(place)
+        if self._summed:
+            self._earlier, self._had, self._summed = self._take(), self.present, False
+            self.present = [False] * len(self.parameters)
+        elif scales:
+            self._aside = self._take()
+
+    def _new_mark(self) -> Tensor:
+        return torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+
+    def _is_mark(self, place: int, gradient: Tensor) -> bool:
+        return gradient.data_ptr() == self._marks[place].data_ptr()
+
+    def _clear_marks(self) -> None:
+        """Whoever has written into a mark, to clear it, has cleared the gradient."""
+        for place, parameter in enumerate(self.parameters):
+            if version_of(self._marks[place]):
+                if parameter.grad is not None and self._is_mark(place, parameter.grad):
+                    parameter.grad = None
+                self._marks[place] = self._new_mark()
+
+    def _drop(self, place: int) -> None:
+        """The user has cleared the gradient of this parameter alone."""
+        start, stop = self._overlap(place)
+        for buffer in (self.part, self._earlier):
+            if buffer is not None:
+                offset = self.begins if self.way.sharded else 0
+                buffer[start - offset : stop - offset].zero_()
+        self._had[place] = self.present[place] = False
+
+    def _take(self) -> Tensor | None:
+        """What is here from earlier calls; what comes now is collected apart from it."""
+        if self.way.zero == 2 or (self.way.sharded and self._summed):
+            content, self.part = self.part, None
+            return content
+        content = self._collected().clone()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return content
+
+    # collecting
+
+    def collect(self, place: int) -> None:
+        """A gradient has arrived: it becomes a view into the bucket."""
+        parameter, view = self.parameters[place], self._view(place)
+        if parameter.grad is not view and parameter.grad is not None:
+            if parameter.grad.layout != torch.strided:
+                raise RunError(
+                    f"the gradient of {self.layout.slots[place].name} is sparse, and cannot be summed over replicas; "
+                    "write nn.Embedding(..., sparse=False)"
+                )
+            view.copy_(parameter.grad.detach())
+            parameter.grad = view
+        self.present[place] = True
+
+    def _view(self, place: int) -> Tensor:
+        if self._flat is None:
+            self._flat = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
+        view = self._views[place]
+        if view is None:
+            view = self._views[place] = view_of(self._flat, self.layout.slots[place], self.parameters[place])
+        return view
+
+    def _collected(self) -> Tensor:
+        """This rank's flat gradient; zero where there is none."""
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                self._view(place).zero_()
+            elif parameter.grad is not self._views[place]:  # a hook of the user's has put another in its place
+                self.collect(place)
+        assert self._flat is not None
+        return self._flat
+
+    # summing
+
+    def start(self, last: bool = True) -> None:
+        """Starts the sum of what has been collected; with zero=2 after each micro-batch, whose buffer it gives back.
+
+        ``last``: nothing more comes in this call, so that the sum goes on to other nodes and to owners.
+        """
+        flat = self._collected()
+        while self.way.zero == 2 and len(self._works) > 1:  # so that few buffers are there at once
+            self._works.pop(0).wait()
+        self._go(self._to_section(flat, last) if self.way.sharded else self._in_place(flat))
+        if self.way.zero == 2:
+            self._flat, self._views = None, [None] * len(self.parameters)
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def start_across(self) -> None:
+        """zero=2: what is left to do behind micro-batches that were not known to be the last."""
+        if self.part is not None:
+            across = _Across(self.part, self)
+            across.before()
+            self._go(across.steps)
+
+    def _go(self, steps: Sequence[Collective]) -> None:
+        if steps:
+            what = str(self)
+            self._works.append(self.transport.start(steps, what, self.stopwatch.started(what)))
+
+    def _in_place(self, flat: Tensor) -> list[Collective]:
+        """zero=0: all of it, in place."""
+        wire = self.way.on_wire(flat)
+        steps: list[Collective] = []
+        if self.way.replicas > 1:
+            part = wire.new_empty(self.layout.size // self.way.shards)
+            steps.append(Collective("reduce_scatter", "shard", part, wire))
+            steps += self.all_reduces(part)
+            steps.append(Collective("all_gather", "gather", wire, part))
+        else:
+            if self.way.shards > 1:
+                steps.append(Collective("all_reduce", "shard", wire))
+            steps += self.all_reduces(wire)
+        if wire is not flat:
+            steps[-1] = steps[-1]._replace(then=lambda: flat.copy_(wire))
+        return steps
+
+    def _to_section(self, flat: Tensor, last: bool) -> list[Collective]:
+        """zero=1 and 2: the sum over the shard group, of which each rank adds its section to what it has."""
+        wire, root = self.way.on_wire(flat), self.layout.root
+        if root is not None and root != self.way.rank:
+            return [Collective("reduce", "shard", wire, root=root)]
+        mine = wire[self.begins : self.ends]
+        is_first = self.part is None
+        if self.part is None:
+            self.part = torch.empty_like(mine, dtype=self.dtype)
+        part = self.part
+        received = torch.empty_like(mine) if self.way.shards > 1 and root is None else mine
+        across = _Across(part, self) if last else None
+
+        def arrived() -> None:
+            part.copy_(received) if is_first else part.add_(received)
+            if across is not None:
+                across.before()
+
+        steps = across.steps if across is not None else []
+        if self.way.shards == 1:
+            arrived()
+            return steps
+        if root is not None:
+            return [Collective("reduce", "shard", wire, root=root, then=arrived), *steps]
+        return [Collective("reduce_scatter", "shard", received, wire, then=arrived), *steps]
+
+    def all_reduces(self, tensor: Tensor) -> list[Collective]:
+        """Over the ranks of other nodes that hold the same section, and over the owners of tied parameters."""
+        scopes: list[Scope] = ["replica"] if self.way.replicas > 1 else []
+        scopes += [self.layout.kind.owners] if self.layout.kind.owners else []
+        return [Collective("all_reduce", scope, tensor) for scope in scopes]
+
+    def wait(self) -> None:
+        """Until what has been started is done."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    # behind a call
+
+    def scale(self, factor: Tensor | None, summed: bool) -> None:
+        """Multiplies this call's gradients, ``summed`` or not; then those that were set aside join them."""
+        if factor is not None:
+            self._content(summed).mul_(factor)
+        if self._aside is not None:
+            content = self._content(summed).add_(self._aside)
+            self._aside = None
+            if content is self._flat:
+                for place, parameter in enumerate(self.parameters):
+                    parameter.grad = self._view(place) if self.present[place] else None
+
+    def _content(self, summed: bool) -> Tensor:
+        if not self.way.sharded and summed:
+            assert self._flat is not None
+            return self._flat
+        if not self.way.sharded or (self.way.zero == 1 and not summed):
+            return self._collected()
+        if self.part is None:
+            self.part = torch.zeros(self.ends - self.begins, dtype=self.dtype, device=self.device)
+        return self.part
+
+    def finish(self, summed: bool) -> None:
+        """Gives each parameter that has a gradient its own, or the mark that there is one."""
+        if self._earlier is not None and (summed or self.way.zero < 2):
+            # not summed now, it is in all the ranks' gradients, where users may clear it: each has its part of it
+            content = self._content(summed)
+            if self.way.zero == 1 and not summed:
+                content = content[self.begins : self.ends]
+            content.add_(self._earlier, alpha=1.0 if summed else 1.0 / self._copies)
+            self._earlier = None
+            self.present = [now or before for now, before in zip(self.present, self._had, strict=True)]
+        self._summed = summed
+        shows = not self.way.sharded or (self.way.zero == 1 and not summed)
+        for place, parameter in enumerate(self.parameters):
+            before = self._earlier is not None and self._had[place]
+            if shows and before and not self.present[place]:
+                self._view(place).zero_()
+            if self.present[place] or before:
+                parameter.grad = self._view(place) if shows else self._marks[place].expand(parameter.shape)
+            else:
+                parameter.grad = None
+
+    # for the optimizer
+
+    def pieces(self) -> list[Piece]:
+        """What this rank steps."""
+        found = []
+        for place, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
+            start, stop = self._overlap(place)
+            if start < stop or (self.layout.root in (None, self.way.rank) and not slot.numel):
+                data = parameter.detach()
+                if self.values is not None and self.layout.root is None:
+                    data = self.values[start:stop]
+                owners = self.layout.kind.owners
+                counts = not owners or owners[0] == self.transport.pipe_rank
+                read = partial(self._gradient, place)
+                found.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
+        return found
+
+    def _gradient(self, place: int) -> Tensor | None:
+        if not self.way.sharded:
+            return self.parameters[place].grad
+        if self.part is None or not self.present[place]:
+            return None
+        if self.layout.root is not None:
+            return view_of(self.part, self.layout.slots[place], self.parameters[place])
+        start, stop = self._overlap(place)
+        return self.part[start - self.begins : stop - self.begins]
+
+    def _overlap(self, place: int) -> tuple[int, int]:
+        """What of a parameter lies in this rank's section, in elements of the bucket."""
+        slot = self.layout.slots[place]
+        if not self.way.sharded:
+            return slot.start, slot.stop
+        return max(slot.start, self.begins), max(min(slot.stop, self.ends), slot.start, self.begins)
+
+    def gather(self) -> Work | None:
+        """Starts bringing the values, of which each rank has stepped its section, to all of the shard group."""
+        if self.values is None or self.way.shards == 1:
+            return None
+        if self.layout.root is not None:
+            steps = [Collective("broadcast", "gather", self.values, root=self.layout.root)]
+        else:
+            steps = [Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends])]
+        return self.transport.start(steps, f"parameters of {self}")
+
+
+class _Across:
+    """The sum of a section over nodes and owners, in a type of its own where gradients travel in one."""
+
+    def __init__(self, part: Tensor, bucket: FlatBucket) -> None:
+        dtype = bucket.way.on_wire(part[:0]).dtype
+        self._part, self._wire = part, part if dtype == part.dtype else torch.empty_like(part, dtype=dtype)
+        self.steps = bucket.all_reduces(self._wire)
+        if self.steps and self._wire is not part:
+            self.steps[-1] = self.steps[-1]._replace(then=lambda: part.copy_(self._wire))
+
+    def before(self) -> None:
+        """When the section is complete."""
+        if self._wire is not self._part:
+            self._wire.copy_(self._part)
+
+
+def view_of(flat: Tensor, slot: Slot, like: Tensor) -> Tensor:
+    """The part of a flat tensor that has the shape of a parameter, and its strides where these leave no gaps."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return flat[slot.start : slot.stop].as_strided(like.shape, strides)

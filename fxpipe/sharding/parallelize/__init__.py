@@ -1,0 +1,1 @@
+"""``parallelize=``: stages that the user has wrapped or sharded, and their gradients."""

@@ -1,0 +1,186 @@
+"""Parallel stages: the stages of a rank run the modules that ``parallelize`` has worked on, for each capture.
+
+A capture makes code and names modules; what runs under those names are the copies that the user's function was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
+from fxpipe.graph.program import Stage, StageGraph
+from fxpipe.graph.stage_calls import check_shapes
+from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.ownership import Ownership
+from fxpipe.sharding.parallelize.gradients import ParallelGradients
+from fxpipe.sharding.parallelize.stage_copy import StageCopy
+from fxpipe.sharding.reducer import Reducer
+from fxpipe.torch_compat import pytree
+
+if TYPE_CHECKING:
+    from fxpipe.sharding.parallelize.fsdp_stage import ShardedStage
+
+
+class Parallel:
+    """The stages of this rank, as ``parallelize`` has made them."""
+
+    def __init__(self, copies: Mapping[int, StageCopy], sharded: Mapping[int, ShardedStage]) -> None:
+        self._copies, self._sharded = dict(copies), dict(sharded)
+        self._adopted: dict[int, Stage] = {}  # a captured stage's module → the stage that runs in its place
+        self._captures = 0
+
+    def adopt(self, graph: StageGraph) -> StageGraph:
+        """The same graph; the stages of this rank run the modules that ``parallelize`` has worked on.
+
+        For the graph that was parallelised, and for later captures of the same model. RunError where a later capture
+        takes the modules apart in another way.
+        """
+        stages = tuple(self._adopt(stage) if stage.index in self._copies else stage for stage in graph)
+        return dataclasses.replace(graph, stages=stages)
+
+    def _adopt(self, stage: Stage) -> Stage:
+        if isinstance(stage.function, _Call) or not isinstance(stage.module, nn.Module):
+            return stage  # done, or idle: what it works on is absent from the batch
+        home = self._copies[stage.index]
+        key = id(stage.module)
+        if key not in self._adopted:
+            function = _Call(stage.name, home.module, self._code(stage, home), max(len(stage.outputs), 1))
+            self._adopted[key] = dataclasses.replace(stage, function=function)
+        return dataclasses.replace(stage, function=self._adopted[key].function)
+
+    def _code(self, stage: Stage, home: StageCopy) -> Callable[..., Any] | None:
+        """What the stage's module runs for this capture; None: its own forward, which the user has written."""
+        if home.prefix:
+            return None
+        assert isinstance(stage.module, fx.GraphModule)
+        _let_go(stage)
+        _let_be_sharded(stage.module)
+        if stage.module is not home.stage.module:
+            self._captures += 1
+            _move_in(stage, home, self._captures)
+        return types.MethodType(type(stage.module).forward, home.module)
+
+    def gradients(self, inner: Reducer, transport: Transport, owners: Ownership, model: nn.Module) -> ParallelGradients:
+        """The gradients of this rank: plain parameters are ``inner``'s, DTensors are summed beside it."""
+        rank = transport.pipe_rank
+        mine = owners.names[rank] if rank is not None else None
+        spread = {name for name, parameter in model.named_parameters() if is_dtensor(parameter)}
+        parameters = {n: p for n, p in model.named_parameters() if n in spread and (mine is None or n in mine)}
+        return ParallelGradients(inner, parameters, self._sharded, transport, owners, list(self._copies.values()))
+
+
+class _Call:
+    """A stage's function: a call of its module, so that hooks on it run, too.
+
+    ``code``: the forward of the capture that it is for; None: the module's own, whose result goes out ``uses`` times.
+    """
+
+    def __init__(self, name: str, module: nn.Module, code: Callable[..., Any] | None, uses: int) -> None:
+        self._name, self._module, self._code, self._uses = name, module, code, uses
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        if self._code is None:
+            outputs = (self._module(*inputs),) * self._uses
+        else:
+            self._module.__dict__["forward"] = self._code
+            outputs = self._module(*inputs)
+        if any(is_dtensor(leaf) for leaf in pytree.tree_leaves(outputs)):
+            raise RunError(
+                f"stage {self._name} returns a DTensor, but what passes between stages, and the loss, is the same "
+                "plain tensor on all ranks of a tensor group; give the last module of the plan "
+                "output_layouts=Replicate(), use_local_output=True"
+            )
+        return outputs
+
+
+def _let_go(stage: Stage) -> None:
+    """A captured module, of which only the code runs, holds what the model now holds, and nothing else."""
+    assert isinstance(stage.module, fx.GraphModule)
+    for node in stage.module.graph.nodes:
+        name = str(node.target)
+        if node.op == "get_attr" and name in stage.tensors:
+            path, _, leaf = name.rpartition(".")
+            owner = stage.module.get_submodule(path)
+            table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            table[leaf] = stage.tensors[name]
+
+
+def _let_be_sharded(module: fx.GraphModule) -> None:
+    """The results of submodules may be shards now, of other shapes than those captured; of those whose code looks at
+    values, shapes are checked all the same."""
+    checks = [node for node in module.graph.nodes if node.target is check_shapes and not node.args[3]]
+    for node in checks:
+        module.graph.erase_node(node)
+    if checks:
+        module.recompile()
+
+
+def _move_in(stage: Stage, home: StageCopy, number: int) -> None:
+    """Makes the code of a later capture run on the modules that ``parallelize`` has worked on.
+
+    What the model does not have (constants, modules made for the capture) is given to them under names of its own.
+    """
+    module = stage.module
+    assert isinstance(module, fx.GraphModule)
+    first = {str(node.target) for node in home.stage.module.graph.nodes if node.op in ("get_attr", "call_module")}  # type: ignore[union-attr]
+    renamed: dict[str, str] = {}
+    for node in module.graph.nodes:
+        if node.op not in ("get_attr", "call_module"):
+            continue
+        target = str(node.target)
+        value = reduce(getattr, target.split("."), module)
+        if _is_of_model(stage, home, node, value):
+            if target not in first:
+                _check_there(stage, home, node)
+            continue
+        if target not in renamed:
+            renamed[target] = f"{target.replace('.', '_')}_of_capture_{number}"
+            _give(home.module, renamed[target], value)
+        node.target = renamed[target]
+        setattr(module, renamed[target], value)
+    if renamed:
+        module.recompile()
+
+
+def _is_of_model(stage: Stage, home: StageCopy, node: fx.Node, value: object) -> bool:
+    if isinstance(value, Tensor):
+        return str(node.target) in stage.tensors
+    return any(original is value for original, _ in home.twins) or str(node.target) in _paths(stage)
+
+
+def _paths(stage: Stage) -> set[str]:
+    """The modules in which a stage's tensors lie."""
+    found = set()
+    for name in stage.tensors:
+        parts = name.split(".")[:-1]
+        found |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+    return found
+
+
+def _check_there(stage: Stage, home: StageCopy, node: fx.Node) -> None:
+    """What a later capture calls must be a module that ``parallelize`` has seen."""
+    try:
+        there = reduce(getattr, str(node.target).split("."), home.module)
+    except AttributeError:
+        there = None
+    if there is None or (node.op == "call_module" and type(there) is nn.Module):
+        raise RunError(
+            f"this kind of batch runs {node.target} of stage {stage.name} as a whole, which the first kind took apart, "
+            "and parallelize has not seen it so; compile with example_args= of this kind"
+        )
+
+
+def _give(module: nn.Module, name: str, value: Any) -> None:
+    if isinstance(value, nn.Module):
+        module.add_module(name, value)
+    elif isinstance(value, Tensor):
+        module.register_buffer(name, value, persistent=False)
+    else:
+        setattr(module, name, value)

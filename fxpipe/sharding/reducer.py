@@ -1,0 +1,398 @@
+"""Reduce: sums gradients over the data axis, and over the owners of tied parameters, while backward goes on.
+
+The parameters that a rank shares lie in flat buckets, in the reverse order of use. A bucket is on its way as soon as
+the last micro-batch's backward has completed it. What happens to it there follows from ``zero``:
+
+  zero=0   all-reduce; across nodes: reduce-scatter in the node, all-reduce across, all-gather in the node
+  zero=1   reduce-scatter over the shard group, all-reduce of the section across nodes
+  zero=2   the same, but reduce-scattered behind every micro-batch, so that only the section is kept
+
+With zero=0 ``.grad`` is a view into the bucket. With 1 and 2 each rank has its section of the sum, and ``.grad`` only
+marks that there is one: an expanded NaN, which nobody takes for a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.distributed.collective import Collective, Work
+from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
+from fxpipe.graph.program import StageGraph
+from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.ownership import Ownership
+from fxpipe.schedules.action import Action, Op
+from fxpipe.sharding.bucket_layout import Item, Kind, lay_out
+from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.flat_bucket import FlatBucket, Piece
+
+FIRST_BUCKET_MB = 1.0
+"""The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter that this rank shares with others. ``stages``: those of this rank that use it. ``owners``: the pipe
+    ranks that hold it, where there are several."""
+
+    name: str
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one optimizer steps."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+
+class Reducer:
+    """All gradients of one rank.
+
+    ``shared``: the parameters that others hold, too, in the order in which their gradients come. ``alone``: the rest.
+    """
+
+    def __init__(
+        self,
+        shared: Sequence[Shared],
+        alone: Mapping[str, nn.Parameter],
+        transport: Transport,
+        way: Way,
+        capacity: int,
+    ) -> None:
+        self._shared, self._alone, self._transport, self.way = list(shared), dict(alone), transport, way
+        self._capacity = capacity
+        self._buckets: list[FlatBucket] = []
+        self._hooks: dict[str, Any] = {}
+        self._claims: set[int] = set()
+        self._gathering: list[tuple[FlatBucket, Work]] = []
+        self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
+        self._sync = self._hold = self._last = False
+        self._complete: set[FlatBucket] = set()  # those on their way for good
+        self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all ranks
+        self._awaited: dict[FlatBucket, set[int]] = {}  # what the backward that runs has still to give to a bucket
+        self._asked: tuple[Work, Tensor] | None = None
+        self._add_buckets(self._shared, 0, whole=False)
+
+    def close(self) -> None:
+        """Leaves the parameters alone."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+    def _listen(self) -> None:
+        """Hears of the gradients of whatever is trainable now."""
+        if len(self._hooks) < len(self._shared):
+            for one in self._shared:
+                if one.parameter.requires_grad and one.name not in self._hooks:
+                    hook = partial(_arrived, weakref.ref(self), one.name)
+                    self._hooks[one.name] = one.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    # buckets
+
+    def _add_buckets(self, shared: Sequence[Shared], claim: int, whole: bool) -> None:
+        layouts = lay_out(
+            [Item(one.name, one.parameter.numel(), _kind(one, whole)) for one in shared],
+            self.way.shards,
+            self._capacity,
+            min(self._capacity, int(FIRST_BUCKET_MB * 2**20)),
+        )
+        by_name = {one.name: one.parameter for one in shared}
+        added = [
+            FlatBucket(layout, [by_name[slot.name] for slot in layout.slots], self.way, self._transport, claim)
+            for layout in layouts
+        ]
+        place = {one.name: number for number, one in enumerate(self._shared)}
+        self._buckets = sorted([*self._buckets, *added], key=lambda bucket: place[bucket.layout.slots[-1].name])
+        self._home = {slot.name: (b, n) for b in self._buckets for n, slot in enumerate(b.layout.slots)}
+        stages = {one.name: one.stages for one in self._shared}
+        self._users = {
+            bucket: {stage for slot in bucket.layout.slots for stage in stages[slot.name]} for bucket in self._buckets
+        }
+
+    def claim(self, names: Iterable[str], whole: bool) -> Claim:
+        """These parameters, for one optimizer to step, which takes them from any that had them before.
+
+        ``whole``: each parameter is stepped by one rank of the shard group, which has all of it, balanced by size.
+        RunError where gradients are there already: with zero=1 or 2 they would have to move to other ranks.
+        """
+        wanted = set(names)
+        mine = [one for one in self._shared if one.name in wanted]
+        number = 0
+        if self.way.sharded:
+            number = 1 + max(self._claims, default=0)
+            self._lay_out_anew(mine, number, whole)
+        pieces = [_piece(name, parameter) for name, parameter in self._alone.items() if name in wanted]
+        pieces += [piece for bucket in self._buckets for piece in bucket.pieces() if piece.name in wanted]
+        self._claims.add(number)
+        return Claim(number, tuple(pieces))
+
+    def _lay_out_anew(self, mine: Sequence[Shared], claim: int, whole: bool) -> None:
+        """Gives these parameters buckets of their own; what is left of those that they leave is nobody's."""
+        names = {one.name for one in mine}
+        left = {self._home[name][0].claim for name in names}
+        moving = [one for one in self._shared if self._home[one.name][0].claim in left]
+        if any(one.parameter.grad is not None for one in moving):
+            raise RunError("there are gradients already; make the optimizer before the first step, or call zero_grad()")
+        self.settle()
+        self._buckets = [bucket for bucket in self._buckets if bucket.claim not in left]
+        self._claims -= left
+        self._add_buckets([one for one in moving if one.name not in names], 0, whole=False)
+        self._add_buckets(mine, claim, whole)
+
+    def pieces(self) -> list[Piece]:
+        """This rank's part of all parameters."""
+        alone = [_piece(name, parameter) for name, parameter in self._alone.items()]
+        return alone + [piece for bucket in self._buckets for piece in bucket.pieces()]
+
+    @property
+    def shards(self) -> bool:
+        """Whether the ranks of a shard group have different pieces."""
+        return self.way.sharded and self.way.shards > 1
+
+    # a call
+
+    def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
+        """A call begins that runs this row of the graphs' stages. ``sync``: whether gradients are summed in it.
+        ``scales``: whether they will be multiplied by a factor, once it is known."""
+        self._listen()
+        self._lasts = {action.stage: action for action in row if action.op is not Op.F}
+        self._sync = sync
+        self._hold = sync and scales and self._unsummed
+        self._live = [bucket for bucket in self._buckets if bucket.trains]
+        self._queue = list(self._live)
+        self._complete.clear()
+        if self._asked is not None:
+            self._asked[0].wait()  # which nobody may have done
+            self._asked = None
+        for bucket in self._live:
+            bucket.begin(scales)
+        alone = [(parameter, parameter.grad) for parameter in self._alone.values()] if scales else []
+        self._earlier = [(parameter, gradient) for parameter, gradient in alone if gradient is not None]
+        for parameter, _ in self._earlier:
+            parameter.grad = None
+
+    def watch(self, stopwatch: Stopwatch) -> None:
+        """``stopwatch``: what times the sums of this call."""
+        for bucket in self._live:
+            bucket.stopwatch = stopwatch
+
+    def before(self, action: Action) -> None:
+        """A backward begins."""
+        self._last = self._lasts[action.stage] == action and self._sync and not self._hold
+        if self.way.zero == 2 or self._last:
+            mine = [bucket for bucket in self._live if bucket.layout.kind.stage == action.stage]
+            if self.way.zero == 2:
+                self._queue = list(mine)
+            for bucket in mine:
+                trained = (place for place, parameter in enumerate(bucket.parameters) if parameter.requires_grad)
+                self._awaited[bucket] = set(trained)
+
+    def arrived(self, name: str) -> None:
+        """A gradient is there. Its bucket goes once another one comes: the user's own hooks may follow this one."""
+        bucket, place = self._home[name]
+        if bucket in self._complete:
+            raise RunError(
+                f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
+                "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        self._go()
+        bucket.collect(place)
+        if bucket in self._awaited:
+            self._awaited[bucket].discard(place)
+
+    def _go(self) -> None:
+        """Starts the buckets at the head of the queue that nothing is missing from."""
+        while self._queue and self._awaited.get(self._queue[0], {0}) == set():
+            bucket = self._queue.pop(0)
+            del self._awaited[bucket]
+            self._start(bucket, self.way.zero < 2 or self._last)
+
+    def _start(self, bucket: FlatBucket, last: bool) -> None:
+        bucket.start(last)
+        if last:
+            self._complete.add(bucket)
+
+    def after(self, action: Action) -> None:
+        """A backward is over, or was left out: what it has not filled goes as it is."""
+        for bucket in self._awaited:
+            if bucket.layout.kind.stage == action.stage:
+                self._awaited[bucket].clear()
+        self._go()
+
+    def flush(self) -> None:
+        """All backwards are over: starts what is left, and asks who has used what."""
+        last = self._sync and not self._hold
+        for bucket in self._live:
+            reduced = self.way.zero == 2 and bucket.layout.kind.stage in self._lasts  # behind each of its backwards
+            if bucket not in self._complete and not reduced and (last or self.way.zero == 2):
+                self._start(bucket, last)
+        self._queue.clear()
+        self._awaited.clear()
+        self._asked = self._ask() if self._sync or self.way.zero == 2 else None
+
+    def _ask(self) -> tuple[Work, Tensor] | None:
+        """Starts finding the parameters that any rank has used; waited for only where this one has not used all."""
+        buckets = sorted(self._live, key=lambda bucket: bucket.layout.kind.owners)
+        flags = torch.tensor([used for b in buckets for used in b.present], dtype=torch.uint8, device="cpu")
+        flags = flags.to(self._transport.device)
+        steps = [Collective("maximum", "flags", flags)] if self._transport.data_size > 1 else []
+        start = 0
+        for bucket in buckets:
+            stop = start + len(bucket.present)
+            if bucket.layout.kind.owners:
+                steps.append(Collective("maximum", bucket.layout.kind.owners, flags[start:stop]))
+            start = stop
+        return (self._transport.start(steps, "which parameters were used"), flags) if steps else None
+
+    def end(self, factor: Tensor | None) -> None:
+        """Sums are done when it returns. ``factor``: what this call's gradients are multiplied by; None for 1."""
+        if self._hold or not self._sync:
+            for bucket in self._live:
+                bucket.wait()
+                bucket.scale(factor, summed=False)
+        if self._hold:
+            for bucket in self._live:
+                bucket.start() if self.way.zero < 2 else bucket.start_across()
+        for bucket in self._live:
+            bucket.wait()
+            if self._sync and not self._hold:
+                bucket.scale(factor, summed=True)
+        self._hear()
+        for bucket in self._live:
+            bucket.finish(self._sync)
+        self._unsummed = not self._sync
+        self._complete.clear()
+        self._scale_alone(factor)
+
+    def _hear(self) -> None:
+        if self._asked is None or all(all(bucket.present) for bucket in self._live):
+            return
+        work, flags = self._asked
+        work.wait()
+        used = iter(flags.tolist())
+        for bucket in sorted(self._live, key=lambda bucket: bucket.layout.kind.owners):
+            bucket.present = [bool(next(used)) for _ in bucket.present]
+
+    def _scale_alone(self, factor: Tensor | None) -> None:
+        if factor is not None:
+            for parameter in self._alone.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        for parameter, gradient in self._earlier:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+    def evaluating(
+        self, graphs: Sequence[StageGraph], row: Sequence[Action]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A forward-only call."""
+        return contextlib.nullcontext()
+
+    def clear(self) -> None:
+        """Drops all gradients."""
+        self._unsummed = False
+        for bucket in self._buckets:
+            bucket.forget()
+        for parameter in self._alone.values():
+            parameter.grad = None
+
+    # behind the optimizer
+
+    def publish(self, claim: Claim) -> None:
+        """Its pieces have been stepped: starts bringing them to the ranks that use them."""
+        if claim.number not in self._claims:
+            raise RunError("another optimizer has been made for the same parameters since; step that one")
+        for bucket in self._buckets:
+            work = bucket.gather() if bucket.claim == claim.number else None
+            if work is not None:
+                self._gathering.append((bucket, work))
+
+    def settle(self, stage: int | None = None) -> None:
+        """Waits until a stage's parameters, or all, are what the optimizers have made of them."""
+        if not self._gathering:
+            return
+        left = []
+        for bucket, work in self._gathering:
+            if stage is None or stage in self._users[bucket]:
+                work.wait()
+            else:
+                left.append((bucket, work))
+        self._gathering = left
+
+
+def _arrived(reducer: weakref.ref[Reducer], name: str, parameter: nn.Parameter) -> None:
+    """A parameter's hook; it does not keep what a user has dropped."""
+    alive = reducer()
+    if alive is not None:
+        alive.arrived(name)
+
+
+def _kind(one: Shared, whole: bool) -> Kind:
+    parameter = one.parameter
+    types = (parameter.dtype, parameter.grad_dtype or parameter.dtype)
+    return Kind(
+        stage=one.stages[0] if len(one.stages) == 1 and not one.owners else None,
+        owners=one.owners,
+        whole=whole,
+        element=min(kind.itemsize for kind in types),
+        group=(*types, parameter.device, parameter.requires_grad),
+    )
+
+
+def _piece(name: str, parameter: nn.Parameter) -> Piece:
+    """A parameter that nobody else has."""
+    return Piece(name, parameter, 0, parameter.numel(), parameter.detach(), True, lambda: parameter.grad)
+
+
+def reducer_for(
+    graph: StageGraph,
+    row: Sequence[Action],
+    module: nn.Module,
+    owners: Ownership,
+    transport: Transport,
+    way: Way,
+    capacity: int,
+) -> Reducer:
+    """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors are left to others."""
+    users: dict[int, list[int]] = {}  # parameter → the stages of this row that use it, in order of their last backward
+    parameters = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not is_dtensor(p)}
+    names: dict[int, str] = {id(parameter): name for name, parameter in reversed(parameters.items())}
+    finished = list(dict.fromkeys(action.stage for action in reversed(row) if action.op is not Op.F))[::-1]
+    others = [stage.index for stage in graph if stage.index not in finished]
+    for stage in [*finished, *others]:
+        for parameter in reversed(graph[stage].parameters.values()):
+            if id(parameter) in names:
+                users.setdefault(id(parameter), []).append(stage)
+    tied: dict[int, tuple[int, ...]] = {}
+    if transport.pipe_rank is not None:
+        for holders, group in owners.tied.items():
+            held = [name for name in group if name in parameters]
+            tied |= {id(parameters[name]): holders for name in held}
+            names |= {id(parameters[name]): name for name in held}
+    by_id = {id(parameter): parameter for parameter in parameters.values()}
+    order = [*users, *(key for key in by_id if key not in users)]
+    shared = [
+        Shared(names[key], by_id[key], tuple(dict.fromkeys(users.get(key, ()))), tied.get(key, ()))
+        for key in order
+        if (transport.data_size > 1 or key in tied) and by_id[key].dtype.is_floating_point | by_id[key].is_complex()
+    ]
+    shared.sort(key=lambda one: (len(one.stages) != 1 or bool(one.owners), one.owners, one.name if one.owners else ""))
+    apart = {one.name for one in shared}
+    return Reducer(
+        shared,
+        {names[key]: by_id[key] for key in reversed(order) if names[key] not in apart},
+        transport,
+        way,
+        capacity,
+    )

@@ -1,0 +1,199 @@
+"""Cuts from outside: while a model is captured, submodules that are named behave as if their calls were marked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.boundary import stage_boundary
+from fxpipe.torch_compat import pytree
+from fxpipe.trace.request import Cut
+from fxpipe.trace.symbolic.guard import patched, refuse
+
+
+@contextlib.contextmanager
+def cutting(module: nn.Module, cuts: Mapping[str, Cut], may_lack: bool = False) -> Iterator[None]:
+    """While it is open, each call of a submodule that ``cuts`` names is cut as by ``stage_boundary``.
+
+    "before": all tensors among its arguments cross one boundary, which opens a stage of the submodule's name; "after":
+    the tensors in what it returns do. A boundary lies outside of everything else that the call does: the submodule's
+    hooks, and a ``__call__`` of its own class. Every call is cut where there are several.
+
+    It belongs inside ``recording``, and around the call of the model: one for each run of it. Classes are patched, and
+    put back. TraceError where a named submodule was never called, unless forward ``may_lack`` it.
+    """
+    plan = _Plan(module, cuts)
+    with contextlib.ExitStack() as stack:
+        for owner in plan.classes:
+            stack.enter_context(patched(owner, "__call__", plan.call_of(owner)))
+        yield
+    if not may_lack:
+        plan.check_called()
+
+
+@dataclass
+class _Named:
+    """A submodule that is cut. ``path``: the first name under which it was given."""
+
+    path: str
+    module: nn.Module
+    before: bool = False
+    after: bool = False
+    calls: int = 0
+
+
+@dataclass
+class _Plan:
+    """Who is cut where, and what is the model's own: parameters and buffers cross no boundary.
+
+    Submodules are told by the dict of their attributes: torch.export calls stand-ins that share it.
+    """
+
+    module: nn.Module
+    cuts: Mapping[str, Cut]
+    _named: dict[int, _Named] = field(default_factory=dict)
+    _own: dict[int, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        modules = dict(self.module.named_modules(remove_duplicate=False))  # attributes may give stand-ins
+        for path, cut in self.cuts.items():
+            submodule = modules[path]
+            named = self._named.setdefault(id(vars(submodule)), _Named(path, submodule))
+            named.before |= cut in ("before", "both")
+            named.after |= cut in ("after", "both")
+
+    @property
+    def classes(self) -> list[type[nn.Module]]:
+        return list(dict.fromkeys(type(named.module) for named in self._named.values()))
+
+    def call_of(self, owner: type[nn.Module]) -> Callable[..., Any]:
+        """``owner.__call__`` for the time of the capture."""
+        own = vars(owner).get("__call__")
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
+            inner = own.__get__(module) if own is not None else super(owner, module).__call__  # type: ignore[misc]
+            named = self._named.get(id(vars(module)))
+            if named is None or type(named.module) is not owner:  # its own class is further out
+                return inner(*args, **kwargs)
+            return self._cut(named, inner, args, kwargs)
+
+        return call
+
+    def _cut(self, named: _Named, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        named.calls += 1
+        if not named.before:
+            output = inner(*args, **kwargs)
+        else:
+            given = tuple(args), dict(kwargs)
+            behind = pytree.tree_unflatten(*self._cross(given, named.path, f"{named.path} is given"))
+            passed = _Passed(given, behind, named.path)
+            output = inner(*behind[0], **behind[1])
+            passed.hand_back()
+        if not named.after:
+            return output
+        return pytree.tree_unflatten(*self._cross(output, None, f"{named.path} returns"))
+
+    def _cross(self, value: Any, name: str | None, fact: str) -> tuple[list[Any], pytree.TreeSpec]:
+        """The leaves of ``value``, its tensors behind one boundary, and how they are put together."""
+        leaves, spec = pytree.tree_flatten(value, is_leaf=_is_leaf)
+        places = [place for place, leaf in enumerate(leaves) if self._may_cross(leaf)]
+        if not places:
+            raise refuse(f"{fact} no tensor that could cross a boundary", "name another submodule in boundaries=")
+        for place, behind in zip(places, stage_boundary([leaves[i] for i in places], name=name), strict=True):
+            leaves[place] = behind
+        return leaves, spec
+
+    def _may_cross(self, leaf: Any) -> bool:
+        if isinstance(leaf, fx.Proxy):
+            return leaf.node.op != "get_attr"
+        return isinstance(leaf, Tensor) and id(leaf) not in self._own_tensors()
+
+    def _own_tensors(self) -> dict[int, Tensor]:
+        """By id; found at the first call, when stand-ins for them are in place."""
+        if self._own is None:
+            self._own = {id(tensor): tensor for tensor in [*self.module.parameters(), *self.module.buffers()]}
+        return self._own
+
+    def check_called(self) -> None:
+        never = [named.path for named in self._named.values() if not named.calls]
+        if never:
+            raise TraceError(
+                f"boundaries= names {', '.join(never)}, which {type(self.module).__name__}.forward never calls with "
+                "these inputs; name submodules that run, or give an example batch (example_args=) with all that the "
+                "model takes: a later batch may lack some"
+            )
+
+
+def _is_leaf(value: Any) -> bool:
+    """Containers are tuples, lists and dicts that hold something.
+
+    Others, such as a cache of keys and values, and what is empty, may be there to be filled: the callee gets them.
+    """
+    return not isinstance(value, (tuple, list, dict)) or not value
+
+
+class _Passed:
+    """What a submodule is given behind its boundary, beside what its caller has: lists and dicts are its caller's own.
+
+    What it puts into one of them, ``x[0] = self.branch(x[0])``, its caller finds there, as without the boundary.
+    """
+
+    def __init__(self, given: Any, behind: Any, path: str) -> None:
+        self._path, self._behind = path, behind  # kept: an identity is good as long as its object lives
+        self._callers: dict[int, Any] = {}
+        """What the caller has in place of a leaf or container that is behind the boundary, by identity."""
+        self._containers: list[tuple[Any, Any, list[Any]]] = []
+        self._pair(given, behind)
+
+    def _pair(self, given: Any, behind: Any) -> None:
+        self._callers[id(behind)] = given
+        if given is behind or _is_leaf(given):
+            return
+        if isinstance(given, (list, dict)):
+            self._containers.append((given, behind, _entries(behind)))
+        for one, other in zip(_parts(given), _parts(behind), strict=True):
+            self._pair(one, other)
+
+    def hand_back(self) -> None:
+        """Does to the caller's lists and dicts what was done to those behind the boundary.
+
+        TraceError for one that was given twice, whose other copy knows nothing of it, and for one of another class.
+        """
+        given_as = Counter(id(given) for given, _, _ in self._containers)
+        for given, behind, before in self._containers:
+            now = _entries(behind)
+            if len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True)):
+                continue
+            if given_as[id(given)] > 1 or type(given) not in _PLAIN:
+                raise refuse(
+                    f"{self._path} changes a {type(given).__name__} that it is given, which would be lost behind a "
+                    "boundary",
+                    "return what is new, or put stage_boundary on the tensors where forward makes them",
+                )
+            given.clear()
+            if isinstance(given, dict):
+                given.update({key: self._callers_own(part) for key, part in behind.items()})
+            else:
+                given.extend(self._callers_own(part) for part in behind)
+
+    def _callers_own(self, part: Any) -> Any:
+        return self._callers.get(id(part), part)
+
+
+_PLAIN = (list, dict, OrderedDict, defaultdict)
+
+
+def _parts(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _entries(container: Any) -> list[Any]:
+    """What a list or dict holds; of a dict the keys, too."""
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)

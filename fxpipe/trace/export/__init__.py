@@ -1,0 +1,1 @@
+"""``export``: torch.export, for what branches on shapes."""

@@ -1,0 +1,283 @@
+"""From a tape to a graph: nodes, what is known of each, and checkpointed parts as modules of their own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.modes import enter_modes, leave_modes
+from fxpipe.graph.program import Effects
+from fxpipe.graph.stage_calls import check_shapes, shapes_of
+from fxpipe.trace.record.modes_now import ModesNow
+from fxpipe.trace.record.opaque import Checkpointed
+from fxpipe.trace.record.tape import Checkpoint, Operation, Source, Touched, Value, mapped, tensors
+from fxpipe.trace.snapshot import storage_of
+
+Key = tuple[int, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The graph of a tape, and what a ``Program`` holds beside it."""
+
+    graph: fx.Graph
+    opaque: Mapping[str, nn.Module]
+    effects: Mapping[str, Effects]
+
+
+def emit(
+    tape: Sequence[Operation],
+    inputs: Sequence[Source],
+    result: Sequence[Any],
+    module: nn.Module,
+    opaque: Mapping[str, nn.Module],
+    around: ModesNow,
+    storages: Mapping[int, str],
+    bare: Callable[[Any], Any],
+) -> Emitted:
+    """The graph of what is needed on the tape.
+
+    ``result``: the flat result, a ``Value`` for each tensor. ``storages``: the names of the model's tensors by memory.
+    ``bare``: a value without its autograd graph, for ``node.meta``.
+    """
+    alive = needed(tape, result, storages)
+    outliner = _Outliner(module, dict(opaque), storages, bare)
+    main = outliner.outlined(alive, result, depth=0)
+    writer = _Writer(main, result, around, bare)
+    for source in inputs:
+        writer.add_input(source)
+    writer.write()
+    writer.graph.output(tuple(writer.argument(leaf) for leaf in result))
+    return Emitted(writer.graph, outliner.opaque, writer.effects)
+
+
+def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Mapping[int, str]) -> list[Operation]:
+    """Without the operations whose result nothing uses and that do nothing else.
+
+    What an operation writes is used where it is the model's own, or an operation behind it uses the same memory.
+    """
+    read = [leaf for leaf in result if isinstance(leaf, Value)]
+    wanted, memory = set(map(_maker, read)), set(storages) | {storage_of(held(value)) for value in read}
+    found: list[Operation] = []
+    for operation in reversed(tape):
+        if operation.kept or id(operation) in wanted or operation.writes & memory:
+            found.append(operation)
+            wanted |= {id(value.maker) for value in operation.values}
+            memory |= {storage_of(held(value)) for value in operation.values}
+    return found[::-1]
+
+
+def _maker(value: Value) -> int:
+    return id(value.maker)
+
+
+@dataclass
+class _Writer:
+    """Writes operations into a graph. A part of a result that is used becomes a node behind the result's own."""
+
+    tape: Sequence[Operation]
+    result: Sequence[Any]
+    around: ModesNow
+    bare: Callable[[Any], Any]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    effects: dict[str, Effects] = field(default_factory=dict)
+    keeps_notes: bool = True
+    """Whether modes and shapes are noted at the nodes; or else there are nodes that enter modes, and check shapes."""
+
+    def __post_init__(self) -> None:
+        self._nodes: dict[Key, fx.Node] = {}
+        self._parts: dict[int, dict[Key, Value]] = {}
+        used = [value for operation in self.tape for value in operation.values]
+        for value in [*used, *(leaf for leaf in self.result if isinstance(leaf, Value))]:
+            self._parts.setdefault(id(value.maker), {})[value.key] = value
+
+    def add_input(self, source: Source) -> None:
+        node = self.graph.placeholder(source.name)
+        node.meta["val"] = self.bare(source.result)
+        self._nodes[id(source), ()] = node
+        self._add_parts(source, node)
+
+    def bind(self, value: Value, node: fx.Node) -> None:
+        """In this graph, a value from outside is that node."""
+        self._nodes[value.key] = node
+
+    def write(self) -> None:
+        """All operations, in order."""
+        for group in _by_modes(self.tape, self.around):
+            modes = group[0].place.modes.beside(self.around)
+            entered = None
+            if modes is not None and not self.keeps_notes:
+                regions: Any = tuple(tuple(region) for region in modes.autocast)  # as generated code can write it
+                entered = self.graph.call_function(enter_modes, (modes.grad, regions))
+            for operation in group:
+                self._write(operation, modes)
+            if entered is not None:
+                self.graph.call_function(leave_modes, (entered,))
+
+    def _write(self, operation: Operation, modes: Any) -> None:
+        node = self.graph.create_node(
+            operation.kind,
+            operation.target,
+            mapped(operation.args, self.argument),
+            mapped(operation.kwargs, self.argument),
+        )
+        node.stack_trace = operation.place.line or None
+        node.meta["nn_module_stack"] = {path: (path, owner) for path, owner in operation.place.stack.items()}
+        node.meta["val"] = self.bare(operation.result)
+        if modes is not None and self.keeps_notes:
+            node.meta["modes"] = modes
+        if operation.effects is not None:
+            self.effects[node.name] = operation.effects
+            self._check_shapes(operation, node)
+        self._nodes[id(operation), ()] = node
+        self._add_parts(operation, node)
+        for key, place in operation.stands_for.items():
+            self._nodes[key] = self._part(operation, (place,), node)
+
+    def _check_shapes(self, operation: Operation, node: fx.Node) -> None:
+        """What a call returns will have the shapes that it has here; noted at the node where nodes keep notes."""
+        assert operation.effects is not None
+        shapes, is_rehearsed = shapes_of(operation.result), operation.effects.is_rehearsed
+        if self.keeps_notes:
+            node.meta["shapes"] = shapes
+        elif is_rehearsed:
+            self.graph.call_function(check_shapes, (node, shapes, str(node.target), is_rehearsed))
+
+    def _add_parts(self, maker: Operation | Source, node: fx.Node) -> None:
+        for value in self._parts.get(id(maker), {}).values():
+            self._part(maker, value.path, node)
+
+    def _part(self, maker: Operation | Source, path: tuple[Any, ...], whole: fx.Node) -> fx.Node:
+        if (id(maker), path) not in self._nodes:
+            container = self._part(maker, path[:-1], whole)
+            part = self.graph.call_function(operator.getitem, (container, path[-1]))
+            part.meta = {name: fact for name, fact in whole.meta.items() if name != "val"}
+            part.meta["val"] = container.meta["val"][path[-1]]
+            part.stack_trace = whole.stack_trace
+            self._nodes[id(maker), path] = part
+        return self._nodes[id(maker), path]
+
+    def argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Value):
+            return leaf
+        if leaf.key not in self._nodes:
+            assert isinstance(leaf.maker, Source), leaf
+            node = self.graph.create_node("get_attr", leaf.maker.name)
+            node.meta["val"] = self.bare(leaf.maker.result)
+            self._nodes[leaf.key] = node
+        return self._nodes[leaf.key]
+
+
+def _by_modes(tape: Sequence[Operation], around: ModesNow) -> list[list[Operation]]:
+    """Runs of operations with the same modes."""
+    groups: list[list[Operation]] = []
+    for operation in tape:
+        modes = operation.place.modes.beside(around)
+        if groups and groups[-1][0].place.modes.beside(around) == modes:
+            groups[-1].append(operation)
+        else:
+            groups.append([operation])
+    return groups
+
+
+@dataclass
+class _Outliner:
+    """Makes one call of an opaque module of each checkpointed part of a tape."""
+
+    module: nn.Module
+    opaque: dict[str, nn.Module]
+    storages: Mapping[int, str]
+    bare: Callable[[Any], Any]
+
+    def outlined(self, tape: Sequence[Operation], result: Sequence[Any], depth: int) -> list[Operation]:
+        """The tape with each part that is checkpointed at this depth in one operation."""
+        found: list[Operation] = []
+        for inside, group in _by_checkpoint(tape, depth):
+            if inside is None:
+                found.extend(group)
+            else:
+                made = {id(operation) for operation in group}
+                used = [value for operation in tape if id(operation) not in made for value in operation.values]
+                used += [leaf for leaf in result if isinstance(leaf, Value)]
+                outputs = {value.key: value for value in used if id(value.maker) in made}
+                found.append(self._outline(inside, group, list(outputs.values()), depth))
+        return found
+
+    def _outline(self, part: Checkpoint, group: list[Operation], outputs: list[Value], depth: int) -> Operation:
+        made = {id(operation) for operation in group}
+        outer = [value for operation in group for value in operation.values if id(value.maker) not in made]
+        inputs = list({value.key: value for value in outer}.values())
+        body = self.outlined(group, outputs, depth + 1)
+        name = f"checkpoint_{len(self.opaque)}"
+        self.opaque[name] = Checkpointed(self._body(body, inputs, outputs, part.place.modes), part.options)
+        touched = Touched()
+        for operation in group:
+            touched.add(operation.touched)
+        results = tuple(held(value) for value in outputs)
+        _check_writes(part, touched, [held(value) for value in inputs if not _is_model_tensor(value)])
+        effects = effects_of(touched, [held(value) for value in inputs], results, self.storages)
+        call = Operation("call_module", name, tuple(inputs), {}, results, part.place, touched, 0, effects, kept=True)
+        call.stands_for = {value.key: place for place, value in enumerate(outputs)}
+        return call
+
+    def _body(
+        self, body: list[Operation], inputs: list[Value], outputs: list[Value], around: ModesNow
+    ) -> fx.GraphModule:
+        writer = _Writer(body, outputs, around, self.bare, keeps_notes=False)
+        for place, value in enumerate(inputs):
+            writer.bind(value, writer.graph.placeholder(f"input_{place}"))
+        writer.write()
+        writer.graph.output(tuple(writer.argument(value) for value in outputs))
+        called = {str(node.target) for node in writer.graph.nodes if node.op == "call_module"}
+        root = {name: self.opaque.get(name) or self.module.get_submodule(name) for name in sorted(called)}
+        return fx.GraphModule(root, writer.graph, class_name="checkpointed")
+
+
+def _by_checkpoint(tape: Sequence[Operation], depth: int) -> list[tuple[Checkpoint | None, list[Operation]]]:
+    """Runs of operations in the same checkpointed part, counted from the outermost; None for what is in none."""
+    groups: list[tuple[Checkpoint | None, list[Operation]]] = []
+    for operation in tape:
+        around = operation.place.checkpoints
+        inside = around[depth] if len(around) > depth else None
+        if groups and groups[-1][0] is inside:
+            groups[-1][1].append(operation)
+        else:
+            groups.append((inside, [operation]))
+    return groups
+
+
+def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages: Mapping[int, str]) -> Effects:
+    """What a call does, told by the model's names. ``given``: the tensors among its arguments."""
+    shared = {storage_of(tensor) for tensor in tensors(result)}
+    return Effects(
+        reads=tuple(name for storage, name in storages.items() if storage in touched.reads),
+        writes=tuple(name for storage, name in storages.items() if storage in touched.writes),
+        shares=tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
+        unread=tuple(place for place, t in enumerate(given) if storage_of(t) not in touched.reads | shared),
+        draws_random=touched.draws_random,
+    )
+
+
+def held(value: Value) -> Any:
+    """The fake tensor that a value is."""
+    found = value.maker.result
+    for key in value.path:
+        found = found[key]
+    return found
+
+
+def _is_model_tensor(value: Value) -> bool:
+    return isinstance(value.maker, Source) and value.maker.kind == "get_attr"
+
+
+def _check_writes(part: Checkpoint, touched: Touched, given: Sequence[Any]) -> None:
+    if touched.writes & {storage_of(tensor) for tensor in given}:
+        raise TraceError(
+            "a function given to torch.utils.checkpoint writes a tensor from outside of it, and would write it again "
+            f"in backward; write out of place\n{part.place.line}"
+        )

@@ -1,0 +1,77 @@
+"""Opaque modules: what a graph calls as a whole although it is no submodule of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.graph.modes import modes_restored
+
+
+class Applied(nn.Module):
+    """A ``torch.autograd.Function``, with the backward that its author wrote."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return self.function.__qualname__
+
+
+class Method(nn.Module):
+    """A method of a submodule that cannot be kept whole itself: called on a stand-in for it, with these of its parts.
+
+    The stand-in has what attributes the submodule has at the time of the call. RunError where the method sets one,
+    which the submodule itself would not have.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict()
+        self.parts._modules.update(parts)
+        self._owner, self.name = (owner,), name  # in a tuple: the owner is not a part of this one
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (owner,) = self._owner
+        stand_in = object.__new__(type(owner))
+        vars(stand_in).update(vars(owner))
+        vars(stand_in)["_modules"] = dict(self.parts.items())
+        before = dict(vars(stand_in))
+        result = getattr(stand_in, self.name)(*args, **kwargs)
+        changed = next((name for name, value in vars(stand_in).items() if value is not before.get(name, self)), None)
+        if changed is not None:
+            raise RunError(
+                f"{type(owner).__name__}.{self.name} sets {changed}, which would be lost; set it in a submodule that "
+                "holds no boundary"
+            )
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{type(self._owner[0]).__name__}.{self.name}"
+
+
+class Checkpointed(nn.Module):
+    """A checkpointed part of forward, recorded: its activations are computed again in backward.
+
+    ``body`` takes the tensors that the part has used, parameters included where no submodule holds them for it.
+    """
+
+    def __init__(self, body: nn.Module, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.body = body
+        self.options = dict(options)
+
+    def forward(self, *inputs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(self._run, *inputs, **self.options)
+
+    def _run(self, *inputs: Any) -> Any:
+        with modes_restored():  # what is computed again may stop in the middle
+            return self.body(*inputs)

@@ -1,0 +1,550 @@
+"""The recorder: watches one run of forward on fake tensors, and writes what it does on a tape.
+
+Operations are seen as torch functions (``F.linear``, ``Tensor.add_``), above autograd and autocast, so that a graph of
+them runs as the model does. A submodule that can be called as a whole becomes one operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.boundary import boundary
+from fxpipe.graph.program import Effects
+from fxpipe.graph.stage_calls import blank
+from fxpipe.plan.batch import Like
+from fxpipe.torch_compat import CHECKS, TorchDispatchMode, pytree
+from fxpipe.trace.crossing import crossing
+from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
+from fxpipe.trace.record.certain import outcome
+from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
+from fxpipe.trace.record.tape import (
+    PLAIN,
+    Checkpoint,
+    Operation,
+    Place,
+    Problem,
+    Source,
+    Touched,
+    Value,
+    leaves,
+    mapped,
+    paths,
+    tensors,
+)
+from fxpipe.trace.record.targets import getter_of, name_of, setter_of, target_of
+from fxpipe.trace.record.touched import PythonState, TouchedMode
+from fxpipe.trace.snapshot import RandomState, storage_of
+from fxpipe.trace.symbolic.guard import BACKWARD, refuse, refuse_backward
+from fxpipe.trace.user_line import current_line
+
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+_SAME_TENSOR = frozenset({"requires_grad_"})
+"""Functions that change the very tensor that they return, without an operator that says so."""
+
+
+class NeedsValues(TraceError):
+    """Something that fake tensors cannot do, as they have no numbers: a submodule may be able to do it as a whole.
+
+    ``asked``: Python code has asked a tensor for its numbers. Otherwise an operation failed, maybe by the user's error.
+    """
+
+    def __init__(self, message: str, asked: bool = True) -> None:
+        super().__init__(message)
+        self.asked = asked
+        self.method: tuple[str, str] | None = None
+        """The innermost method that it happened in, if any: the path of its submodule, its name."""
+        self.tried = False
+        """Whether a submodule was run on made-up inputs in vain."""
+
+
+@dataclass
+class Frame:
+    """A call of a submodule, or of an autograd function, while it runs."""
+
+    path: str
+    module: nn.Module | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: Place
+    start: int
+    """The length of the tape when it began."""
+    serial: int
+    boundaries: int
+    """How many had been recorded."""
+    assigned: int
+    """How many buffers had been set."""
+    hooks: int
+    """How many hooks on tensors there were."""
+    differentiated: int
+    """By how many values gradients had been taken."""
+    changed: frozenset[str]
+    """Which attributes of the model had been changed."""
+    python: PythonState | None = None
+    """What an operation does not show, as it was."""
+    reset: dict[str, str] = field(default_factory=dict)
+    """Plain attributes that something else had set in it, and in submodules called before, and the lines where."""
+    changes: set[tuple[int, str]] = field(default_factory=set)
+    """The attributes that it has changed."""
+    opaque: bool = True
+    """Whether all that it is given can stand in a graph."""
+    tensors: list[Tensor] = field(default_factory=list)
+    """The tensors among its arguments."""
+
+    @property
+    def given(self) -> set[int]:
+        return {id(tensor) for tensor in self.tensors}
+
+
+class Recorder:
+    """The tape of one run, and which tensor stands for which value."""
+
+    def __init__(
+        self,
+        fake: FakeModel,
+        real_names: Mapping[int, str],
+        stand_ins: Mapping[str, Tensor],
+        changes: Callable[[], Iterable[str]],
+    ) -> None:
+        self.fake = fake
+        self.changes = changes
+        """Which attributes of the model are not as they were before the run."""
+        self.excused: frozenset[str] = frozenset()
+        """Those that were changed inside of calls that are kept whole."""
+        self.hooked: dict[int, Tensor] = {}
+        """The tensors that gradient hooks were put on."""
+        self.hooks = 0
+        """How often forward has done what may read tensors later, in backward."""
+        self.differentiated: list[Value] = []
+        """What gradients were taken by, in forward."""
+        self.tape: list[Operation | Problem] = []
+        self.constants: dict[str, Tensor] = {}
+        self.boundaries = 0
+        self.touched = TouchedMode()
+        self.blocks = AutocastBlocks()
+        self.stack: dict[str, type] = {}
+        self.checkpoints: tuple[Checkpoint, ...] = ()
+        self._ended: dict[Checkpoint, str] = {}
+        """The checkpointed parts behind whose last operation a boundary lies, and its name."""
+        self.mode = _Mode(self)
+        self.paused = False
+        """Whether what runs now is not to be recorded."""
+        self.is_running = False
+        """Whether a function of torch runs now, which is recorded as a whole."""
+        self._real_names, self._stand_ins = real_names, stand_ins
+        self._values: dict[int, tuple[Tensor, Value]] = {}
+        self._serial = 0
+        self._line: str | None = None
+        self._random = RandomState()
+        for name, tensor in stand_ins.items():
+            self.name(tensor, Value(Source("get_attr", name, tensor)))
+
+    # tensors and values
+
+    def name(self, tensor: Tensor, value: Value) -> None:
+        """From now on the tensor is that value of the program."""
+        self._values[id(tensor)] = tensor, value
+
+    def value_of(self, tensor: Tensor) -> Value:
+        known = self._values.get(id(tensor))
+        if known is None:
+            known = tensor, self._constant(tensor)
+            self._values[id(tensor)] = known
+        maker = known[1].maker
+        if isinstance(maker, Operation) and maker.hidden_in is not None:
+            self.problem(_ESCAPED.format(path=maker.hidden_in), "", descend=maker.hidden_in)
+        return known[1]
+
+    def known(self, tensor: Tensor) -> Value | None:
+        """The value that a tensor stands for, if it stands for any."""
+        return self._values[id(tensor)][1] if id(tensor) in self._values else None
+
+    def _constant(self, tensor: Tensor) -> Value:
+        """A tensor that was met for the first time: a parameter by another reference, or a constant."""
+        if id(tensor) in self._real_names:
+            return self.value_of(self._stand_ins[self._real_names[id(tensor)]])
+        name = f"_constant{len(self.constants)}"
+        if is_fake(tensor):
+            self.problem(
+                "a tensor is used that was not made by an operation of torch on known tensors, or in another way that "
+                "cannot be recorded",
+                "make it with torch's functions inside of forward",
+            )
+        elif tensor.requires_grad:
+            self.problem(
+                "a tensor that needs a gradient and is no parameter is used in forward",
+                "register it as an nn.Parameter",
+            )
+        else:
+            self.constants[name] = tensor
+        return Value(Source("get_attr", name, tensor))
+
+    def problem(self, fact: str, instead: str, descend: str | None = None) -> None:
+        self.tape.append(Problem(str(refuse(fact, instead)), descend))
+
+    # operations
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one torch function on fake tensors, and records it."""
+        if self.paused:
+            return function(*args, **kwargs)
+        name = name_of(function)
+        if name == "__iter__":
+            return iter(self.call(Tensor.unbind, (args[0], 0), {}))
+        if function in CHECKS and isinstance(args[0], Tensor):
+            return None  # an assertion on the values of tensors is not a part of the program
+        if function is Tensor.__bool__ and (certain := outcome(self.known(args[0]), self.tape)) is not None:
+            return certain
+        if name in _HOOKS:
+            self.problem(f"forward calls {name} on a tensor, which is not recorded", _INSIDE)
+        if function is BACKWARD:
+            refuse_backward()
+        if function is torch.autograd.grad:
+            self.problem(
+                "forward calls grad on a tensor, which is not recorded",
+                f"{_INSIDE}, and that computes all that the gradient goes through",
+            )
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            self.differentiated += [self.value_of(tensor) for tensor in tensors(inputs)]
+        if name.startswith("register_"):
+            self.hooked[id(args[0])] = args[0]
+        if name.startswith("register_") or getter_of(function) == "grad_fn":  # which takes hooks, too
+            self.hooks += 1
+        setter = setter_of(function)
+        if setter == "requires_grad":
+            self.call(Tensor.requires_grad_, args, kwargs)
+            return None
+        if setter is not None:
+            self.problem(f"forward sets .{setter} of a tensor, which is not recorded", "write into it in place")
+        if _holds_numpy(args, kwargs):
+            return self._with_numpy(function, args, kwargs)
+        with self.touched.noting() as touched:
+            result = self._run(function, args, kwargs)
+        if self._changes_nothing(function, args, kwargs, result, touched):
+            return result
+        self._record(function, args, kwargs, result, touched)
+        return result
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
+        self.is_running = True
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if needs_values(error):
+                raise NeedsValues(str(refuse(_ASKS.format(name=_shown(function)), _INSIDE))) from error
+            if isinstance(error, (RuntimeError, NotImplementedError)):
+                fact = f"the record tracer cannot follow the model: {type(error).__name__}: {error}"
+                raise NeedsValues(f"{fact}\n{current_line()}", asked=False) from error
+            raise
+        finally:
+            self.is_running = False
+
+    def _stand_in(self, leaf: Any) -> Any:
+        name = self._real_names.get(id(leaf))
+        return leaf if name is None else self._stand_ins[name]
+
+    def _with_numpy(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is made from NumPy's arrays alone is a constant."""
+        if tensors((args, kwargs)):
+            self.problem("a NumPy array is given to a function of torch", "make a tensor of it outside of forward")
+            return function(*args, **kwargs)
+        with outside():
+            return function(*args, **kwargs)
+
+    def _changes_nothing(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, touched: Touched
+    ) -> bool:
+        """Whether a call only asks for a shape and the like, or returns the very tensor that it was given."""
+        before = {storage_of(tensor) for tensor in tensors((args, kwargs))}
+        if touched.writes & before:
+            return False
+        if not isinstance(result, Tensor):
+            return not tensors(result)
+        is_given = any(tensor is result for tensor in tensors((args, kwargs)))
+        return is_given and name_of(function) not in _SAME_TENSOR
+
+    def _record(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, touched: Touched
+    ) -> None:
+        kind, target, args, kwargs = target_of(function, args, kwargs)
+        operation = self.append(kind, target, self.as_values(args), self.as_values(kwargs), result, touched)
+        if touched.writes & {storage_of(constant) for constant in self.constants.values()}:
+            self.problem(
+                "forward writes a tensor that is no buffer of the model, and all micro-batches would write the same",
+                "make it from a traced tensor, as in x.new_zeros(...), or register it as a buffer",
+            )
+        operation.writes = frozenset(touched.writes & {storage_of(tensor) for tensor in tensors((args, kwargs))})
+        for path, leaf in paths(result):
+            if isinstance(leaf, Tensor):
+                self.name(leaf, Value(operation, path))
+
+    def append(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        touched: Touched,
+        place: Place | None = None,
+        effects: Effects | None = None,
+    ) -> Operation:
+        self.check_random()
+        self._serial += 1
+        place = place or self.place()
+        ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
+        if ended is not None:
+            raise refuse(_AMID.format(name=ended), _AT_THE_EDGE)
+        result = pytree.tree_map(lambda leaf: leaf, result)  # forward may put other values into what it is given back
+        operation = Operation(kind, target, args, kwargs, result, place, touched, self._serial, effects)
+        self.tape.append(operation)
+        return operation
+
+    @contextlib.contextmanager
+    def on_line(self, line: str) -> Iterator[None]:
+        """What is recorded while it is open is taken to be on that line of the user's."""
+        self._line = line
+        try:
+            yield
+        finally:
+            self._line = None
+
+    def place(self) -> Place:
+        """Where the model is now."""
+        return Place(self._line or current_line(), ModesNow.of(self.blocks.current), dict(self.stack), self.checkpoints)
+
+    def as_values(self, arguments: Any) -> Any:
+        return mapped(arguments, self._as_value)
+
+    def _as_value(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self.value_of(leaf)
+        if isinstance(leaf, _numpy_type("generic")):
+            return leaf.item()
+        if not isinstance(leaf, PLAIN):
+            self.problem(
+                f"a function of torch is given a {type(leaf).__name__}, which cannot stand in a graph", _INSIDE
+            )
+        return leaf
+
+    def check_random(self) -> None:
+        """Random numbers that were drawn since the last look, and not by an operation of torch."""
+        if self._random_moved():
+            self.problem(
+                "Python's, NumPy's or torch's random numbers are drawn or seeded in forward, and what was drawn would "
+                "be the same ever after",
+                f"draw with torch (torch.rand(4)), pass the number in as an input, or {_INSIDE}",
+            )
+
+    def _random_moved(self) -> bool:
+        with outside():
+            before, self._random = self._random, RandomState()
+            return self._random != before
+
+    # operators
+
+    @contextlib.contextmanager
+    def operators(self) -> Iterator[None]:
+        """While it is open, torch's operators are recorded in place of its functions.
+
+        Inside of ``torch.vmap`` a function is given a stand-in for one row, and its operators all rows: as a mask is
+        made of positions. They are below autograd, so that gradients would be lost.
+        """
+        self.paused = True
+        try:
+            with _Operators(self):
+                yield
+        finally:
+            self.paused = False
+
+    def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one operator on fake tensors, and records it."""
+        if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
+            fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
+            raise NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
+        with self.touched.noting() as touched:
+            result = self._run(operator, args, kwargs)
+        if not self._changes_nothing(operator, args, kwargs, result, touched):
+            self._record(operator, args, kwargs, result, touched)
+        return result
+
+    # boundaries
+
+    def record_boundary(self, value: Any, name: str | None) -> Any:
+        """The value behind a boundary; one at the very edge of a checkpointed part lies outside of it.
+
+        It is in front of ``checkpoint(layer, x)`` where nothing was computed in it yet, and behind it where nothing
+        will be any more, which ``append`` sees to.
+        """
+        around, self.checkpoints = self.checkpoints, ()
+        self._ended |= dict.fromkeys(self._begun(around), name or "an unnamed one")
+        try:
+            return crossing(value, lambda leaf: isinstance(leaf, Tensor), partial(self._behind, name))
+        finally:
+            self.checkpoints = around
+
+    def _begun(self, parts: tuple[Checkpoint, ...]) -> list[Checkpoint]:
+        """Those of the checkpointed parts that have computed something."""
+        begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
+        return [part for part in parts if part in begun]
+
+    def _behind(self, name: str | None, given: list[Tensor]) -> list[Tensor]:
+        """Tensors as they are behind a boundary."""
+        self.boundaries += 1
+        if self.paused:
+            return given  # whoever is run for real now may not hold it
+        with unrecorded(), torch.enable_grad():
+            behind = [tensor.view_as(tensor) for tensor in given]
+        values = [self.value_of(tensor) for tensor in given]
+        operation = self.append("call_function", boundary, (values, name), {}, behind, Touched())
+        operation.kept = True
+        for index, tensor in enumerate(behind):
+            self.name(tensor, Value(operation, (index,)))
+        return behind
+
+    # calls of submodules
+
+    def enter(
+        self, path: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], assigned: int
+    ) -> Frame:
+        """A call begins."""
+        self.check_random()
+        place = self.place()
+        if module is not None:
+            place = replace(place, stack={**place.stack, path: type(module)})
+        serial, changed = self._serial + 1, frozenset(self.changes())
+        frame = Frame(
+            path,
+            module,
+            args,
+            kwargs,
+            place,
+            start=0,
+            serial=serial,
+            boundaries=self.boundaries,
+            assigned=assigned,
+            hooks=self.hooks,
+            differentiated=len(self.differentiated),
+            changed=changed,
+        )
+        if module is not None:
+            with outside():
+                frame.python = PythonState(module)
+        if _is_plain((args, kwargs)):
+            frame.tensors = tensors((args, kwargs))
+            frame.args, frame.kwargs = self.as_values(args), self.as_values(kwargs)
+        else:
+            frame.opaque = False
+        frame.start = len(self.tape)
+        return frame
+
+    def collapse(self, frame: Frame, target: str, result: Any, touched: Touched, effects: Effects, kept: bool) -> None:
+        """Puts one operation in place of all that were recorded since the frame was entered."""
+        hidden = self.tape[frame.start :]
+        del self.tape[frame.start :]
+        for operation in hidden:
+            if isinstance(operation, Operation):
+                operation.hidden_in = frame.path
+        self._random_moved()
+        self.excused |= frozenset(self.changes()) - frame.changed
+        args, kwargs = self._with_stand_ins(frame, effects)
+        made = self.append("call_module", target, args, kwargs, result, touched, frame.place, effects)
+        made.kept = kept
+        for path, leaf in paths(result):
+            if isinstance(leaf, Tensor) and id(leaf) not in frame.given:
+                self.name(leaf, Value(made, path))
+
+    def _with_stand_ins(self, frame: Frame, effects: Effects) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a call is given; in place of tensors whose numbers it does not read, others like them.
+
+        A rotary embedding asks hidden states for their type alone, and depends on nothing that they are computed from.
+        """
+        given = iter(range(len(frame.tensors)))
+
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, Value) or (place := next(given)) not in effects.unread:
+                return leaf
+            like = Like.of(frame.tensors[place])
+            arguments = (like.shape, like.dtype, frame.tensors[place].device)
+            fake = self.fake.made(replace(like, requires_grad=False))
+            return Value(self.append("call_function", blank, arguments, {}, fake, Touched(), frame.place), ())
+
+        args = mapped(frame.args, stand_in)
+        return args, mapped(frame.kwargs, stand_in)
+
+
+class _Mode(TorchFunctionMode):
+    """Hands every torch function to the recorder; not those that run inside of one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.call(function, tuple(args), kwargs or {})
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands every operator to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.operator(func, tuple(args), kwargs or {})
+
+
+_INSIDE = "do it inside a submodule that holds no boundary, which then runs as a whole"
+_ASKS = (
+    "forward looks at the values of a tensor ({name}) between submodules, and which they are is known only when it runs"
+)
+_AMID = (
+    "a boundary ({name}) lies amid a function given to torch.utils.checkpoint, which runs as a whole: it computes both "
+    "before and behind it"
+)
+_AT_THE_EDGE = (
+    "cut before the first submodule that such a function calls or after its last, checkpoint the parts before and "
+    'behind the boundary, or let fxpipe find the cuts with boundaries="auto"'
+)
+_ESCAPED = "a tensor made inside of {path} is used elsewhere, and {path} does not return it"
+
+
+def _shown(function: Any) -> str:
+    return getter_of(function) or name_of(function)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument can stand in a graph: tensors and plain values in tuples, lists, dicts."""
+    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves(value)) and _has_plain_containers(value)
+
+
+def _has_plain_containers(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(
+            isinstance(key, (str, int)) and _has_plain_containers(part) for key, part in value.items()
+        )
+    if isinstance(value, (tuple, list)):
+        plain = type(value) in (tuple, list, torch.Size) or hasattr(value, "_fields")
+        return plain and all(_has_plain_containers(part) for part in value)
+    return True
+
+
+def _holds_numpy(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, _numpy_type("ndarray")) for leaf in leaves((args, kwargs)))
+
+
+def _numpy_type(name: str) -> Any:
+    """A type of NumPy's, where it is in use."""
+    numpy = sys.modules.get("numpy")
+    return () if numpy is None else getattr(numpy, name)

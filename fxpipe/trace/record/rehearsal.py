@@ -1,0 +1,191 @@
+"""Rehearsal: a submodule that looks at the values of tensors is run for real, once or twice, on made-up inputs.
+
+What is learnt is the shapes and types of what it returns, which memory it touches and whether it draws random numbers.
+The model's own tensors are not touched: copies stand in for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import TraceError
+from fxpipe.plan.batch import Like
+from fxpipe.torch_compat import pytree
+from fxpipe.trace.record.tape import Touched
+from fxpipe.trace.record.touched import TouchedMode
+from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal has shown. ``result``: with a ``Like`` or ``Given`` in place of each tensor.
+
+    ``touched``: memory of the model's tensors and of the arguments, by the identity of what stands for them in the
+    capture.
+    """
+
+    result: Any
+    touched: Touched
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The tensor argument of that place, returned as it is."""
+
+    place: int
+
+
+def rehearse(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: nn.Module | None,
+    real_of: Mapping[int, Tensor],
+    outside: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Rehearsed:
+    """Runs ``function`` twice, on different made-up inputs; TraceError where what it returns differs in shape.
+
+    ``real_of``: the model's own tensors by the identity of the fake ones that are in its place now.
+    """
+    with outside(), torch.random.fork_rng(devices=_cuda_devices(real_of)):
+        state = RandomState()
+        try:
+            call = _Call(function, args, kwargs, module, real_of)
+            first, second = call.run(0), _second(call)
+        finally:
+            state.restore()
+    if first.result != second.result:
+        raise TraceError("the shape of what it returns depends on the values of its inputs")
+    return first
+
+
+def _cuda_devices(real_of: Mapping[int, Tensor]) -> list[int]:
+    return sorted({tensor.get_device() for tensor in real_of.values() if tensor.is_cuda})
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is rehearsed."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: nn.Module | None
+    real_of: Mapping[int, Tensor]
+
+    def run(self, seed: int, highest: int = 0) -> Rehearsed:
+        return _run(self.function, self.args, self.kwargs, self.module, self.real_of, seed, highest)
+
+
+_HIGHEST = (3, 1)
+"""What integers are at most in a second run, as long as it fails: how many rows or classes they count is not known."""
+
+
+def _second(call: _Call) -> Rehearsed:
+    """A run on other numbers. An index out of range is an error on the CPU; elsewhere it may end the process's use of
+    the device, so that there integers are 0 in both runs."""
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    for highest in _HIGHEST if all(leaf.is_cpu for leaf in leaves if isinstance(leaf, Tensor)) else ():
+        with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
+            return call.run(1, highest)
+    return call.run(1)
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: nn.Module | None,
+    real_of: Mapping[int, Tensor],
+    seed: int,
+    highest: int,
+) -> Rehearsed:
+    torch.manual_seed(seed)
+    copies: dict[int, Tensor] = {}  # by the identity of the fake tensor
+    fakes = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    for fake in fakes:
+        copies[id(fake)] = _copy(real_of[id(fake)], fake) if id(fake) in real_of else _made_up(fake, seed, highest)
+    given = [copies[id(fake)] for fake in fakes]
+    originals = {id(tensor): tensor for tensor in fakes}
+    with contextlib.ExitStack() as stack:
+        if module is not None:
+            stack.enter_context(_copies_in(module, real_of, copies, originals))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda fake: copies[id(fake)], (args, kwargs))
+        mode = TouchedMode()
+        with mode, mode.noting() as touched:
+            result = function(*args, **kwargs)
+    places = {storage_of(copies[key]): storage_of(original) for key, original in originals.items()}
+    shared = {storage_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+    return Rehearsed(
+        pytree.tree_map(lambda leaf: _described(leaf, given), result),
+        Touched(_translated(touched.reads, places), _translated(touched.writes, places), touched.draws_random),
+        tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
+    )
+
+
+def _translated(storages: set[int], places: Mapping[int, int]) -> set[int]:
+    return {places[storage] for storage in storages if storage in places}
+
+
+def _described(leaf: Any, given: list[Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        if leaf is None:
+            return None
+        raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
+    place = next((place for place, tensor in enumerate(given) if tensor is leaf), None)
+    return Like.of(leaf) if place is None else Given(place)
+
+
+def _copy(real: Tensor, fake: Tensor) -> Tensor:
+    """The model's own numbers, in the type of what stands for them."""
+    if real.is_meta:
+        raise TraceError("the model is on the meta device, so it has no numbers to run with; build it on the CPU")
+    copy = real.detach().to(fake.dtype, copy=True)
+    if isinstance(real, nn.Parameter):
+        return nn.Parameter(copy, requires_grad=real.requires_grad)
+    return copy.requires_grad_(real.requires_grad)
+
+
+def _made_up(fake: Tensor, seed: int, highest: int = 0) -> Tensor:
+    """Normal numbers, in the second run larger ones, so that thresholds tell (not so large that their exponentials are
+    sizes to reckon with); integers up to the ``highest``, all of them; for truth values ones, and then zeros."""
+    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    if fake.is_floating_point() or fake.is_complex():
+        normal = torch.randn(fake.shape, dtype=fake.dtype, device=fake.device)
+        return _behind(made.copy_(normal * (3 if seed else 1)), fake.requires_grad)
+    if fake.dtype is torch.bool:
+        return made.fill_(seed == 0)
+    return made.copy_((torch.randperm(fake.numel(), device=fake.device) % (highest + 1)).view(fake.shape))
+
+
+def _behind(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """As the result of an operation: what autograd would let no one write in place is only a leaf."""
+    return tensor.requires_grad_().view_as(tensor) if requires_grad else tensor
+
+
+@contextlib.contextmanager
+def _copies_in(
+    module: nn.Module, real_of: Mapping[int, Tensor], copies: dict[int, Tensor], originals: dict[int, Tensor]
+) -> Iterator[None]:
+    """Copies of the real parameters and buffers in a module; its attributes are put back afterwards."""
+    snapshot = Snapshot(module)
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, fake in table.items():
+                if fake is None:
+                    continue
+                originals[id(fake)] = fake
+                if id(fake) not in copies:
+                    copies[id(fake)] = _copy(real_of[id(fake)], fake) if id(fake) in real_of else _made_up(fake, 0)
+                table[name] = copies[id(fake)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        snapshot.restore()

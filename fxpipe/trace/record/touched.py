@@ -1,0 +1,101 @@
+"""Which memory operations read and write, and whether they draw random numbers; and what Python changes beside that."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
+from fxpipe.trace.record.tape import Touched
+from fxpipe.trace.snapshot import RandomState, stand_of, storage_of
+
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+"""Arguments that normalisations write although not every schema says so."""
+
+
+class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what every operation touches; ``noting()`` gathers it for a part of the run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = Touched()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[Touched]:
+        """What is touched while it is open; what surrounds it has then touched it, too."""
+        around, self._now = self._now, Touched()
+        try:
+            yield self._now
+        finally:
+            around.add(self._now)
+            self._now = around
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (schema := schema_of(func)) is None:  # a higher-order operator, such as flex_attention
+            self._now.reads |= {storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)}
+            return func(*args, **kwargs)
+        given: dict[str, Any] = {}
+        for position, argument in enumerate(schema.arguments):
+            value = given[argument.name] = args[position] if position < len(args) else kwargs.get(argument.name)
+            storages = {storage_of(leaf) for leaf in pytree.tree_leaves(value) if _is_tensor(leaf)}
+            self._now.reads |= storages
+            if argument.is_write or argument.name in _RUNNING_STATISTICS:
+                self._now.writes |= storages
+        if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0.0:
+            self._now.draws_random = True
+        return func(*args, **kwargs)
+
+
+class PythonState:
+    """What a call may change and no operation shows: attributes of its submodule, containers in them, random state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._random = RandomState()
+        self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        values = [value for _, before in self._attributes for value in before.values()]
+        self._generators = [(value, stand) for value in values if (stand := stand_of(value)) is not None]
+        self._parts = [
+            (now, name, value, _parts(value))
+            for now, before in self._attributes
+            for name, value in before.items()
+            if isinstance(value, _CONTAINERS)
+        ]
+
+    def drawn(self) -> bool:
+        """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded, or those of generators that
+        the submodule holds."""
+        return RandomState() != self._random or any(stand_of(held) != stand for held, stand in self._generators)
+
+    def changes(self) -> set[tuple[int, str]]:
+        """The attributes that are no longer as they were: the identity of their owner's ``__dict__``, their name."""
+        found = {
+            (id(now), name)
+            for now, before in self._attributes
+            for name in {**before, **now}
+            if now.get(name, _MISSING) is not before.get(name, _MISSING)
+        }
+        for owner, name, container, before in self._parts:
+            parts = _parts(container)
+            if len(parts) != len(before) or any(one is not other for one, other in zip(parts, before, strict=True)):
+                found.add((id(owner), name))
+        return found
+
+
+_CONTAINERS = (list, dict, set, deque)
+_MISSING = object()
+
+
+def _parts(container: Any) -> list[Any]:
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

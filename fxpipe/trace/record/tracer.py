@@ -1,0 +1,285 @@
+"""The record tracer: runs forward once on fake tensors, and keeps submodules that hold no boundary whole.
+
+A submodule that is kept runs as in the model itself, with its hooks, its control flow and its activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.boundary import recording
+from fxpipe.graph.modes import within
+from fxpipe.graph.program import Program
+from fxpipe.torch_compat import import_dynamo, pytree
+from fxpipe.trace.crossing import check_boundaries
+from fxpipe.trace.cutting import cutting
+from fxpipe.trace.fake import FakeModel, fake_model, quiet
+from fxpipe.trace.record.calls import Calls, plain_attributes
+from fxpipe.trace.record.emit import emit
+from fxpipe.trace.record.methods import Name
+from fxpipe.trace.record.modes_now import ModesNow
+from fxpipe.trace.record.recorder import NeedsValues, Recorder
+from fxpipe.trace.record.tape import PLAIN, Operation, Problem, Source, Value, paths
+from fxpipe.trace.request import Request
+from fxpipe.trace.snapshot import RandomState, Snapshot
+from fxpipe.trace.symbolic.guard import plain_modes
+from fxpipe.trace.user_line import definition, line_of
+
+_FINE = 32
+"""Where nothing marks a cut, submodules of up to this part of the model's parameters are kept whole."""
+
+
+@plain_modes()
+def record(request: Request) -> Program:
+    """Captures a model by running it on fake tensors; TraceError for what cannot be recorded, with the user's line."""
+    assert request.example is not None
+    import_dynamo()
+    random = RandomState()
+    plan = _Plan()
+    try:
+        with within(request.autocast):
+            while True:
+                found = _capture(request, plan)
+                if isinstance(found, Program):
+                    return found
+                plan = found
+    finally:
+        if RandomState() != random:
+            random.restore()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to run forward, by what earlier runs have taught.
+
+    ``descend``: submodules that cannot be kept whole. ``limit``: the bytes of parameters in one that can.
+    ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time. ``watch``:
+    where it sets them is to be found out, which takes time. ``methods``: those of submodules with a boundary that are
+    kept whole, and why they cannot be recorded.
+    """
+
+    descend: frozenset[str] = frozenset()
+    limit: int | None = None
+    settled: bool = False
+    watch: bool = False
+    methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def _capture(request: Request, plan: _Plan) -> Program | _Plan:
+    """The program; or a better plan."""
+    _refuse_scripted(request.module)
+    roots = [request.module] if request.loss_module is None else [request.module, request.loss_module]
+    real = dict(_named_tensors(request.module))
+    with fake_model(request.module, request.device, request.compute) as fake, _left_alone(roots):
+        plain, first = plain_attributes(request.module.named_modules()), None
+        if plan.settled:
+            first = _Run(request, plan, fake, real, [Snapshot(root) for root in roots], plain)
+            first.forward()
+        before = [Snapshot(root) for root in roots]
+        run = _Run(request, plan, fake, real, before, plain, first)
+        try:
+            run.forward()
+        except NeedsValues as error:
+            if error.method is None or error.method in plan.methods:
+                raise
+            return replace(plan, methods={**plan.methods, error.method: str(error)})
+        return run.better_plan() or run.program()
+
+
+@contextlib.contextmanager
+def _left_alone(roots: list[nn.Module]) -> Iterator[None]:
+    snapshots = [Snapshot(root) for root in roots]
+    try:
+        yield
+    finally:
+        for snapshot in snapshots:
+            snapshot.restore()
+
+
+class _Run:
+    """One run of forward. ``before``: what the model was; ``plain``: its plain attributes before the ``first`` run."""
+
+    def __init__(
+        self,
+        request: Request,
+        plan: _Plan,
+        fake: FakeModel,
+        real: Mapping[str, Tensor],
+        before: Sequence[Snapshot],
+        plain: Mapping[str, Any],
+        first: _Run | None = None,
+    ) -> None:
+        self._request, self._plan, self._real, self._before = request, plan, real, before
+        stand_ins = {fake.names[id(tensor)]: tensor for _, tensor in _named_tensors(request.module)}
+        names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
+        self._recorder = Recorder(fake, names, stand_ins, self._changes if plan.watch else tuple)
+        excused = frozenset() if first is None else first.excused
+        cuts, methods = frozenset(request.cuts), plan.methods
+        calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused, cuts, methods)
+        self._calls = calls
+        self._lines = {} if first is None else first._calls.lines
+        self._around = ModesNow.of()
+
+    def forward(self) -> None:
+        """Runs the model, and its loss function."""
+        request, recorder, calls = self._request, self._recorder, self._calls
+        assert request.example is not None
+        values = recorder.fake.inputs(request.example)
+        self._sources = [Source("placeholder", name, value) for name, value in values.items()]
+        for source in self._sources:
+            for path, leaf in paths(source.result):
+                if isinstance(leaf, Tensor):
+                    recorder.name(leaf, Value(source, path))
+        try:
+            with quiet(), recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
+                cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
+                with recording(recorder.record_boundary), cuts:
+                    output = request.wanted(request.call(values))
+                calls.write_buffers()
+                recorder.check_random()
+                result = pytree.tree_map(lambda leaf: _leaf(recorder, leaf), output)
+        except NeedsValues as error:
+            calls.note_method(error)
+            raise
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(_explain(error)) from error
+        self._flat, self._spec = pytree.tree_flatten(result)
+
+    def _changes(self) -> Iterator[str]:
+        for snapshot in self._before:
+            yield from snapshot.changes()
+
+    def better_plan(self) -> _Plan | None:
+        """None where the run has shown all; TraceError for what no other plan would mend."""
+        plan, tape = self._plan, self._recorder.tape
+        problems = [entry for entry in tape if isinstance(entry, Problem)]
+        descend = {problem.descend for problem in problems if problem.descend is not None}
+        if descend:
+            return replace(plan, descend=plan.descend | descend)
+        if problems:
+            raise TraceError(problems[0].message)
+        if not self._recorder.boundaries and plan.limit is None:
+            return replace(plan, limit=sum(map(_bytes, self._real.values())) // _FINE)
+        lost = self._lost()
+        if lost and not plan.settled:
+            return replace(plan, settled=True)
+        if lost and not plan.watch:
+            return replace(plan, watch=True)
+        if lost:
+            model = self._request.module
+            line = self._calls.lines.get(lost[0]) or definition(model.forward)
+            raise TraceError(_LOST.format(model=type(model).__name__, name=lost[0], line=line))
+        reset = self._reset()
+        if reset and not plan.watch:
+            return replace(plan, watch=True)
+        if reset:
+            name, line = next(iter(reset.items()))
+            model = self._request.module
+            raise TraceError(_RESET.format(name=name, line=line or definition(model.forward)))
+        return None
+
+    @property
+    def excused(self) -> frozenset[str]:
+        """Attributes that calls which are kept whole have changed, which they do in every step."""
+        return frozenset(self._calls.excused) | self._recorder.excused
+
+    def _reset(self) -> dict[str, str]:
+        """Plain attributes in calls that are kept whole, as something outside of them has set them: (name, line)."""
+        calls = self._calls
+        found, kept = dict(calls.reset), self._kept()
+        for path, part in self._request.module.named_modules():
+            if path in kept:
+                found |= calls.reset_in(part)
+        return {name: line or self._lines.get(name, "") for name, line in found.items() if name not in self.excused}
+
+    def _kept(self) -> set[str]:
+        tape = self._recorder.tape
+        return {str(entry.target) for entry in tape if isinstance(entry, Operation) and entry.kind == "call_module"}
+
+    def _lost(self) -> list[str]:
+        """Attributes that forward has changed; not in calls that are kept whole, which change them in every step."""
+        kept = self._kept()
+        return [
+            name
+            for name in self._changes()
+            if name not in self._recorder.excused and not any(name.startswith(f"{path}.") for path in kept)
+        ]
+
+    def program(self) -> Program:
+        """The program, once no better plan is needed."""
+        recorder, calls = self._recorder, self._calls
+        operations = [entry for entry in recorder.tape if isinstance(entry, Operation)]
+        emitted = emit(
+            operations,
+            self._sources,
+            self._flat,
+            self._request.module,
+            calls.opaque,
+            self._around,
+            calls.storages,
+            recorder.fake.bare,
+        )
+        check_boundaries(emitted.graph, recorder.boundaries)
+        used = {str(node.target) for node in emitted.graph.nodes if node.op in ("get_attr", "call_module")}
+        return Program(
+            self._request.module,
+            emitted.graph,
+            constants={name: tensor for name, tensor in recorder.constants.items() if name in used},
+            tracer="record",
+            result=self._spec,
+            opaque={name: part for name, part in emitted.opaque.items() if name in used},
+            effects=emitted.effects,
+        )
+
+
+_LOST = (
+    "forward changes {model}.{name}, which would happen once, while tracing; return the value instead, keep it in a "
+    "buffer (register_buffer), or set it inside a submodule that holds no boundary, which then runs as a whole\n{line}"
+)
+
+_RESET = (
+    "forward sets {name} from outside of that submodule, which is called as a whole and in a pipeline would keep the "
+    "value that it had before; set it before the model is compiled, or inside that submodule's forward\n{line}"
+)
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{path or type(module).__name__} is a TorchScript module, whose parameters cannot be told apart; use "
+                "the module that it was made from"
+            )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _leaf(recorder: Recorder, leaf: Any) -> Any:
+    """A leaf of the model's result in the graph; a container that torch does not know is left out."""
+    if isinstance(leaf, Tensor):
+        return recorder.value_of(leaf)
+    return leaf if isinstance(leaf, PLAIN) else None
+
+
+def _explain(error: Exception) -> str:
+    line = line_of(error)
+    return f"the record tracer cannot follow the model: {type(error).__name__}: {error}" + (f"\n{line}" if line else "")

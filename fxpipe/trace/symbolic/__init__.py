@@ -1,0 +1,1 @@
+"""``symbolic``: torch.fx's tracer, which needs no example batch, and keeps modules whole."""

@@ -1,0 +1,231 @@
+"""What a symbolic capture would silently get wrong, refused where it happens.
+
+torch.fx records operations on proxies. Whatever the model does to real state while it is traced happens once, at
+capture, and never again: a buffer written, an attribute set, a random number drawn. Modes that change how recorded
+operations run (autocast, no_grad) leave no trace in the graph, and an ``autograd.Function`` loses its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from fxpipe.errors import TraceError
+from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree, schema_of
+from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
+from fxpipe.trace.user_line import current_line, definition
+
+KEEPS = "tracer='record' keeps it"
+BACKWARD = torch.autograd.backward
+"""As it is outside of a capture: models may have bound it before."""
+
+
+def refuse(fact: str, instead: str) -> TraceError:
+    """The error for something that happens at the user's current line."""
+    line = current_line()
+    return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
+
+
+class Guard:
+    """Watches one capture of ``module``, and of its loss function where that is a module.
+
+    ``check()`` is called as each node is recorded.
+    """
+
+    def __init__(self, module: nn.Module, loss: nn.Module | None = None) -> None:
+        watched = [module] if loss is None else [loss, module]  # what is in both is called as in the model
+        self._names = {id(m): name or type(m).__name__ for root in watched for name, m in root.named_modules()}
+        self._modes = _modes()
+        self._random = RandomState()
+        self._snapshots = {root: Snapshot(root) for root in watched}
+        storages = {place: name for shot in self._snapshots.values() for place, name in shot.storages().items()}
+        self._state = _StateMode(storages, _storages([*module.parameters(), *module.buffers()]))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Refuses, while it is open, what a capture gets wrong; leaves the model and random state as they were."""
+        grad_mode = torch.is_grad_enabled()
+        with self._state:
+            # The first operation under any dispatch mode imports torch._dynamo, which then keeps torch's functions
+            # as it finds them, for good: so now, before any of them is patched.
+            torch.empty(0)
+        try:
+            with (
+                self._state,
+                patched(nn.Module, "__setattr__", self._guarded_setattr()),
+                patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
+                patched(torch.autocast, "__enter__", _refuse_autocast),
+                no_checkpoints(),
+            ):
+                yield
+                self.check()
+            self._check_attributes()
+        finally:
+            torch.set_grad_enabled(grad_mode)
+            for snapshot in self._snapshots.values():
+                snapshot.restore()
+            if RandomState() != self._random:
+                self._random.restore()
+
+    def keep(self, tensor: Tensor) -> None:
+        """A tensor has become a constant of the program: from now on it may not be written either."""
+        self._state.watch(tensor, "a tensor that the program uses already")
+
+    def check(self) -> None:
+        """Refuses a mode that changed, and a draw of random numbers that nothing has recorded."""
+        for (name, instead), now in _modes().items():
+            if now != self._modes[name, instead]:
+                raise refuse(f"{name} is changed inside forward, which a symbolic trace cannot record", instead)
+        if RandomState() != self._random:
+            raise refuse(
+                "Python's, NumPy's or torch's random numbers are drawn or seeded while tracing, and what was drawn "
+                "would be the same ever after",
+                "draw with torch from a traced tensor (torch.rand_like(x)), or pass the number in as an input",
+            )
+
+    def _guarded_setattr(self) -> Callable[[nn.Module, str, Any], None]:
+        original = nn.Module.__setattr__
+
+        def guarded(module: nn.Module, name: str, value: Any) -> None:
+            if id(module) in self._names:
+                raise refuse(
+                    f"forward sets {self._names[id(module)]}.{name}, which would happen once, while tracing",
+                    "return the value instead, or write into a buffer in place",
+                )
+            original(module, name, value)
+
+        return guarded
+
+    def _check_attributes(self) -> None:
+        for root, snapshot in self._snapshots.items():
+            changed = next(snapshot.changes(), None)
+            if changed is not None:
+                raise TraceError(
+                    f"forward changes {type(root).__name__}.{changed}, which would happen once, while tracing; "
+                    f"return the value instead, or write into a buffer in place\n{definition(type(root).forward)}"
+                )
+
+
+def _storages(tensors: list[Tensor]) -> frozenset[int]:
+    return frozenset(storage_of(tensor) for tensor in tensors) - {0}
+
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation on real tensors: refuses random ones, writes to what the model holds, and reads of its
+    parameters and buffers."""
+
+    def __init__(self, names: dict[int, str], changing: frozenset[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names, self._changing = names, changing
+
+    def watch(self, tensor: Tensor, name: str) -> None:
+        self._names.setdefault(storage_of(tensor), name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise refuse(
+                f"{func} draws random numbers while tracing, and they would be the same ever after",
+                "draw from a traced tensor (torch.randn_like(x), x.new_empty(4, 8).normal_())",
+            )
+        for position, argument in enumerate(schema_of(func).arguments):
+            value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, Tensor):
+                    self._check(func, storage_of(tensor), argument.is_write)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, func: Any, storage: int, is_write: bool) -> None:
+        if is_write and storage in self._names:
+            raise refuse(
+                f"forward writes {self._names[storage]} while tracing, which would happen once",
+                "write it as self.<name>.add_(...), which is recorded, or outside of forward",
+            )
+        if storage in self._changing and func not in _ALIASES:
+            raise refuse(
+                f"forward computes with the values that {self._names[storage]} has while tracing, and the result would "
+                "be the same ever after",
+                "use it as self.<name>, which is recorded",
+            )
+
+
+def refuse_backward(*args: Any, **kwargs: Any) -> Any:
+    raise refuse(
+        "forward calls backward, which adds to .grad beside the step",
+        "take gradients with torch.autograd.grad, where all that they go through is in one stage",
+    )
+
+
+def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    raise refuse(
+        f"torch.autograd.Function {function.__name__} is applied in forward, and its backward would be lost",
+        "write it with differentiable operations, or give the stages as callables (StageGraph.from_callables)",
+    )
+
+
+def _refuse_autocast(self: Any) -> None:
+    """Even where it changes nothing now: ``enabled=False`` means something under the autocast of a later call."""
+    raise refuse("autocast is changed inside forward, which a symbolic trace cannot record", _OUTSIDE)
+
+
+_OUTSIDE = "enter it around the call of forward_backward instead"
+_FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@contextlib.contextmanager
+def no_checkpoints() -> Iterator[None]:
+    """Refuses activation checkpointing; torch offers no way to see it but by what it calls itself."""
+    with (
+        patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, _refuse_checkpoint),
+        patched(torch.utils.checkpoint.CheckpointFunction, "apply", _refuse_checkpoint),
+    ):
+        yield
+
+
+def _refuse_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    raise refuse("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """Gradients on, inference mode and autocast off: in these modes, whatever forward changes is a change."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in _devices():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _modes() -> dict[tuple[str, str], Any]:
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _devices()]
+    return {
+        ("grad mode", _FREEZE): torch.is_grad_enabled(),
+        ("inference mode", _FREEZE): torch.is_inference_mode_enabled(),
+        ("autocast", _OUTSIDE): autocast,
+    }
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

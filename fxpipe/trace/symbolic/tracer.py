@@ -1,0 +1,269 @@
+"""The symbolic tracer: torch.fx's, needing no example batch; torch.nn modules stay whole."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError as FxTraceError
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.boundary import boundary, recording, stage_boundary
+from fxpipe.graph.program import IN_PLACE_NAMES, Program
+from fxpipe.trace.crossing import check_boundaries, crossing
+from fxpipe.trace.cutting import cutting
+from fxpipe.trace.request import Request
+from fxpipe.trace.symbolic.guard import BACKWARD, Guard, patched, plain_modes, refuse, refuse_backward
+from fxpipe.trace.user_line import current_line, definition, line_of, mentions
+
+
+@plain_modes()
+def symbolic(request: Request) -> Program:
+    """Captures by calling forward on proxies; TraceError for what that cannot see, with the user's line."""
+    _refuse_parameters_of_loss(request)
+    tracer = _Tracer(request)
+    try:
+        with (
+            tracer.guard.watching(),
+            recording(tracer.record_boundary),
+            cutting(request.module, request.cuts, request.may_lack_cuts),
+            _proxied_factories(tracer),
+        ):
+            graph = tracer.trace(request.module)
+            check_boundaries(tracer.graph, tracer.boundaries)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(_explain(error)) from error
+    _drop_unused(graph)
+    return Program(request.module, graph, constants=tracer.constants, tracer="symbolic")
+
+
+def _refuse_parameters_of_loss(request: Request) -> None:
+    """Buffers that a loss only reads, such as class weights, are constants of the program."""
+    if request.loss_module is None:
+        return
+    owned = set(request.module.parameters())
+    for name, parameter in request.loss_module.named_parameters():
+        if parameter.requires_grad and parameter not in owned:
+            raise TraceError(
+                f"loss_fn holds the parameter {name}; make it a submodule of the model, so that it has an owner and is "
+                f"saved\n{definition(type(request.loss_module).forward)}"
+            )
+
+
+def _explain(error: Exception) -> str:
+    line = line_of(error)
+    at = f"\n{line}" if line else ""
+    if isinstance(error, FxTraceError) and "control flow" in str(error):
+        return (
+            "forward branches on the value of a tensor (or on a size), which a symbolic trace cannot follow; "
+            f"use torch.where, or move the branch out of the model{at}"
+        )
+    return f"the symbolic tracer cannot follow the model: {error}{at}"
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Parameters that nothing uses, and parts that nothing uses: ``left, _ = x.chunk(2)`` is no work on the second."""
+    for node in reversed(list(graph.nodes)):
+        part = node.op == "call_function" and node.target in (operator.getitem, getattr)
+        if not node.users and (part or node.op == "get_attr"):
+            graph.erase_node(node)
+
+
+class _Writes(fx.Proxy):
+    """A proxy that records writes, ``x += y`` and ``x[i] = y``, as the writes that they are."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("node", "tracer", "root", "attr", "_node"):
+            raise refuse(f"forward sets .{name} of a tensor, which is not recorded", "write into it in place")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        return _Attribute(self, name)
+
+
+class _Proxy(_Writes):
+    """A value of the traced program."""
+
+
+class _Attribute(_Writes, fx.proxy.Attribute):
+    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called."""
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Writes, Any], Any]:
+    def method(self: _Writes, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+for _name in IN_PLACE_NAMES:
+    setattr(_Writes, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        module = request.module
+        self.request = request
+        self.guard = Guard(module, request.loss_module)
+        self.constants: dict[str, Tensor] = {}
+        self._sources: dict[str, fx.Node] = {}
+        self._names: dict[int, str] = {}
+        self.boundaries = 0
+        self._held = {id(part): _tensors_in(part) for part in module.modules()}
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            self._names.setdefault(id(tensor), name)
+
+    # inputs and the call
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[[], Any], list[Any]]:
+        """Placeholders for the request's inputs."""
+        values = {name: self.create_proxy("placeholder", name, (), {}) for name in self.request.inputs}
+        return lambda: self.request.call(values), []
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        self.guard.check()
+        if (kind, target) == ("call_method", "backward") or target is BACKWARD:
+            refuse_backward()
+        node = super().create_node(kind, target, *args, **kwargs)
+        node.stack_trace = current_line()
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    # modules
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        known = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
+        if known and self.is_leaf_module(m, ""):
+            self._refuse_swapped(m)
+            _refuse_hidden_boundary(m)
+            self._refuse_hidden_cut(m)
+        else:
+            _refuse_backward_hooks(m)
+        if not known:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """torch.nn modules are leaves, unless they hold a user's module, where a boundary may be."""
+        return not isinstance(m, nn.Sequential) and all(
+            part.__module__.startswith(("torch.nn", "torch.ao.nn")) for part in m.modules()
+        )
+
+    def _refuse_swapped(self, module: nn.Module) -> None:
+        """``torch.func.functional_call`` puts other tensors into a module for a call, and a stage would not."""
+        for part in module.modules():
+            if _tensors_in(part) != self._held.get(id(part)):
+                raise refuse(
+                    f"{type(module).__name__} is called with other parameters or buffers than its own",
+                    "give an example batch (example_args=): the export tracer records them",
+                )
+
+    def _refuse_hidden_cut(self, module: nn.Module) -> None:
+        """A torch.nn module is kept whole: a cut around it is right, one inside it would be lost."""
+        for path in self.request.cuts:
+            inner = self.request.module.get_submodule(path)
+            if inner is not module and any(inner is part for part in module.modules()):
+                raise refuse(
+                    f"boundaries= names {path}, which is a part of a {type(module).__name__} that a symbolic trace "
+                    "keeps whole",
+                    "name that module itself, or give an example batch, so that another tracer can look inside",
+                )
+
+    # tensors
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return self._source(a)
+        return super().create_arg(a)
+
+    def _source(self, tensor: Tensor) -> fx.Node:
+        name = self._names.get(id(tensor))
+        if name is None:
+            if tensor.requires_grad:
+                raise refuse(
+                    "a tensor that needs a gradient and is no parameter is used in forward",
+                    "register it as an nn.Parameter",
+                )
+            name = self._names[id(tensor)] = f"_constant{len(self.constants)}"
+            self.constants[name] = tensor
+            self.guard.keep(tensor)
+        if name not in self._sources:
+            self._sources[name] = self.create_node("get_attr", name, (), {})
+        return self._sources[name]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        if isinstance(attr_val, Tensor) and id(attr_val) in self._names:
+            name = self._names[id(attr_val)]
+            if name not in parameter_proxy_cache:
+                parameter_proxy_cache[name] = self.proxy(self._source(attr_val))
+            return parameter_proxy_cache[name]
+        return attr_val
+
+    # boundaries
+
+    def record_boundary(self, value: Any, name: str | None) -> Any:
+        def carry(proxies: list[Any]) -> list[Any]:
+            self.boundaries += 1
+            behind: Any = self.create_proxy("call_function", boundary, (proxies, name), {})
+            return [behind[position] for position in range(len(proxies))]
+
+        return crossing(value, lambda leaf: isinstance(leaf, fx.Proxy), carry)
+
+
+def _tensors_in(module: nn.Module) -> list[int]:
+    """The parameters and buffers that a module holds itself, by identity."""
+    return [id(tensor) for table in (module._parameters, module._buffers) for tensor in table.values()]
+
+
+def _refuse_hidden_boundary(module: nn.Module) -> None:
+    """A torch.nn module is kept whole, so a boundary in a hook on it, or in a function given to it, would be lost."""
+    for part in module.modules():
+        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        for function in [*hooks, *vars(part).values()]:
+            if callable(function) and mentions(function, stage_boundary):
+                raise TraceError(
+                    f"stage_boundary is used inside {type(module).__name__}, which is kept whole, so it would cut "
+                    f"nothing; put it into the forward of your own module\n{definition(function)}"
+                )
+
+
+def _refuse_backward_hooks(module: nn.Module) -> None:
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise refuse(
+            f"{type(module).__name__} has backward hooks and is traced through, so they would never run",
+            "put the hook on a torch.nn module, or on a tensor's or parameter's gradient",
+        )
+
+
+@contextlib.contextmanager
+def _proxied_factories(tracer: fx.Tracer) -> Iterator[None]:
+    """``torch.zeros(x.shape[0], 3)`` recorded: with sizes given one by one torch's parser knows no proxies."""
+
+    def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*sizes: Any, **kwargs: Any) -> Any:
+            if any(isinstance(size, fx.Proxy) for size in sizes) and len(sizes) > 1:
+                return tracer.create_proxy("call_function", factory, (sizes,), kwargs)
+            return factory(*sizes, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("zeros", "ones", "empty", "rand", "randn"):
+            stack.enter_context(patched(torch, name, recorded(getattr(torch, name))))
+        yield

@@ -1,0 +1,1 @@
+"""Analysis: what passes ask about a program, and none of them changes."""

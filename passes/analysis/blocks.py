@@ -1,0 +1,116 @@
+"""Blocks: the smallest pieces of a program that a cut may separate, for whoever chooses the cut.
+
+Nodes that share written memory are one block, and so are those that read a value as it was before a write, a shape
+query and what it asks, what would wait for itself otherwise, and what nobody uses with what it is made from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpipe.errors import PartitionError
+from fxpipe.graph.program import Program, is_boundary, made_by, readers
+from fxpipe.passes.analysis.effects import written
+from fxpipe.passes.analysis.union import Union
+from fxpipe.passes.partition import _components, _Flow
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of nodes, numbered as they begin in the program, and the values that pass between them."""
+
+    nodes: tuple[tuple[str, ...], ...]
+    """The names of each block's nodes, in program order."""
+    values: tuple[tuple[str, int, tuple[int, ...]], ...]
+    """(node, its block, the other blocks that use its value)."""
+    result: tuple[int, ...]
+    """The blocks that make a part of the model's result."""
+
+
+def blocks(program: Program) -> Blocks:
+    """The blocks of a program that has been through ``before_balance()``; PartitionError where it has boundaries."""
+    marked = next((node for node in program.graph.nodes if is_boundary(node)), None)
+    if marked is not None:
+        raise PartitionError(f"{marked.name} is a boundary; what is balanced has none, so erase_boundaries first")
+    flow = _Flow(program)
+    units = flow.units
+    _join_readers_of_old_values(program, units, flow)
+    _join_cycles(units, flow)
+    _join_unused(program, units, flow)
+    _join_cycles(units, flow)
+    number: dict[fx.Node, int] = {}
+    members: list[list[str]] = []
+    for node in flow.nodes:
+        root = units.find(node)
+        if root not in number:
+            number[root] = len(members)
+            members.append([])
+        members[number[root]].append(node.name)
+    uses: dict[fx.Node, dict[int, None]] = {}
+    for edge in flow.edges:
+        if not flow.in_one_unit(edge):
+            uses.setdefault(edge.source, {})[number[units.find(edge.target)]] = None
+    made = map(made_by, _returned(program))
+    return Blocks(
+        tuple(map(tuple, members)),
+        tuple((node.name, number[units.find(node)], tuple(targets)) for node, targets in uses.items()),
+        tuple(sorted({number[units.find(node)] for node in made if node in units})),
+    )
+
+
+def _join_readers_of_old_values(program: Program, units: Union[fx.Node], flow: _Flow) -> None:
+    """Who reads a value as it was before a write, or an input as another name of it was written, stays with the
+    write: a value leaves its stage as it is at the end, and an input comes as the batch has it."""
+    group_of = {name: group for group in program.written for name in group}
+    first: dict[frozenset[str], fx.Node] = {}
+    last: dict[frozenset[str], fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.name in group_of and written(program, node):
+            first.setdefault(group_of[node.name], node)
+            last[group_of[node.name]] = node
+    for edge in flow.edges:
+        write = last.get(group_of.get(edge.source.name, frozenset()))
+        if write is not None and edge.target < write:
+            units.join(edge.source, edge.target)
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in group_of:
+            write = first[group_of[node.name]]
+            for reader in readers(node):
+                if write < reader and reader in units and write in units:
+                    units.join(write, reader)
+
+
+def _join_cycles(units: Union[fx.Node], flow: _Flow) -> None:
+    """Units that wait for each other become one."""
+    after: dict[fx.Node, set[fx.Node]] = {units.find(node): set() for node in flow.nodes}
+    for edge in flow.edges:
+        if not flow.in_one_unit(edge):
+            after[units.find(edge.source)].add(units.find(edge.target))
+    for component in _components(after):
+        for unit in component[1:]:
+            units.join(component[0], unit)
+
+
+def _join_unused(program: Program, units: Union[fx.Node], flow: _Flow) -> None:
+    """A unit whose values nobody uses, such as one that counts batches, goes with the last node that it uses."""
+    result = {units.find(node) for node in map(made_by, _returned(program)) if node in units}
+    place = {node: number for number, node in enumerate(flow.nodes)}
+    targets: dict[fx.Node, list[fx.Node]] = {}
+    sources: dict[fx.Node, list[fx.Node]] = {}
+    for edge in flow.edges:
+        targets.setdefault(units.find(edge.source), []).append(edge.target)
+        sources.setdefault(units.find(edge.target), []).append(edge.source)
+    for unit in dict.fromkeys(units.find(node) for node in reversed(flow.nodes)):
+        if unit in result or any(units.find(target) != unit for target in targets.get(unit, ())):
+            continue
+        outside = [source for source in sources.get(unit, ()) if units.find(source) != unit]
+        if outside:
+            nearest = units.find(max(outside, key=place.__getitem__))
+            sources.setdefault(nearest, []).extend(sources.pop(unit))
+            units.join(nearest, unit)
+
+
+def _returned(program: Program) -> list[fx.Node]:
+    return program.graph.output_node().all_input_nodes

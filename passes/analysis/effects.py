@@ -1,0 +1,325 @@
+"""What an operation does beside computing its result: what it writes, what its result shares memory with, whether it
+draws random numbers. Read from operator schemas where there is one, from short lists where there is none; for a module
+that was run whole while it was captured, from what it was then seen to do (``Program.effects``)."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value
+from fxpipe.graph.stage_calls import setitem
+from fxpipe.torch_compat import (
+    BATCH_STATISTICS,
+    DROPOUTS,
+    SPECTRAL_NORM,
+    OpOverload,
+    OpOverloadPacket,
+    overload_name,
+    schema_of,
+)
+
+_IN_PLACE_OPERATORS: frozenset[Any] = frozenset(getattr(operator, name) for name in IN_PLACE_NAMES)
+_IN_PLACE_METHODS = frozenset(f"__{name}__" for name in IN_PLACE_NAMES)
+_ITEM_WRITES: frozenset[Any] = frozenset({operator.setitem, setitem})
+_NUMBER_METHODS = frozenset("size dim numel nelement ndimension stride element_size is_contiguous get_device".split())
+_NUMBER_ATTRIBUTES = frozenset("shape ndim dtype device layout is_cuda itemsize nbytes requires_grad".split())
+_CONVERSIONS = frozenset(
+    "float double half bfloat16 int long short bool byte char cpu cuda type requires_grad_".split()
+)
+"""Methods without a schema of their own whose result may be the very same tensor."""
+_VIEWS_UNSAID = frozenset(
+    "type_as atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid cartesian_prod chain_matmul einsum data "
+    "sum_to_size conj_physical _unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk to_dense".split()
+)
+"""Functions whose schema does not tell that the result may share memory with an argument."""
+_RUNNING_STATISTICS = frozenset(
+    "batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index "
+    "batch_norm_update_stats".split()
+)
+"""Functions whose schema does not tell that they write ``running_mean`` and ``running_var``."""
+_MAY_RETURN_INPUT = (nn.Identity, nn.Flatten, nn.Unflatten, DROPOUTS)
+_HAVE_STATISTICS = (BATCH_STATISTICS, SPECTRAL_NORM)
+_RANDOM_MODULES = (
+    DROPOUTS,
+    nn.RReLU,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+_RANDOM_FUNCTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward", "gumbel_softmax"})
+_SWITCHED = frozenset("scaled_dot_product_attention lstm gru rnn_tanh rnn_relu rrelu".split())
+"""What draws random numbers only where an argument asks for it."""
+_CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"})
+"""What returns its argument itself, or else a copy of another type or on another device."""
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether ``node`` asks a tensor for its shape, type or device, or computes with such answers alone."""
+    waiting, seen = [node], {node}
+    while waiting:  # without recursion: a sum of many residuals is as deep as the model
+        asked = waiting.pop()
+        if _asks(asked):
+            continue
+        known = getattr(asked.target, "__module__", None) in ("_operator", "builtins", "math")
+        if asked.op != "call_function" or asked.target is getattr or not known or not asked.all_input_nodes:
+            return False
+        waiting += [source for source in asked.all_input_nodes if source not in seen]
+        seen.update(asked.all_input_nodes)
+    return True
+
+
+def _asks(node: fx.Node) -> bool:
+    """Whether ``node`` asks a tensor for its shape, type or device."""
+    if node.op == "call_method":
+        return node.target in _NUMBER_METHODS
+    return node.target is getattr and node.args[1] in _NUMBER_ATTRIBUTES
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a function is called with ``inplace=True``: it writes its first argument, and returns it."""
+    return _bound(node).get("inplace") is True
+
+
+def is_item_write(node: fx.Node) -> bool:
+    """``x[i] = y``: it writes its first argument, and returns nothing."""
+    return node.target in _ITEM_WRITES or operator_name(node) == "__setitem__"
+
+
+def returns_written(node: fx.Node) -> bool:
+    """Whether an operation that writes returns the tensor that it has written, as ``x.add_(1)`` does."""
+    if node.op == "call_module" or node.target in _IN_PLACE_OPERATORS:
+        return True
+    if isinstance(node.target, OpOverload):
+        returns = schema_of(node.target).returns
+        return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    if is_in_place(node) or isinstance(node.kwargs.get("out"), fx.Node):
+        return True
+    return operator_name(node).endswith("_") and not is_item_write(node)
+
+
+def written(program: Program, node: fx.Node) -> list[fx.Node]:
+    """The argument nodes whose memory ``node`` writes."""
+    if node.op == "call_module":
+        module = program.attribute(str(node.target))
+        return [node.args[0]] if getattr(module, "inplace", False) and isinstance(node.args[0], fx.Node) else []
+    if not node.op.startswith("call_") or is_number(node):
+        return []
+    name = operator_name(node)
+    if node.target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or is_item_write(node):
+        return _nodes(node.args[0])
+    found = [source for argument, value in _schema_arguments(node) if argument.is_write for source in _nodes(value)]
+    if is_in_place(node):
+        found += _nodes(next(iter(_bound(node).values())))
+    if name in _RUNNING_STATISTICS:
+        given = _named_arguments(node)
+        found += _nodes(given.get("running_mean")) + _nodes(given.get("running_var"))
+    if name in ("embedding", "embedding_bag") and _bound(node).get("max_norm") is not None:
+        found += _nodes(_bound(node)["weight"])
+    return list(dict.fromkeys(found))
+
+
+def aliased(program: Program, node: fx.Node) -> list[fx.Node]:
+    """The argument nodes whose memory ``node``'s result may share; what it writes included."""
+    if is_boundary(node) or is_boundary_value(node) or is_number(node) or not node.op.startswith("call_"):
+        return []
+    writes = written(program, node)
+    shared = _shared_by_module(program, node) if node.op == "call_module" else _shared(node)
+    return list(dict.fromkeys(writes + shared))
+
+
+def writes_apart(program: Program, node: fx.Node) -> bool:
+    """Whether a node writes memory that its own result has no part in, as a batch norm writes its running mean."""
+    if not written(program, node) or returns_written(node):
+        return False
+    return not (_shared_by_module(program, node) if node.op == "call_module" else _shared(node))
+
+
+def _shared_by_module(program: Program, node: fx.Node) -> list[fx.Node]:
+    if node.name in program.effects:
+        given = _nodes((node.args, node.kwargs))
+        return [given[place] for place in program.effects[node.name].shares]
+    module = program.attribute(str(node.target))
+    return node.all_input_nodes if isinstance(module, _MAY_RETURN_INPUT) else []
+
+
+def _shared(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the result of a function may share."""
+    name = operator_name(node)
+    if name in _CASTS and _is_other_type(node):
+        return []
+    if node.target in (operator.getitem, getattr) or name in _CONVERSIONS:
+        return _nodes(node.args[0])
+    if name in _VIEWS_UNSAID:
+        return node.all_input_nodes
+    if not isinstance(node.target, OpOverload) and not _schemas(name):
+        known = ("_operator", "builtins", "math", "fxpipe.graph.stage_calls")
+        return [] if getattr(node.target, "__module__", "") in known else node.all_input_nodes
+    shared = [source for argument, value in _schema_arguments(node) if argument.shares for source in _nodes(value)]
+    if "dropout" in name:
+        shared += _nodes(node.args[0] if node.args else None)  # in eval, the input itself
+    return shared
+
+
+def _is_other_type(node: fx.Node) -> bool:
+    """Whether the result is known to be of another type, or on another device, than the argument: so it is a copy."""
+    result = node.meta.get("val")
+    source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if not (isinstance(result, Tensor) and isinstance(source, Tensor)):
+        return False
+    return (result.dtype, result.device) != (source.dtype, source.device)
+
+
+def is_random(program: Program, node: fx.Node) -> bool:
+    """Whether ``node`` may draw random numbers; so for what is not known."""
+    if node.op == "call_module":
+        if node.name in program.effects:
+            return program.effects[node.name].draws_random
+        parts = program.attribute(str(node.target)).modules()
+        return any(isinstance(part, _RANDOM_MODULES) for part in parts)
+    if not node.op.startswith("call_") or is_boundary(node) or is_boundary_value(node):
+        return False
+    if _draws_nothing(node):
+        return False
+    name = operator_name(node)
+    if "dropout" in name or name in _RANDOM_FUNCTIONS:
+        return True
+    if node.op == "call_function" and not _is_known(node.target):
+        return True
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(node))
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether an operation that can draw random numbers is told, by its arguments, not to."""
+    name = operator_name(node)
+    if not ("dropout" in name or name in _SWITCHED):
+        return False
+    given = _named_arguments(node)
+    switches = [given[key] for key in ("train", "training") if key in given]
+    chances = [given[key] for key in ("p", "dropout", "dropout_p") if key in given]
+    return any(switch is False for switch in switches) or any(_is_zero(chance) for chance in chances)
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
+def own_writes(module: nn.Module) -> list[Tensor]:
+    """What a call of ``module`` writes of its own: batch statistics, power iterations, rows that grew too long.
+
+    Whether it is in training mode or not, so that both have the same stages.
+    """
+    found: list[Tensor] = []
+    for part in module.modules():
+        if isinstance(part, _HAVE_STATISTICS) or _has_old_spectral_norm(part):
+            found += part.buffers(recurse=False)
+        elif getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            found.append(part.weight)
+    return found
+
+
+def _has_old_spectral_norm(module: nn.Module) -> bool:
+    """``nn.utils.spectral_norm``, a hook that writes into the module's buffers."""
+    return any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+
+
+def _is_known(target: Any) -> bool:
+    if isinstance(target, OpOverload):
+        return target.namespace in ("aten", "prims")
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith(("torch", "_operator", "builtins", "math", "fxpipe")) or isinstance(
+        target, type(torch.relu) | type(torch.Tensor.relu)
+    )
+
+
+def operator_name(node: fx.Node) -> str:
+    """``add_`` for ``x.add_(y)``, ``torch.Tensor.add_(x, y)`` and ``torch.ops.aten.add_.Tensor(x, y)`` alike."""
+    if isinstance(node.target, OpOverload):
+        return str(schema_of(node.target).name).rpartition("::")[2]
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
+def _overloads(node: fx.Node) -> list[OpOverload]:
+    """The operators of torch that a node may call: the one that it names, or all of its name."""
+    if isinstance(node.target, OpOverload):
+        return [node.target]
+    return _named(operator_name(node))
+
+
+def _named(name: str) -> list[OpOverload]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return found
+
+
+class _Argument:
+    """What the schemas of an operator say of one argument."""
+
+    def __init__(self, position: int | None, name: str, is_write: bool, shares: bool) -> None:
+        self.position, self.name, self.is_write, self.shares = position, name, is_write, shares
+
+
+@cache
+def _schemas(target: str | OpOverload) -> tuple[_Argument, ...]:
+    """The arguments that carry alias information, over all overloads of a name; plus a marker entry where there are
+    none of these."""
+    overloads = [target] if isinstance(target, OpOverload) else _named(target)
+    if not overloads:
+        return ()
+    found = [_Argument(None, "", False, False)]
+    for overload in overloads:
+        for position, argument in enumerate(schema_of(overload).arguments):
+            if argument.alias_info is not None:
+                place = None if argument.kwarg_only else position
+                found.append(_Argument(place, argument.name, argument.alias_info.is_write, True))
+    return tuple(found)
+
+
+def _schema_arguments(node: fx.Node) -> Iterator[tuple[_Argument, Any]]:
+    """(what the schema says, the value given) for each argument with alias information."""
+    for argument in _schemas(node.target if isinstance(node.target, OpOverload) else operator_name(node)):
+        if argument.position is not None and argument.position < len(node.args):
+            yield argument, node.args[argument.position]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a call by name, those that were not given included; empty where the names are not known."""
+    if node.op == "call_function" and inspect.isfunction(node.target):
+        signature = inspect.signature(node.target)
+        defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+        return {**defaults, **_bound(node)}
+    overloads = _overloads(node)
+    if not overloads or not (len(overloads) == 1 or overload_name(overloads[0]) == "default"):
+        return dict(node.kwargs)
+    arguments = schema_of(overloads[0]).arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
+    return {**defaults, **given, **node.kwargs}
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """A Python function's arguments by name; empty for what has no signature."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return {}
+    target: Callable[..., Any] = node.target
+    try:
+        return dict(inspect.signature(target).bind(*node.args, **node.kwargs).arguments)
+    except (TypeError, ValueError):  # ValueError: behind the wrapper of x ** 2 is no Python function
+        return dict(node.kwargs)
