@@ -29,10 +29,11 @@ from fxpipe.schedules.timeline import Timeline
 if TYPE_CHECKING:
     from fxpipe import passes
     from fxpipe.compiler import compile, preview
-    from fxpipe.distributed.processes import init, launch
+    from fxpipe.distributed.launch import launch
+    from fxpipe.distributed.processes import init
     from fxpipe.distributed.traffic import Traffic
     from fxpipe.graph.loss import Sum
-    from fxpipe.graph.program import StageGraph
+    from fxpipe.graph.stage_graph import StageGraph
     from fxpipe.parameters.initialise import init_weights_of, reset_parameters
     from fxpipe.parameters.weights import Weights
     from fxpipe.precision import Precision
@@ -78,14 +79,14 @@ _LATER = {
     "TRACERS": "trace",
     "ForwardBackward": "run.forward_backward",
     "Precision": "precision",
-    "StageGraph": "graph.program",
+    "StageGraph": "graph.stage_graph",
     "Sum": "graph.loss",
     "Traffic": "distributed.traffic",
     "Weights": "parameters.weights",
     "compile": "compiler",
     "init": "distributed.processes",
     "init_weights_of": "parameters.initialise",
-    "launch": "distributed.processes",
+    "launch": "distributed.launch",
     "passes": "passes",
     "preview": "compiler",
     "reset_parameters": "parameters.initialise",

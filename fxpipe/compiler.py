@@ -18,7 +18,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.errors import RunError, nearest
 from fxpipe.graph.modes import ambient_autocast
-from fxpipe.graph.program import StageGraph, all_tensors
+from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights

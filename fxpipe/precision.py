@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.plan.batch import ITEMS
-from fxpipe.torch_compat import pytree
 
 
 @dataclass(frozen=True)
@@ -64,14 +60,3 @@ def cast_parameters(module: nn.Module, precision: Precision) -> dict[str, Tensor
             parameter.data = parameter.detach().to(precision.compute)
         parameter.grad_dtype = precision.gradient
     return originals
-
-
-def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """``batch`` with its floating-point tensors in ``dtype``; everything else, a count of items too, as it is."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return {
-        name: value if name == ITEMS else pytree.tree_map_only(Tensor, cast, value) for name, value in batch.items()
-    }

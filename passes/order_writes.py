@@ -11,8 +11,8 @@ from functools import partial
 from torch import fx
 
 from fxpipe.errors import PartitionError
+from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import Program, where
-from fxpipe.graph.stage_calls import setitem
 from fxpipe.passes.analysis.effects import is_item_write, returns_written, written
 
 

@@ -10,8 +10,10 @@ from torch import Tensor, fx
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
-from fxpipe.graph.program import Edge, Program, Stage, StageGraph, all_tensors, is_boundary_value, is_compute, made_by
-from fxpipe.graph.stage_calls import check_shapes, handoff, private
+from fxpipe.graph.operators import handoff, private
+from fxpipe.graph.program import Program, is_boundary_value, is_compute, made_by
+from fxpipe.graph.stage_calls import check_shapes
+from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.passes.analysis.effects import is_number, is_random, writes_apart
 
 _Use = tuple[int, int]

@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe import passes
-from fxpipe.graph.program import Edge, Program, StageGraph, is_compute
+from fxpipe.graph.program import Program, is_compute
+from fxpipe.graph.stage_graph import Edge, StageGraph
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Request, capture
 

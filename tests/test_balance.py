@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import passes
 from fxpipe.errors import PartitionError
-from fxpipe.graph.program import Program, StageGraph, is_boundary, is_compute
+from fxpipe.graph.like import Like
+from fxpipe.graph.program import Program, is_boundary, is_compute
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.passes.analysis.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
 from fxpipe.plan.balance import Balanced, Hardware, NodeCosts, balance, costs_from_shapes, place_stages
@@ -27,7 +29,6 @@ from fxpipe.plan.balance.orders import orders, towers
 from fxpipe.plan.balance.search import search
 from fxpipe.plan.balance.segments import Line, Room, cut, least_bound, least_greatest, lightest
 from fxpipe.plan.balance.simulated_layouts import Judge, Layout
-from fxpipe.plan.batch import Like
 from fxpipe.plan.placement import place
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import TRACERS, PartitionError, TraceError, passes, stage_boundary
+from fxpipe.graph.like import Like
 from fxpipe.graph.program import Program, is_boundary, where
 from fxpipe.passes.chain import chain
-from fxpipe.plan.batch import Like
 from fxpipe.trace import Cut, Request, capture
 from fxpipe.trace.cuts_by_name import resolve
 from fxpipe.trace.cutting import cutting

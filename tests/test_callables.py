@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.graph.stage_calls import handoff, private
+from fxpipe.graph.operators import handoff, private
 
 
 class Towers(nn.Module):

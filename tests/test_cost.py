@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpipe import passes
 from fxpipe.errors import PartitionError
+from fxpipe.graph.like import Like
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.program import Program
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance import Hardware, NodeCosts, costs_from_shapes, costs_measured
-from fxpipe.plan.batch import Like
 from fxpipe.trace import Request, capture
 
 PLAIN = Hardware(flops=1.0, flops_16=1.0, bandwidth=1e30, launch=0.0)

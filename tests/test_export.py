@@ -17,13 +17,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fxpipe import TraceError, passes, stage_boundary
+from fxpipe.graph.like import Like
 from fxpipe.graph.modes import Modes, ambient_autocast
-from fxpipe.graph.program import Effects, Program, StageGraph, where
+from fxpipe.graph.program import Effects, Program, where
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.passes.alias_groups import holders_of_written
 from fxpipe.passes.analysis import effects
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
-from fxpipe.plan.batch import Like
 from fxpipe.trace import Request, capture
 from fxpipe.trace.snapshot import Snapshot
 from tests.capturing import run_stages

@@ -18,8 +18,8 @@ from fxpipe.distributed.connect import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import TopologyError
-from fxpipe.graph.program import Edge, all_tensors
 from fxpipe.graph.stage_calls import edges as roots_of
+from fxpipe.graph.stage_graph import Edge, all_tensors
 from fxpipe.parameters.checkpoint import _whole, full_state_dict, load_into
 from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release
 from fxpipe.precision import Precision

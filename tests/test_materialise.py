@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import stage_boundary
 from fxpipe.errors import CheckpointError, RunError
-from fxpipe.graph.program import all_tensors
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.initialise import reset_parameters
 from fxpipe.parameters.materialise import check_no_meta, materialise, weights_of
 from fxpipe.parameters.weights import Weights
@@ -415,7 +415,7 @@ import sys
 import torch
 from torch import nn
 from fxpipe.parameters.initialise import reset_parameters
-from fxpipe.graph.program import all_tensors
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.materialise import materialise
 from fxpipe.parameters.weights import Weights
 from tests.test_materialise import peak

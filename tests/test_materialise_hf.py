@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.graph.program import all_tensors
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.initialise import init_weights_of
 from fxpipe.parameters.materialise import materialise
 from fxpipe.parameters.weights import Weights

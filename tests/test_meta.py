@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import stage_boundary
-from fxpipe.graph.program import all_tensors
+from fxpipe.graph.stage_graph import all_tensors
 from tests.harness import assert_same, engine_of, gradients_of, replica_of
 
 WIDTH = 6

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe import passes
+from fxpipe.graph.like import Like
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
-from fxpipe.plan.batch import Like
 from fxpipe.trace import NEED_SHAPES, TRACERS, Request
 from tests.capturing import run_stages
 from tests.harness import assert_same, gradients_of

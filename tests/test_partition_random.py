@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe import PartitionError, passes
 from fxpipe.graph.boundary import boundary
-from fxpipe.graph.program import Program, StageGraph
+from fxpipe.graph.program import Program
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.passes.chain import chain
 from tests.capturing import run_stages
 

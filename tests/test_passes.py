@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxpipe import PartitionError, stage_boundary
+from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import Program
-from fxpipe.graph.stage_calls import setitem
 from fxpipe.passes import alias_groups, mark_copies, order_writes
 from fxpipe.passes.analysis import effects
 from fxpipe.passes.analysis.union import Union

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import PartitionError
-from fxpipe.graph.program import StageGraph
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.placement import place
 
 NAMES = ["image", "text", "fuse", "loss"]

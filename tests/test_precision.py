@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
-from fxpipe.precision import Precision, cast_batch, cast_parameters
+from fxpipe.plan.batch import cast_batch
+from fxpipe.precision import Precision, cast_parameters
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe import PartitionError, Topology, stage_boundary
-from fxpipe.graph.stage_calls import handoff, private
+from fxpipe.graph.operators import handoff, private
 from tests.harness import Engine, accumulate, cut, distributed, gradients_of, local, strict
 from tests.pool import Pool
 
@@ -236,12 +236,12 @@ def _is_exact(stages: fxpipe.StageGraph) -> bool:
     for stage in stages:
         nodes = [node for node in stage.module.graph.nodes if node.op == "placeholder"]
         for node, edge in zip(nodes, stage.inputs, strict=True):
-            if isinstance(edge, fxpipe.graph.program.Edge) and _uses(node) > 1 and _is_used_elsewhere(stages, edge):
+            if isinstance(edge, fxpipe.graph.stage_graph.Edge) and _uses(node) > 1 and _is_used_elsewhere(stages, edge):
                 return False
     return True
 
 
-def _is_used_elsewhere(stages: fxpipe.StageGraph, edge: fxpipe.graph.program.Edge) -> bool:
+def _is_used_elsewhere(stages: fxpipe.StageGraph, edge: fxpipe.graph.stage_graph.Edge) -> bool:
     node = next(node for node in stages[edge.source].module.graph.nodes if node.name == edge.value)
     by_its_maker = any(user.op != "output" and user.target is not handoff for user in node.users)
     targets = {other.target for other in stages.edges if (other.source, other.value) == (edge.source, edge.value)}

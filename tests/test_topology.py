@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import fxpipe
-from fxpipe.distributed.processes import launch
+from fxpipe.distributed.launch import launch
 from fxpipe.distributed.topology import ROLES, Topology
 from fxpipe.errors import TopologyError
 from tests.pool import Pool

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import fxpipe
-from fxpipe.distributed.processes import Place, _gpu, first_host, init, launch, slurm_place, slurm_port, torchrun_place
+from fxpipe.distributed.launch import launch
+from fxpipe.distributed.processes import Place, _gpu, first_host, init, slurm_place, slurm_port, torchrun_place
 from fxpipe.errors import FxpipeError, RunError, TopologyError
 
 SECONDS = 60.0  # for anything that starts processes; each imports torch
@@ -443,7 +444,7 @@ def test_the_errors_are_fxpipe_s() -> None:
 # Each rank reports to the test over a connection, whose end then tells the test that the rank has ended.
 HANG = """
 import socket, sys, time
-from fxpipe.distributed.processes import launch
+from fxpipe.distributed.launch import launch
 
 def hang(port):
     line = socket.create_connection(("127.0.0.1", port))

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe import passes
 from fxpipe.errors import FxpipeError
+from fxpipe.graph.like import Like
 from fxpipe.graph.program import Program
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance import NodeCosts, balance, costs_from_shapes
@@ -31,7 +32,6 @@ from fxpipe.plan.balance.block_graph import Work, work_of_program
 from fxpipe.plan.balance.candidates import connected
 from fxpipe.plan.balance.segments import least_greatest
 from fxpipe.plan.balance.simulated_layouts import Judge, Layout, without_gaps
-from fxpipe.plan.batch import Like
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
 

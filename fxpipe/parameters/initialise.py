@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.program import all_tensors
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.unwritten import mark, marks_left
 from fxpipe.seeds import seeded
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, storage_id

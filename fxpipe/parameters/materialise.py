@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, RunError
-from fxpipe.graph.program import all_tensors
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.initialise import InitFn, initialise
 from fxpipe.parameters.weights import Weights, likeliest
 from fxpipe.progress import is_teller

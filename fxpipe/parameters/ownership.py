@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.program import StageGraph, all_tensors
+from fxpipe.graph.stage_graph import StageGraph, all_tensors
 
 
 @dataclass(frozen=True)

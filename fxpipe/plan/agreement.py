@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
-from fxpipe.graph.program import StageGraph
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.batch import (
-    ITEMS,
     BatchDim,
     Description,
     bind,

@@ -11,37 +11,15 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.graph.loss import Sum
+from fxpipe.graph.like import ITEMS, Like
 from fxpipe.torch_compat import pytree
 
 BatchDim = int | Mapping[str, int | None]
 
-ITEMS = "num_items_in_batch"
-"""The input that Hugging Face's losses divide by in place of a micro-batch's own labels; float32, 0-dimensional."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Of what lies in a container beside tensors, what a capture can hold for alone."""
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)
-
-
-@dataclass(frozen=True)
-class Like:
-    """What a tensor is, without its numbers. ``device``: its type only. ``stride``: of the whole batch's tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    device: str
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: Tensor) -> Like:
-        if tensor.layout not in (torch.strided, torch.jagged):
-            raise RunError(
-                f"an input of shape {list(tensor.shape)} is of layout {tensor.layout}, which cannot be cut into rows; "
-                "pass what it is made of, such as indices and values, and make it in forward"
-            )
-        return Like(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -242,49 +220,12 @@ def _split_value(value: Any, along: int | None, sizes: Sequence[int]) -> list[An
     return [pytree.tree_unflatten([part[place] for part in parts], spec) for place in range(len(sizes))]
 
 
-def join(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], batch_dim: BatchDim) -> Any:
-    """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
+def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """``batch`` with its floating-point tensors in ``dtype``; everything else, a count of items too, as it is."""
 
-    ``sizes``: the rows of each micro-batch. RunError for an output whose rows are in no dimension that could be meant.
-    """
-    along = batch_dim if isinstance(batch_dim, int) else 0
-    flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in outputs]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_join_leaf(column, shares, sizes, along) for column in columns], flat[0][1])
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-
-def _join_leaf(column: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], along: int) -> Any:
-    first = column[0]
-    if isinstance(first, Sum):
-        return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
-    if not isinstance(first, Tensor):
-        return first
-    if first.dim():
-        return torch.cat(list(column), _rows_along(column, sizes, along))
-    if not first.is_floating_point() and not first.is_complex():
-        return torch.stack(list(column)).sum()
-    weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
-    return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
-
-
-def _rows_along(column: Sequence[Tensor], sizes: Sequence[int], along: int) -> int:
-    """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
-
-    Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
-    """
-    for place in (along, 0):
-        if all(-t.dim() <= place < t.dim() and t.shape[place] == n for t, n in zip(column, sizes, strict=True)):
-            return place
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
-    if len({tensor.dim() for tensor in column}) > 1:
-        raise RunError(
-            f"an output has as many dimensions as rows allow, shapes {shapes} for micro-batches of {list(sizes)} rows: "
-            "squeeze() drops the dimension of a single row, too; write squeeze(-1), or which dimension is meant"
-        )
-    per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
-    if len(per_row) == 1 and per_row.pop()[1] == 0:
-        return 0
-    raise RunError(
-        f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "
-        "return one row per row of the input, or a number"
-    )
+    return {
+        name: value if name == ITEMS else pytree.tree_map_only(Tensor, cast, value) for name, value in batch.items()
+    }

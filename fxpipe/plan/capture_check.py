@@ -16,11 +16,10 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.loss import MicrobatchLoss, read_loss
 from fxpipe.graph.modes import within
 from fxpipe.graph.packing import duplicate
-from fxpipe.graph.program import Edge, StageGraph, all_tensors
 from fxpipe.graph.stage_calls import Saved
-from fxpipe.plan.batch import BatchDim, dimension
+from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
+from fxpipe.plan.batch import BatchDim, cast_batch, dimension
 from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
-from fxpipe.precision import cast_batch
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
 

@@ -16,7 +16,8 @@ from fxpipe import passes as default_passes
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
 from fxpipe.graph.modes import Autocast
-from fxpipe.graph.program import Program, StageGraph
+from fxpipe.graph.program import Program
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.passes.chain import Pass, chain
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.graph.program import StageGraph
-from fxpipe.plan.batch import ITEMS, Description, Given, Like
+from fxpipe.graph.like import ITEMS, Like
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.plan.batch import Description, Given
 
 IGNORED = -100
 """The label that no loss counts."""

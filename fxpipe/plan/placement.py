@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fxpipe.errors import PartitionError, nearest
-from fxpipe.graph.program import StageGraph
+from fxpipe.graph.stage_graph import StageGraph
 
 
 def place(graph: StageGraph, ranks: int, wanted: Mapping[str, int] | None) -> tuple[int, ...]:

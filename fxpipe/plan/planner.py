@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.errors import PartitionError, ScheduleError
-from fxpipe.graph.program import StageGraph
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.captures import Captured, Captures, Pattern
 from fxpipe.plan.placement import place
 from fxpipe.plan.same_stages import alike, like

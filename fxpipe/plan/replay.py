@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fxpipe.torch_compat import TorchDispatchMode, pytree
+from fxpipe.trace.patching import patched
 from fxpipe.trace.snapshot import RandomState, Snapshot
-from fxpipe.trace.symbolic.guard import patched
 
 MOST_DRAWS = 100_000
 """A loop that draws until something comes up would never end on numbers that are always the same."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from fxpipe.errors import PartitionError
-from fxpipe.graph.program import Edge, Stage, StageGraph
+from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 
 
 def like(graph: StageGraph, first: StageGraph) -> StageGraph:

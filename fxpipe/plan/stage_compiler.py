@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fxpipe.errors import RunError
-from fxpipe.graph.program import Stage
+from fxpipe.graph.stage_graph import Stage
 
 StageCompiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -13,8 +13,8 @@ from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.errors import RunError, noted
 from fxpipe.graph.loss import StepLoss, read_loss
 from fxpipe.graph.modes import Autocast, within
-from fxpipe.graph.program import Edge, Stage, StageGraph, bytes_in
 from fxpipe.graph.stage_calls import Saved
+from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, bytes_in
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.finite import Extremes
 from fxpipe.schedules.action import Action, Op

@@ -21,18 +21,18 @@ from fxpipe.distributed.traffic import Traffic
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.modes import within
-from fxpipe.graph.program import StageGraph
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.checkpoint import full_state_dict, load_into
 from fxpipe.parameters.ownership import Ownership, RankModule
 from fxpipe.plan.agreement import Agreed, Agreement, Call, Options, plan_together
-from fxpipe.plan.batch import join
+from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.planner import Plan, Planner
-from fxpipe.precision import cast_batch
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.detached import detached
 from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.run.executor import Executor, Step
 from fxpipe.run.finite import Watch
+from fxpipe.run.outputs import join
 from fxpipe.run.rank_state import Holding
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.step_outcome import Outcome, conclude

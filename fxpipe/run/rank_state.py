@@ -13,7 +13,7 @@ from fxpipe.distributed.broadcast import broadcast
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.program import all_tensors
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.materialise import check_no_meta, materialise
 from fxpipe.parameters.ownership import Ownership, RankModule, release
 from fxpipe.parameters.weights import Weights

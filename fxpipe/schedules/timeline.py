@@ -112,7 +112,7 @@ class Timeline:
 
     @cached_property
     def lower_bound(self) -> float:
-        """What no table that splits the same backwards in halves could undercut at these costs."""
+        """What no table that splits the same backwards in halves could undercut at these costs; see ``bound.py``."""
         return lower_bound(self.schedule, self.costs)
 
     def cause(self, action: Action) -> Cause | None:

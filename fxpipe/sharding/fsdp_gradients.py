@@ -25,7 +25,7 @@ from fxpipe.distributed.collective import Collective, Scope
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.program import Stage, StageGraph, all_tensors
+from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
 from fxpipe.parameters.dtensors import local
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.precision import Precision

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.trace.symbolic.guard import patched, refuse
+from fxpipe.trace.patching import patched, refuse
 from fxpipe.trace.user_line import current_line
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from fxpipe.errors import TraceError
 from fxpipe.graph.program import is_boundary
 from fxpipe.torch_compat import pytree
-from fxpipe.trace.symbolic.guard import refuse
+from fxpipe.trace.patching import refuse
 
 
 def crossing(value: Any, is_traced: Callable[[Any], bool], carry: Callable[[list[Any]], Sequence[Any]]) -> Any:

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import stage_boundary
 from fxpipe.torch_compat import pytree
+from fxpipe.trace.patching import patched, refuse
 from fxpipe.trace.request import Cut
-from fxpipe.trace.symbolic.guard import patched, refuse
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.plan.batch import ITEMS, Like
+from fxpipe.graph.like import ITEMS, Like
 from fxpipe.torch_compat import (
     FAKE_TENSOR_LOG,
     DataDependentOutputException,

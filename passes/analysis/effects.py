@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value
-from fxpipe.graph.stage_calls import setitem
 from fxpipe.torch_compat import (
     BATCH_STATISTICS,
     DROPOUTS,
@@ -161,7 +161,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     if name in _VIEWS_UNSAID:
         return node.all_input_nodes
     if not isinstance(node.target, OpOverload) and not _schemas(name):
-        known = ("_operator", "builtins", "math", "fxpipe.graph.stage_calls")
+        known = ("_operator", "builtins", "math", "fxpipe.graph.operators")
         return [] if getattr(node.target, "__module__", "") in known else node.all_input_nodes
     shared = [source for argument, value in _schema_arguments(node) if argument.shares for source in _nodes(value)]
     if "dropout" in name:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError
+from fxpipe.graph.like import Like
 from fxpipe.graph.modes import Autocast, modes_restored, within
 from fxpipe.graph.program import Program
 from fxpipe.plan.balance.hardware import Hardware
 from fxpipe.plan.balance.node_costs import NodeCost, NodeCosts, call_node, costs_from_shapes, left_as_it_is, modes_of
-from fxpipe.plan.batch import Like
 from fxpipe.torch_compat import pytree
 
 RUNS = 3

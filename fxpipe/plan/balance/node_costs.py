@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, TraceError
+from fxpipe.graph.like import Like
 from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.graph.program import Program, is_assertion, where
 from fxpipe.plan.balance.hardware import Hardware
 from fxpipe.plan.balance.operator_costs import Meter
-from fxpipe.plan.batch import Like
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import FakeModel, fake_model

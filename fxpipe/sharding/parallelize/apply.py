@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.program import StageGraph, all_tensors
+from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
 from fxpipe.parameters.materialise import replace_tensors
 from fxpipe.parameters.ownership import Ownership

@@ -19,7 +19,7 @@ from fxpipe.distributed.broadcast import in_flat_buffers
 from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
-from fxpipe.graph.program import StageGraph
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor, local, ranks_of
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.program import Stage, StageGraph, all_tensors
+from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.program import Stage, StageGraph
 from fxpipe.graph.stage_calls import check_shapes
+from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.sharding.parallelize.gradients import ParallelGradients

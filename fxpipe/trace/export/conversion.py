@@ -33,8 +33,8 @@ from fxpipe.torch_compat import (
     set_grad_enabled,
 )
 from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
+from fxpipe.trace.patching import patched
 from fxpipe.trace.snapshot import storage_of
-from fxpipe.trace.symbolic.guard import patched
 from fxpipe.trace.user_line import is_users
 
 TENSOR = object()

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.torch_compat import AUTOCAST_CACHE, RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
 from fxpipe.trace.attributes import AssignedBuffers
+from fxpipe.trace.patching import KEEPS, no_checkpoints, patched, refuse
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
-from fxpipe.trace.symbolic.guard import KEEPS, no_checkpoints, patched, refuse
 from fxpipe.trace.user_line import definition, is_torchs
 
 _ASKED = "_cache_asked"

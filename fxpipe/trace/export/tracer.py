@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import recording
+from fxpipe.graph.like import Like
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
-from fxpipe.plan.batch import Like
 from fxpipe.torch_compat import DataDependentOutputException, DynamicOutputShapeException, guard_on_data, pytree
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
@@ -24,8 +24,8 @@ from fxpipe.trace.export.boundary_operator import marked
 from fxpipe.trace.export.conversion import TENSOR, Traced, modes_as_operations
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
 from fxpipe.trace.fake import fake_model
+from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.request import Request
-from fxpipe.trace.symbolic.guard import plain_modes
 from fxpipe.trace.user_line import line_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError
-from fxpipe.plan.batch import Like
+from fxpipe.graph.like import Like
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.attributes import WatchedAttributes
 from fxpipe.trace.fake import is_fake, outside, unrecorded
+from fxpipe.trace.patching import patched
 from fxpipe.trace.record.differentiated import leads_around
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.functions import functions_watched
@@ -28,7 +29,6 @@ from fxpipe.trace.record.rehearsal import Given, Rehearsed, rehearse
 from fxpipe.trace.record.tape import PLAIN, Operation, Source, Touched, paths, tensors
 from fxpipe.trace.record.touched import PythonState
 from fxpipe.trace.snapshot import storage_of
-from fxpipe.trace.symbolic.guard import patched
 from fxpipe.trace.user_line import definition
 
 

@@ -24,9 +24,9 @@ from fxpipe.torch_compat import (
     function_apply,
     vmap_home,
 )
+from fxpipe.trace.patching import patched, refuse_backward
 from fxpipe.trace.record.recorder import Recorder
 from fxpipe.trace.record.tape import Checkpoint
-from fxpipe.trace.symbolic.guard import patched, refuse_backward
 
 Apply = Callable[[type[torch.autograd.Function], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxpipe.graph.modes import DEVICES, Autocast, Modes
-from fxpipe.trace.symbolic.guard import patched
+from fxpipe.trace.patching import patched
 
 
 @dataclass(frozen=True)

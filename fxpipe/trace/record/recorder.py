@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
+from fxpipe.graph.like import Like
+from fxpipe.graph.operators import blank
 from fxpipe.graph.program import Effects
-from fxpipe.graph.stage_calls import blank
-from fxpipe.plan.batch import Like
 from fxpipe.torch_compat import CHECKS, TorchDispatchMode, pytree
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
+from fxpipe.trace.patching import BACKWARD, refuse, refuse_backward
 from fxpipe.trace.record.certain import outcome
 from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
@@ -44,7 +45,6 @@ from fxpipe.trace.record.tape import (
 from fxpipe.trace.record.targets import getter_of, name_of, setter_of, target_of
 from fxpipe.trace.record.touched import PythonState, TouchedMode
 from fxpipe.trace.snapshot import RandomState, storage_of
-from fxpipe.trace.symbolic.guard import BACKWARD, refuse, refuse_backward
 from fxpipe.trace.user_line import current_line
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})

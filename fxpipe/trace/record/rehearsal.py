@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.plan.batch import Like
+from fxpipe.graph.like import Like
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.record.tape import Touched
 from fxpipe.trace.record.touched import TouchedMode

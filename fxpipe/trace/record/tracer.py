@@ -22,6 +22,7 @@ from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
+from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
 from fxpipe.trace.record.methods import Name
@@ -30,7 +31,6 @@ from fxpipe.trace.record.recorder import NeedsValues, Recorder
 from fxpipe.trace.record.tape import PLAIN, Operation, Problem, Source, Value, paths
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import RandomState, Snapshot
-from fxpipe.trace.symbolic.guard import plain_modes
 from fxpipe.trace.user_line import definition, line_of
 
 _FINE = 32

@@ -16,19 +16,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree, schema_of
+from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
+from fxpipe.trace.patching import devices, no_checkpoints, patched, refuse
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
-from fxpipe.trace.user_line import current_line, definition
-
-KEEPS = "tracer='record' keeps it"
-BACKWARD = torch.autograd.backward
-"""As it is outside of a capture: models may have bound it before."""
-
-
-def refuse(fact: str, instead: str) -> TraceError:
-    """The error for something that happens at the user's current line."""
-    line = current_line()
-    return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
+from fxpipe.trace.user_line import definition
 
 
 class Guard:
@@ -156,13 +147,6 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def refuse_backward(*args: Any, **kwargs: Any) -> Any:
-    raise refuse(
-        "forward calls backward, which adds to .grad beside the step",
-        "take gradients with torch.autograd.grad, where all that they go through is in one stage",
-    )
-
-
 def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     raise refuse(
         f"torch.autograd.Function {function.__name__} is applied in forward, and its backward would be lost",
@@ -179,53 +163,10 @@ _OUTSIDE = "enter it around the call of forward_backward instead"
 _FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
 
 
-def _devices() -> list[str]:
-    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-@contextlib.contextmanager
-def no_checkpoints() -> Iterator[None]:
-    """Refuses activation checkpointing; torch offers no way to see it but by what it calls itself."""
-    with (
-        patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, _refuse_checkpoint),
-        patched(torch.utils.checkpoint.CheckpointFunction, "apply", _refuse_checkpoint),
-    ):
-        yield
-
-
-def _refuse_checkpoint(*args: Any, **kwargs: Any) -> Any:
-    raise refuse("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
-
-
-@contextlib.contextmanager
-def plain_modes() -> Iterator[None]:
-    """Gradients on, inference mode and autocast off: in these modes, whatever forward changes is a change."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for device in _devices():
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
 def _modes() -> dict[tuple[str, str], Any]:
-    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _devices()]
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices()]
     return {
         ("grad mode", _FREEZE): torch.is_grad_enabled(),
         ("inference mode", _FREEZE): torch.is_inference_mode_enabled(),
         ("autocast", _OUTSIDE): autocast,
     }
-
-
-@contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

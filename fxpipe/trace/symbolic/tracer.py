@@ -16,8 +16,9 @@ from fxpipe.graph.boundary import boundary, recording, stage_boundary
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
+from fxpipe.trace.patching import BACKWARD, patched, plain_modes, refuse, refuse_backward
 from fxpipe.trace.request import Request
-from fxpipe.trace.symbolic.guard import BACKWARD, Guard, patched, plain_modes, refuse, refuse_backward
+from fxpipe.trace.symbolic.guard import Guard
 from fxpipe.trace.user_line import current_line, definition, line_of, mentions
 
 

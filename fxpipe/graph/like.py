@@ -1,0 +1,33 @@
+"""Like: what a tensor of a batch is, without its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+
+ITEMS = "num_items_in_batch"
+"""The input that Hugging Face's losses divide by in place of a micro-batch's own labels; float32, 0-dimensional."""
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a tensor is, without its numbers. ``device``: its type only. ``stride``: of the whole batch's tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: str
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Like:
+        if tensor.layout not in (torch.strided, torch.jagged):
+            raise RunError(
+                f"an input of shape {list(tensor.shape)} is of layout {tensor.layout}, which cannot be cut into rows; "
+                "pass what it is made of, such as indices and values, and make it in forward"
+            )
+        return Like(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)

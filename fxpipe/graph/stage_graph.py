@@ -1,0 +1,283 @@
+"""``StageGraph``: a program cut into stages, and the values that pass between them. Frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from tabulate import tabulate
+from torch import Tensor, fx, nn
+
+from fxpipe.errors import PartitionError, nearest
+from fxpipe.graph.modes import modes_restored
+from fxpipe.graph.stage_calls import Backward, Forward
+from fxpipe.torch_compat import pytree
+
+
+@dataclass(frozen=True, order=True)
+class Edge:
+    """One value on its way from the stage that makes it to one stage that uses it."""
+
+    source: int
+    target: int
+    value: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: a function from batch inputs and received values to the values that other stages need."""
+
+    index: int
+    name: str
+    module: nn.Module | Callable[..., Any]
+    function: Callable[..., tuple[Any, ...]]
+    """``function(*inputs)`` returns one value per outgoing edge, and on the output stage the model's result, or the
+    leaves of it where ``result`` tells how they make it."""
+    inputs: tuple[str | Edge, ...]
+    """A batch input by name, or the edge that a value arrives on; the order of the arguments."""
+    outputs: tuple[Edge, ...]
+    returns_result: bool
+    tensors: Mapping[str, Tensor]
+    """Its parameters and buffers, by the model's own names."""
+    draws_random: bool
+    has_backward: bool = False
+    """Whether it, or a stage before it, has something to train."""
+    result: pytree.TreeSpec | None = None
+
+    def run(self, *inputs: Any) -> tuple[Any, ...]:
+        """One value per outgoing edge, and on the output stage the model's result."""
+        with modes_restored():
+            outputs = self.function(*inputs)
+        if self.result is None:
+            return outputs
+        return *outputs[:-1], pytree.tree_unflatten(outputs[-1], self.result)
+
+    @property
+    def batch_inputs(self) -> tuple[str, ...]:
+        return tuple(name for name in self.inputs if isinstance(name, str))
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    def _input_names(self) -> list[str]:
+        return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
+
+    def _output_names(self) -> list[str]:
+        return [edge.value for edge in self.outputs] + ["result"] * self.returns_result
+
+    @cached_property
+    def forward(self) -> Forward:
+        """``forward(*inputs) -> (outputs, saved)``; prints as code."""
+        code = self.module.code.strip() if isinstance(self.module, fx.GraphModule) else repr(self.module)
+        return Forward(self.name, self.run, self._input_names(), self._output_names(), code)
+
+    @cached_property
+    def backward(self) -> Backward:
+        """``backward(saved, gradients) -> input gradients``; prints as code."""
+        return Backward(self.name, self._input_names(), self._output_names())
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The stages of a model in topological order, and the values that pass between them."""
+
+    stages: tuple[Stage, ...]
+    inputs: tuple[str, ...]
+    """The model's inputs, in call order."""
+    module: nn.Module
+    """The whole model, whose names the stages' parameters bear."""
+    placement: tuple[int, ...] = ()
+    """The pipe rank of each stage, once it is decided."""
+    bytes_of: Mapping[Edge, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Bytes of each edge's value for one micro-batch, once a step has shown them."""
+    origin: str = ""
+    """Where the graph comes from: which tracer, or the user's callables."""
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        return tuple(edge for stage in self.stages for edge in stage.outputs)
+
+    @property
+    def stage_edges(self) -> tuple[tuple[int, int], ...]:
+        """The edges as pairs of stages, each once, sorted."""
+        return tuple(sorted({(edge.source, edge.target) for edge in self.edges}))
+
+    @property
+    def tied(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of stages that use the same parameter, each group once, sorted."""
+        users: dict[int, dict[int, None]] = {}
+        for stage in self.stages:
+            for parameter in stage.parameters.values():
+                users.setdefault(id(parameter), {})[stage.index] = None
+        return tuple(sorted({tuple(stages) for stages in users.values() if len(stages) > 1}))
+
+    @property
+    def output_stage(self) -> int:
+        return next(stage.index for stage in self.stages if stage.returns_result)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.stages)
+
+    def with_backward(self) -> StageGraph:
+        """The same graph; each stage has a backward if it, or one before it, has a trainable parameter now."""
+        stages: list[Stage] = []
+        for stage in self.stages:
+            trains = any(parameter.requires_grad for parameter in stage.parameters.values())
+            fed = any(stages[entry.source].has_backward for entry in stage.inputs if isinstance(entry, Edge))
+            stages.append(dataclasses.replace(stage, has_backward=trains or fed))
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def with_tensors_of_module(self) -> StageGraph:
+        """The same graph; its stages hold the tensors that now bear their names in the module."""
+        held = all_tensors(self.module)
+        stages = [
+            dataclasses.replace(stage, tensors={name: held[name] for name in stage.tensors}) for stage in self.stages
+        ]
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, key: int | str) -> Stage:
+        if isinstance(key, int):
+            return self.stages[key]
+        for stage in self.stages:
+            if stage.name == key:
+                return stage
+        raise PartitionError(f"no stage is called {key!r}{nearest(key, self.names)}")
+
+    def __str__(self) -> str:
+        rows = []
+        for stage in self.stages:
+            rank = self.placement[stage.index] if self.placement else "-"
+            parameters = sum(parameter.numel() for parameter in stage.parameters.values())
+            arriving = [edge for edge in self.edges if edge.target == stage.index]
+            rows.append(
+                (
+                    stage.name,
+                    rank,
+                    f"{parameters:,}",
+                    self._bytes(arriving),
+                    self._bytes(stage.outputs),
+                    self._destinations(stage),
+                )
+            )
+        headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
+        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
+        return f"{grid}\ncaptured by {self.origin}" if self.origin else grid
+
+    def _bytes(self, edges: Sequence[Edge]) -> str:
+        if not edges:
+            return "0"
+        if any(edge not in self.bytes_of for edge in edges):
+            return "after 1st step"
+        return f"{sum(self.bytes_of[edge] for edge in edges):,}"
+
+    def _destinations(self, stage: Stage) -> str:
+        places = [f"{edge.value} → {self.stages[edge.target].name}" for edge in stage.outputs]
+        return ", ".join(places + ["result"] * stage.returns_result)
+
+    @staticmethod
+    def from_callables(
+        stages: Mapping[str, nn.Module | Callable[..., Any]],
+        edges: Sequence[tuple[str, str]],
+        inputs: Mapping[str, Sequence[str]],
+    ) -> StageGraph:
+        """A stage graph from the user's own callables, for models that nothing can trace.
+
+        ``stages``: name → module or function, in any order. ``edges``: (from, to) pairs. ``inputs``: stage name → the
+        batch inputs that it takes; the model's inputs are these, in order of first mention. A stage is called with
+        its batch inputs and then, in the order of ``edges``, with what the stages before it returned. Exactly one
+        stage has no edge out of it: it returns the loss.
+
+        Parameters are named ``<stage name>.<name in the module>``. A function that holds parameters outside of a
+        module cannot be seen to have any; give a module.
+        """
+        order = _topological_order(list(stages), edges)
+        index = {name: place for place, name in enumerate(order)}
+        unknown = [name for name in inputs if name not in index]
+        if unknown:
+            raise PartitionError(f"inputs= names {unknown[0]!r}, which is no stage{nearest(unknown[0], order)}")
+        sinks = [name for name in order if all(source != name for source, _ in edges)]
+        if len(sinks) != 1:
+            raise PartitionError(
+                f"exactly one stage returns the loss and has no edge out of it, but these have none: {sinks}; "
+                "add the missing edges"
+            )
+        every = [Edge(index[source], index[target], source) for source, target in edges]
+        built: list[Stage] = []
+        for place, name in enumerate(order):
+            arrivals = tuple(edge for edge in every if edge.target == place)
+            leaving = tuple(edge for edge in every if edge.source == place)
+            call = stages[name]
+            built.append(
+                Stage(
+                    index=place,
+                    name=name,
+                    module=call,
+                    function=_fan_out(call, len(leaving)),
+                    inputs=(*inputs.get(name, ()), *arrivals),
+                    outputs=leaving,
+                    returns_result=name == sinks[0],
+                    tensors=all_tensors(call, name) if isinstance(call, nn.Module) else {},
+                    draws_random=True,
+                )
+            )
+        module = nn.Module()
+        for name, call in stages.items():
+            if not name.isidentifier() or hasattr(module, name):
+                raise PartitionError(f"{name!r} cannot name a stage: it is no plain name, or one that nn.Module uses")
+            if isinstance(call, nn.Module):
+                module.add_module(name, call)
+        names = tuple(dict.fromkeys(name for stage in inputs.values() for name in stage))
+        return StageGraph(tuple(built), names, module, origin="the user's callables").with_backward()
+
+
+def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Every parameter and buffer, by every name that it bears, each behind ``prefix``."""
+    return {
+        **dict(module.named_parameters(prefix, remove_duplicate=False)),
+        **dict(module.named_buffers(prefix, remove_duplicate=False)),
+    }
+
+
+def _fan_out(call: Callable[..., Any], uses: int) -> Callable[..., tuple[Any, ...]]:
+    """``call`` with its one value handed to ``uses`` stages, or returned as the result where there are none."""
+
+    def function(*inputs: Any) -> tuple[Any, ...]:
+        return (call(*inputs),) * max(uses, 1)
+
+    return function
+
+
+def _topological_order(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str]:
+    for edge in edges:
+        for name in edge:
+            if name not in names:
+                raise PartitionError(f"edge {edge} names {name!r}, which is no stage{nearest(name, names)}")
+        if list(edges).count(edge) > 1:
+            raise PartitionError(f"edge {edge} is given twice")
+    order: list[str] = []
+    waiting = list(names)
+    while waiting:
+        ready = [n for n in waiting if all(source in order for source, target in edges if target == n)]
+        if not ready:
+            raise PartitionError(f"the edges form a cycle through {waiting}; a stage graph must be acyclic")
+        order.append(ready[0])
+        waiting.remove(ready[0])
+    return order
+
+
+def bytes_in(value: Any) -> int:
+    """Bytes of all tensors in ``value``."""
+    leaves = pytree.tree_leaves(value)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))

@@ -1,0 +1,76 @@
+"""Patching: what a capture replaces in torch while it lasts, and how it refuses what it would get wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from fxpipe.errors import TraceError
+from fxpipe.torch_compat import CHECKPOINT_GENERATOR
+from fxpipe.trace.user_line import current_line
+
+KEEPS = "tracer='record' keeps it"
+
+
+BACKWARD = torch.autograd.backward
+"""As it is outside of a capture: models may have bound it before."""
+
+
+def refuse(fact: str, instead: str) -> TraceError:
+    """The error for something that happens at the user's current line."""
+    line = current_line()
+    return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
+
+
+def refuse_backward(*args: Any, **kwargs: Any) -> Any:
+    raise refuse(
+        "forward calls backward, which adds to .grad beside the step",
+        "take gradients with torch.autograd.grad, where all that they go through is in one stage",
+    )
+
+
+def devices() -> list[str]:
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@contextlib.contextmanager
+def no_checkpoints() -> Iterator[None]:
+    """Refuses activation checkpointing; torch offers no way to see it but by what it calls itself."""
+    with (
+        patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, _refuse_checkpoint),
+        patched(torch.utils.checkpoint.CheckpointFunction, "apply", _refuse_checkpoint),
+    ):
+        yield
+
+
+def _refuse_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    raise refuse("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """Gradients on, inference mode and autocast off: in these modes, whatever forward changes is a change."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in devices():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
