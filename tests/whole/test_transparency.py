@@ -34,7 +34,7 @@ from tests.harness import (
 )
 from tests.models import CASES, PLAIN, RANDOM, WIDTH, Case, ColumnBatch, Inputs, linear
 from tests.pool import Pool
-from tests.test_schedules_run import RUNNABLE
+from tests.whole.test_schedules_run import RUNNABLE
 
 ENGINES = ["local", "strict 0", "strict 1", "distributed"]
 EVERY = CASES | PLAIN | RANDOM

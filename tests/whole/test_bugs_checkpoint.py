@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fxpipe
 from fxpipe.errors import CheckpointError, RunError
 from tests.pool import Pool
-from tests.test_parallelize import in_a_new_world
+from tests.sharding.test_parallelize import in_a_new_world
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
 

@@ -22,7 +22,7 @@ from fxpipe.parameters.materialise import check_no_meta, materialise, weights_of
 from fxpipe.parameters.weights import Weights
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Block(nn.Module):
@@ -418,7 +418,7 @@ from fxpipe.parameters.initialise import reset_parameters
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.materialise import materialise
 from fxpipe.parameters.weights import Weights
-from tests.test_materialise import peak
+from tests.parameters.test_materialise import peak
 
 source, rank = sys.argv[1], int(sys.argv[2])
 with torch.device("meta"):

@@ -10,7 +10,7 @@ import pytest
 
 import fxpipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import random, sys

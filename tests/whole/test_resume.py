@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import fxpipe
 from fxpipe.sharding.slices import Slice
 from tests.pool import Pool
-from tests.test_parallelize import in_a_new_world
+from tests.sharding.test_parallelize import in_a_new_world
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
 

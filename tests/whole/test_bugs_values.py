@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe import Topology, TraceError, stage_boundary
 from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import Run, assert_run, assert_same, gradients_of, local, trained
-from tests.test_bugs_data_axis import refusals
+from tests.whole.test_bugs_data_axis import refusals
 
 ONE, TWO = Topology([("pipe", 1)]), Topology([("pipe", 2)])
 WORDS, WIDTH = 11, 8

@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe import Topology, stage_boundary
 from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import Engine, engine_of, replica_of
-from tests.test_bugs_data_axis import refusals
+from tests.whole.test_bugs_data_axis import refusals
 
 IGNORED = -100
 CLASSES, LENGTH, WIDTH = 5, 3, 4
