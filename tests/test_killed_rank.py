@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fxpipe
 
-SECONDS = 100.0  # for all of a test, starting four processes included; transports wait for half an hour
+SECONDS = 200.0  # for all of a test, starting four processes included; transports wait for half an hour
 RANKS = 4
 OPERATION = r"(an? )?[a-z][a-z_ -]* (of|over|with) \S+"  # as in "all-reduce of 65792 elements over shard"
 

@@ -21,7 +21,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError, RunError, TopologyError
 from fxpipe.world import Place, _gpu, first_host, init, launch, slurm_place, slurm_port, torchrun_place
 
-SECONDS = 100.0  # for anything that starts processes; each imports torch
+SECONDS = 200.0  # for anything that starts processes; each imports torch
 
 TORCHRUN = {
     "RANK": "5",
