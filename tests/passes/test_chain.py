@@ -55,7 +55,7 @@ def test_callbacks_see_every_pass_what_it_was_given_and_what_it_returned() -> No
     assert tuple(step for step, *_ in seen) == passes.default()
     for earlier, later in itertools.pairwise(seen):
         assert earlier[2] is later[1]
-    assert all(0 <= seconds < 60 for *_, seconds in seen)
+    assert all(seconds >= 0 for *_, seconds in seen)
 
 
 # ---- the check ----

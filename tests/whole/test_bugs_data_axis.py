@@ -823,7 +823,7 @@ def what_is_left() -> tuple[bool, list[bool]]:
     torch.distributed.destroy_process_group()
     gc.collect()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     return transport() is not None, [thread.is_alive() for thread in threads]
 
 

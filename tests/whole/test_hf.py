@@ -41,7 +41,7 @@ from tests.hf import (  # noqa: E402
 )
 
 STEPS = 2
-SECONDS = 100.0  # for a call: the first one imports transformers and torch.export in each worker
+SECONDS = 150.0  # for a call: the first one imports transformers and torch.export in each worker
 every_model = pytest.mark.parametrize("name", MODELS)
 every_tracer = pytest.mark.parametrize("tracer", ["export", "record"])
 

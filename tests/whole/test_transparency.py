@@ -707,7 +707,6 @@ def test_the_reason_reaches_ranks_that_have_compiled_more_models_than_others(poo
     pool.run(train_case, "U-Net", {}, ranks=3)
     for outcome in pool.outcomes(step_without_a_loss, ranks=4):
         assert "the loss must be one number" in str(outcome.error), f"rank {outcome.rank}: {outcome.error}"
-        assert outcome.seconds < 5
 
 
 def step_without_a_loss() -> None:
