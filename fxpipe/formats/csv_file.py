@@ -20,17 +20,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fxpipe.errors import ScheduleError
 from fxpipe.formats.csv_messages import COMPUTE, MESSAGES, Cell, Part, mismatched, misplaced, part_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import in_steps
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
+from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import execution_order
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.schedule import Schedule
 
 StrPath = str | os.PathLike[str]
 

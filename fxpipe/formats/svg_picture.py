@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING
 
 from fxpipe.formats import colours
 from fxpipe.formats.layout import FONT, HEAD, LANE, MARGIN, SWATCH, Layout, text_width, ticks
 from fxpipe.formats.words import IN_WORDS, headline, unit_of
 from fxpipe.schedules.action import Action, Op
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Timeline
 
 # Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", colours.DARK_INK, "#59616b", "#e8eaee", "#d3d7dd"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.schedules.action import Action, Op
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Timeline
 
 IN_WORDS: Mapping[Op, str] = {
     Op.F: "forward",

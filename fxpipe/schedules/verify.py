@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies, EdgeLike
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, user_of
 from fxpipe.schedules.no_gc import paused
+from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.schedule import Schedule
 
 Step = tuple[int, Instruction]
 """(rank, what it does)."""

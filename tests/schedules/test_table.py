@@ -14,9 +14,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute
-from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
-from fxpipe.schedules.timeline import Timeline
 from tests.graphs import WORKED, Bare, bare, chain, random_bare
 
 NAMES = ("image 0", "image 1", "text", "text.1", "loss")
