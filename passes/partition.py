@@ -39,7 +39,7 @@ from fxpipe.passes.analysis.union import Union
 
 
 @dataclass(frozen=True)
-class _Edge:
+class _FlowEdge:
     """A value made by ``source`` and used by ``target``; ``marked``: through a boundary."""
 
     source: fx.Node
@@ -52,7 +52,7 @@ def partition(program: Program) -> Program:
     flow = _Flow(program)
     downstream, upstream = flow.downstream(), flow.upstream()
 
-    def bypasses(edge: _Edge) -> bool:
+    def bypasses(edge: _FlowEdge) -> bool:
         return bool(downstream[flow.units.find(edge.source)] & upstream[flow.units.find(edge.target)])
 
     # 2: what bypasses a boundary is cut
@@ -85,7 +85,7 @@ class _Flow:
 
     def __init__(self, program: Program) -> None:
         self.nodes = [n for n in program.graph.nodes if is_compute(n) and n.name not in program.copied]
-        self.edges: list[_Edge] = []
+        self.edges: list[_FlowEdge] = []
         self.units = Union(self.nodes)
         """Nodes that no cut may separate: what shares written memory, what forward itself differentiates, and a shape
         query with what it asks."""
@@ -142,7 +142,7 @@ class _Flow:
         if node in self._checks and sources:
             latest = max(sources)  # which has the value before it crosses any boundary
             self._join([latest, node])
-            self.edges += [_Edge(source, node, True) for source in sources if source is not latest]
+            self.edges += [_FlowEdge(source, node, True) for source in sources if source is not latest]
             self._add_arrows(node, [(source, frozenset()) for source in sources])
         elif node not in self.units:
             self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
@@ -150,7 +150,7 @@ class _Flow:
             self._join([node, *sources])
             self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
         else:
-            self.edges += [_Edge(s, node, bool(crossed)) for s, crossed in operands if s in self.units]
+            self.edges += [_FlowEdge(s, node, bool(crossed)) for s, crossed in operands if s in self.units]
             self._add_arrows(node, operands)
 
     def _add_arrows(self, node: fx.Node, operands: list[tuple[fx.Node, frozenset[fx.Node]]]) -> None:
@@ -158,7 +158,7 @@ class _Flow:
             before = [source, *crossed] if source in self.units else crossed
             self._arrows += [(earlier, node) for earlier in before]
 
-    def in_one_unit(self, edge: _Edge) -> bool:
+    def in_one_unit(self, edge: _FlowEdge) -> bool:
         return self.units.same(edge.source, edge.target)
 
     def downstream(self) -> dict[fx.Node, int]:
@@ -184,7 +184,9 @@ class _Flow:
     def _unit(self, node: fx.Node) -> fx.Node:
         return self.units.find(node) if node in self.units else node
 
-    def pieces(self, joined: list[_Edge], downstream: dict[fx.Node, int], separated: set[fx.Node]) -> Union[fx.Node]:
+    def pieces(
+        self, joined: list[_FlowEdge], downstream: dict[fx.Node, int], separated: set[fx.Node]
+    ) -> Union[fx.Node]:
         """What remains connected, where edges between ``separated`` nodes hold only if these are before the same."""
         pieces = Union(self.nodes)
         for node in self.nodes:
@@ -205,7 +207,7 @@ def _checks(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _check_versions(program: Program, edges: list[_Edge]) -> None:
+def _check_versions(program: Program, edges: list[_FlowEdge]) -> None:
     """A value leaves its stage as it is at the end: nobody elsewhere may want it as it was before a write."""
     group_of = {name: group for group in program.written for name in group}
     last_write = dict(_writes(program))
@@ -247,7 +249,7 @@ def _writes(program: Program) -> Iterator[tuple[frozenset[str], fx.Node]]:
             yield group_of[node.name], node
 
 
-def _waiting(pieces: Union[fx.Node], edges: list[_Edge], joined: list[_Edge]) -> set[fx.Node]:
+def _waiting(pieces: Union[fx.Node], edges: list[_FlowEdge], joined: list[_FlowEdge]) -> set[fx.Node]:
     """The pieces that wait for themselves, directly (around a boundary) or through others."""
     uncut = set(joined)
     after: dict[fx.Node, set[fx.Node]] = {}

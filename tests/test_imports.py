@@ -46,6 +46,13 @@ NOT_YET_WITHOUT_TYPE_CHECKING = set(
     """.split()
 )
 """Files that another of fxpipe's imports, and that import it for their annotations; the list may only shrink."""
+NOT_YET_UNIQUE = set(
+    """
+    Call Chain Done Given Held Layout Meter ModesNow Outcome Part Place Plan Problem Recorder Run Source Span Step Value
+    Work
+    """.split()
+)
+"""Names of classes that two files still use; the list may only shrink."""
 
 PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
@@ -121,7 +128,8 @@ class File:
 
     @cached_property
     def classes(self) -> set[str]:
-        return {n.name for n in self.nodes if isinstance(n, ast.ClassDef)}
+        """Their names, without the underscore of the private ones."""
+        return {n.name.lstrip("_") for n in self.nodes if isinstance(n, ast.ClassDef)}
 
 
 def modules_in(nodes: Iterable[ast.AST]) -> set[str]:
@@ -213,6 +221,16 @@ def test_private_names_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", torch_compat.MODULE_TABLES)
 def test_a_module_has_the_tables_that_are_used(name: str) -> None:
     assert name in vars(torch.nn.Module())
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Whoever looks for a name finds one class, public or private."""
+    files: dict[str, list[str]] = {}
+    for file in FILES:
+        for name in file.classes:
+            files.setdefault(name, []).append(file.path)
+    shared = {name: paths for name, paths in files.items() if len(paths) > 1 and name not in NOT_YET_UNIQUE}
+    assert shared == {}
 
 
 def test_passes_cannot_be_imported_by_a_name_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PictureLayout:
     """Times and ranks → pixels."""
 
     timeline: Timeline

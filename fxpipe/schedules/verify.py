@@ -144,7 +144,7 @@ class Halt:
 
 
 @dataclass
-class _Queue:
+class _Channel:
     """One directed pair's messages: as sent, as posted, and how many at their heads have met."""
 
     sent: list[Message] = field(default_factory=list)
@@ -171,7 +171,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self._next = [0] * len(self.instructions)
-        self._queues: dict[tuple[int, int], _Queue] = {}
+        self._queues: dict[tuple[int, int], _Channel] = {}
         self._arrived: set[Message] = set()
         self._come: dict[Reduce, set[int]] = {}  # reduction → the ranks that have come to it
         self._done: set[Action] = set()
@@ -230,7 +230,7 @@ class Machine:
         message = step.message
         queue = self._queues.get((message.sender, message.receiver))
         if queue is None:
-            queue = self._queues[message.sender, message.receiver] = _Queue()
+            queue = self._queues[message.sender, message.receiver] = _Channel()
         (queue.sent if isinstance(step, Send) else queue.posted).append(message)
         met = queue.meet()
         self._arrived.update(met)
@@ -276,7 +276,7 @@ class Machine:
 
     def _behind(self, message: Message) -> str:
         """Why a message that was made has not arrived, in words."""
-        queue = self._queues.get((message.sender, message.receiver), _Queue())
+        queue = self._queues.get((message.sender, message.receiver), _Channel())
         if queue.met < min(len(queue.sent), len(queue.posted)):
             return f", which is behind a disagreement: the {queue.sent[queue.met]} is sent where the " + (
                 f"{queue.posted[queue.met]} is received"
