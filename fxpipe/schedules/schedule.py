@@ -88,9 +88,7 @@ class Schedule:
         """
         from fxpipe.formats import csv_file
 
-        table = csv_file.read(path, edges)
-        name = Path(path).stem
-        return Schedule(table.rows, table.edges, table.placement, table.backward, table.microbatches, name)
+        return csv_file.read(path, edges)
 
     def to_csv(self, path: StrPath, communication: bool = False) -> None:
         """Writes the table for ``from_csv``, or for torch.distributed.pipelining: a line per rank.
