@@ -194,7 +194,7 @@ class Machine:
                 step = row[self._next[rank]]
                 if isinstance(step, Reduce):
                     self._come.setdefault(step, set()).add(rank)
-                missing = self._missing(step)
+                missing = next(self._waits_for(step), None)
                 if missing is not None:
                     waiting.setdefault(missing, []).append(rank)
                     break
@@ -203,20 +203,15 @@ class Machine:
                     able.extend(waiting.pop(event, ()))
                 yield rank, step
 
-    def _missing(self, step: Instruction) -> Event | None:
-        """The first thing that a step still waits for."""
+    def _waits_for(self, step: Instruction) -> Iterator[Event]:
+        """What a step still waits for."""
         if isinstance(step, Compute):
-            for action in self._dependencies.before(step.action):
-                if action not in self._done:
-                    return action
-            for message in self._messages_for(step.action):
-                if message not in self._arrived:
-                    return message
-        elif isinstance(step, Release):
-            return None if step.message in self._arrived else step.message
-        elif isinstance(step, Reduce):
-            return None if len(self._come[step]) == len(step.ranks) else step
-        return None
+            yield from (action for action in self._dependencies.before(step.action) if action not in self._done)
+            yield from (message for message in self._messages_for(step.action) if message not in self._arrived)
+        elif isinstance(step, Release) and step.message not in self._arrived:
+            yield step.message
+        elif isinstance(step, Reduce) and len(self._come[step]) < len(step.ranks):
+            yield step
 
     def _execute(self, step: Instruction) -> Sequence[Event]:
         """What has come about with this step."""
@@ -242,19 +237,15 @@ class Machine:
         return self._awaited.get((action.stage, action.microbatch, action.op is Op.F), ())
 
     def _lacks(self, step: Instruction) -> list[str]:
-        """What a step still waits for, in words."""
-        if isinstance(step, Release):
-            return [] if step.message in self._arrived else [f"the {step.message}"]
+        """What a step still waits for, in words; messages only where all actions before it have run."""
+        events = list(self._waits_for(step))
         if isinstance(step, Reduce):
-            absent = [rank for rank in step.ranks if rank not in self._come.get(step, ())]
+            absent = [rank for rank in step.ranks if rank not in self._come[step]]
             return [f"rank {rank} to come to the {step}" for rank in absent]
-        if not isinstance(step, Compute):
-            return []
-        actions = [other for other in self._dependencies.before(step.action) if other not in self._done]
-        if actions:
-            return [f"{other}{self._home(other)}" for other in actions]
-        messages = [message for message in self._messages_for(step.action) if message not in self._arrived]
-        return [f"the {message}{self._behind(message)}" for message in messages]
+        if isinstance(step, Release):
+            return [f"the {message}" for message in events]
+        actions = [f"{event}{self._home(event)}" for event in events if isinstance(event, Action)]
+        return actions or [f"the {event}{self._behind(event)}" for event in events if isinstance(event, Message)]
 
     def stuck(self) -> list[Halt]:
         """The ranks that cannot go on; none if all got to the end."""
