@@ -41,8 +41,7 @@ from fxpipe.schedules import Family, with_costs
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Cost
 from fxpipe.schedules.lower import is_forward
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer

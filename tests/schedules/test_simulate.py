@@ -16,8 +16,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Cause, Timeline
+from fxpipe.schedules.schedule import Cause, Schedule, Timeline
 from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
 from tests.thinned import every
 

@@ -12,9 +12,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute
-from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
-from fxpipe.schedules.timeline import Timeline
 from tests.graphs import WORKED, Bare, bare, chain, random_bare
 from tests.thinned import every
 from tests.work import steps

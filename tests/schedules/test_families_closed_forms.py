@@ -8,8 +8,7 @@ import pytest
 
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Op
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 from tests.graphs import WORKED, branches, chain
 from tests.thinned import ALL, every
 
