@@ -113,7 +113,7 @@ def place_stages(
 
 def _balanced(program: Program, layout: Layout, found: Found, costs: NodeCosts) -> Balanced:
     what = (
-        f"costs from {costs.origin}; {costs.hardware.bytes_per_parameter:g} bytes for each trained parameter: value, "
+        f"costs from shapes; {costs.hardware.bytes_per_parameter:g} bytes for each trained parameter: value, "
         "gradient and the optimizer's two moments"
     )
     return Balanced(program, layout.rank_of, found.best, found.others, what)

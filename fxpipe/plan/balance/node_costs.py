@@ -72,7 +72,6 @@ class NodeCosts:
     parameters: Mapping[int, Held] = field(default_factory=lambda: MappingProxyType({}))
     """The model's parameters, tied ones once."""
     hardware: Hardware = field(default_factory=Hardware)
-    origin: str = "shapes"
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
@@ -104,7 +103,7 @@ def costs_from_shapes(
     missing = [name for name in program.inputs if name not in example]
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
-    with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
+    with _left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
         run = _Run(program, fake, example, hardware or Hardware())
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
@@ -112,7 +111,7 @@ def costs_from_shapes(
 
 
 @contextmanager
-def left_as_it_is(module: nn.Module) -> Iterator[None]:
+def _left_as_it_is(module: nn.Module) -> Iterator[None]:
     """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
     snapshot, random = Snapshot(module), RandomState()
     try:
@@ -181,8 +180,8 @@ class _Run:
         self.meter.clear()
         self._saved, self._packed = set(), set()
         try:
-            with modes_of(node), self.meter:
-                self.values[node] = call_node(self.program, node, self.values)
+            with _modes_of(node), self.meter:
+                self.values[node] = _call_node(self.program, node, self.values)
             cost = self._measured()
         except Exception as error:
             cost = self._guessed(node, error)
@@ -209,7 +208,7 @@ class _Run:
         if "val" not in node.meta:
             raise CostUnknown(
                 f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
-                "is not known; balance by hand with boundaries= and placement=, or measure the costs"
+                "is not known; balance by hand with boundaries= and placement="
             ) from error
         self.values[node] = pytree.tree_map_only(Tensor, lambda t: self._like(Like.of(t)), node.meta["val"])
         made = _tensors(self.values[node])
@@ -239,7 +238,7 @@ class _Run:
         return [*module.parameters(), *(self.program.attribute(name) for name in effects.reads)]
 
 
-def call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+def _call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Runs one node on the values of those before it; not an assertion, which need not hold for made-up numbers."""
     if is_assertion(node):
         return None
@@ -253,7 +252,7 @@ def call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) ->
 
 
 @contextmanager
-def modes_of(node: fx.Node) -> Iterator[None]:
+def _modes_of(node: fx.Node) -> Iterator[None]:
     """The modes in which forward runs a node."""
     modes = node.meta.get("modes")
     if modes is None:
