@@ -153,7 +153,7 @@ class LocalTransport:
                 step.then()
         if ended is not None:
             ended()
-        return _Done()
+        return _NothingToWaitFor()
 
     def abort(self, reason: str) -> None:
         pass
@@ -165,7 +165,7 @@ class LocalTransport:
         return str(lost)
 
 
-class _Done:
+class _NothingToWaitFor:
     def wait(self) -> None:
         pass
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import fxpipe
 from fxpipe.distributed.launch import launch
-from fxpipe.distributed.processes import Place, _gpu, first_host, init, slurm_place, slurm_port, torchrun_place
+from fxpipe.distributed.processes import ProcessPlace, _gpu, first_host, init, slurm_place, slurm_port, torchrun_place
 from fxpipe.errors import FxpipeError, RunError, TopologyError
 
 SECONDS = 60.0  # for anything that starts processes; each imports torch
@@ -53,11 +53,11 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun_s_variables_say_where_a_process_stands() -> None:
-    assert torchrun_place(TORCHRUN) == Place(5, 8, 1, "host0", 29500)
+    assert torchrun_place(TORCHRUN) == ProcessPlace(5, 8, 1, "host0", 29500)
 
 
 def test_slurm_s_variables_say_where_a_process_stands() -> None:
-    assert slurm_place(SLURM) == Place(5, 8, 1, "gpu07", slurm_port(1234567), gpu_may_be_private=True)
+    assert slurm_place(SLURM) == ProcessPlace(5, 8, 1, "gpu07", slurm_port(1234567), gpu_may_be_private=True)
 
 
 def test_a_step_meets_on_its_own_first_host() -> None:
@@ -182,17 +182,17 @@ def test_ports_of_jobs_are_unprivileged_and_not_ephemeral() -> None:
 
 @pytest.mark.parametrize(("local_rank", "count", "gpu"), [(0, 1, 0), (3, 4, 3)])
 def test_the_gpu_is_that_of_the_local_rank(local_rank: int, count: int, gpu: int) -> None:
-    assert _gpu(Place(7, 8, local_rank, "host0", 29500), count) == gpu
+    assert _gpu(ProcessPlace(7, 8, local_rank, "host0", 29500), count) == gpu
 
 
 def test_an_srun_task_that_sees_one_gpu_owns_it() -> None:
-    assert _gpu(Place(7, 8, 3, "host0", 29500, gpu_may_be_private=True), 1) == 0
+    assert _gpu(ProcessPlace(7, 8, 3, "host0", 29500, gpu_may_be_private=True), 1) == 0
 
 
 @pytest.mark.parametrize("private", [False, True])
 def test_a_local_rank_without_a_gpu_is_refused(private: bool) -> None:
     with pytest.raises(TopologyError, match="local rank 5 has no GPU, for this process sees 4"):
-        _gpu(Place(7, 8, 5, "host0", 29500, private), 4)
+        _gpu(ProcessPlace(7, 8, 5, "host0", 29500, private), 4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from fxpipe.passes.analysis.topological import in_order
 from fxpipe.passes.analysis.union import Union
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.orders import Order, orders, towers
 from fxpipe.plan.balance.segments import Cuts, Line, Room, balanced, cut, least_greatest, lightest
-from fxpipe.plan.balance.simulated_layouts import Layout
+from fxpipe.plan.balance.simulated_layouts import StageLayout
 
 ALLOCATIONS = 6
 """Of the ways to give whole ranks to each tower, so many are tried: those of the least greatest segment."""
@@ -45,7 +45,7 @@ class Rules:
     room: Room | None
 
 
-def recipes(work: Work, rules: Rules) -> Iterator[Recipe]:
+def recipes(work: BlockGraph, rules: Rules) -> Iterator[Recipe]:
     """For each order: balanced segments, whole ranks for each tower, balanced bytes, and two segments a rank."""
     found = towers(work)
     ways: list[tuple[tuple[int, ...] | None, str]] = [(None, "")]
@@ -124,7 +124,7 @@ def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in itertools.pairwise((0, *bars, total)))
 
 
-def layout_of(work: Work, recipe: Recipe, keep: bool) -> Layout:
+def layout_of(work: BlockGraph, recipe: Recipe, keep: bool) -> StageLayout:
     """The layout that a recipe makes."""
     segment_of = [0] * len(work)
     start = 0
@@ -134,12 +134,12 @@ def layout_of(work: Work, recipe: Recipe, keep: bool) -> Layout:
         start = end
     if keep:
         ranks = tuple(recipe.rank_of[segment] for segment in segment_of)
-        return Layout(tuple(range(len(work))), ranks, recipe.origin)
-    whole = Layout(tuple(segment_of), recipe.rank_of, recipe.origin)
+        return StageLayout(tuple(range(len(work))), ranks, recipe.origin)
+    whole = StageLayout(tuple(segment_of), recipe.rank_of, recipe.origin)
     return whole if recipe.kinds is None else _apart(work, recipe, segment_of, recipe.kinds) or whole
 
 
-def _apart(work: Work, recipe: Recipe, segment_of: Sequence[int], kinds: Sequence[int]) -> Layout | None:
+def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], kinds: Sequence[int]) -> StageLayout | None:
     """A stage for each connected part of a kind in a segment; crumbs go with the largest. None where that makes stages
     that wait for each other."""
     parts = connected(work, list(zip(segment_of, kinds, strict=True)))
@@ -160,10 +160,10 @@ def _apart(work: Work, recipe: Recipe, segment_of: Sequence[int], kinds: Sequenc
     if number is None:
         return None
     stages = tuple(number[group] for group in group_of)
-    return Layout(stages, tuple(ranks[group] for group in number), recipe.origin)
+    return StageLayout(stages, tuple(ranks[group] for group in number), recipe.origin)
 
 
-def numbered(work: Work, group_of: Sequence[int], order: Sequence[int]) -> dict[int, int] | None:
+def numbered(work: BlockGraph, group_of: Sequence[int], order: Sequence[int]) -> dict[int, int] | None:
     """Group → its place in topological order, the one first that begins first in ``order``; None where there is none.
 
     The result's own order is that of the places.
@@ -177,7 +177,7 @@ def numbered(work: Work, group_of: Sequence[int], order: Sequence[int]) -> dict[
     return found if len(found) == len(first) else None
 
 
-def connected(work: Work, class_of: Sequence[Hashable]) -> Union[int]:
+def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
     """The parts that values connect without leaving a class."""
     parts = Union(range(len(work)))
     for value in work.values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.candidates import connected
 from fxpipe.plan.balance.orders import depth_first, towers
 from fxpipe.plan.balance.segments import Line
@@ -12,7 +12,7 @@ GRAINS = 256
 GRAINS_A_RANK = 24
 
 
-def coarsened(work: Work, ranks: int) -> tuple[int, ...]:
+def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
     """For each block the piece that it becomes a part of; pieces are acyclic, and connected.
 
     The blocks stand in a line, which is cut once in each of many intervals of equal time, where the fewest bytes

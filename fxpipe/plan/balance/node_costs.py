@@ -22,7 +22,7 @@ from fxpipe.graph.like import Like
 from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.graph.program import Program, is_assertion, where
 from fxpipe.plan.balance.hardware import Hardware
-from fxpipe.plan.balance.operator_costs import Meter
+from fxpipe.plan.balance.operator_costs import OperatorMeter
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import FakeModel, fake_model
@@ -53,7 +53,7 @@ class NodeCost:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter: its bytes, and whether it is trained."""
 
     name: str
@@ -69,7 +69,7 @@ class NodeCosts:
     nodes: Mapping[str, NodeCost]
     memory: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     """Bytes of what is kept for backward, by key; parameters are not among it."""
-    parameters: Mapping[int, Held] = field(default_factory=lambda: MappingProxyType({}))
+    parameters: Mapping[int, HeldParameter] = field(default_factory=lambda: MappingProxyType({}))
     """The model's parameters, tied ones once."""
     hardware: Hardware = field(default_factory=Hardware)
 
@@ -104,7 +104,7 @@ def costs_from_shapes(
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
     with _left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
-        run = _Run(program, fake, example, hardware or Hardware())
+        run = _CostingRun(program, fake, example, hardware or Hardware())
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
         return run.costs()
@@ -121,7 +121,7 @@ def _left_as_it_is(module: nn.Module) -> Iterator[None]:
         random.restore()
 
 
-class _Run:
+class _CostingRun:
     """One run of a program on fake tensors, node by node."""
 
     def __init__(self, program: Program, fake: FakeModel, example: Mapping[str, Any], hardware: Hardware) -> None:
@@ -130,7 +130,7 @@ class _Run:
         self.inputs = fake.inputs(example)
         self.found: dict[str, NodeCost] = {}
         self.memory: dict[int, int] = {}
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldParameter] = {}
         self._storages: list[Any] = []  # keeps them, so that no two ever have the same id
         self._saved: set[int] = set()
         self._packed: set[int] = set()
@@ -138,11 +138,13 @@ class _Run:
         self._numbers = {id(parameter): number for number, parameter in enumerate(names.values())}
         for name, parameter in names.items():
             size = parameter.numel() * parameter.element_size()
-            self.held[self._numbers[id(parameter)]] = Held(name, size, parameter.numel(), parameter.requires_grad)
+            self.held[self._numbers[id(parameter)]] = HeldParameter(
+                name, size, parameter.numel(), parameter.requires_grad
+            )
         tensors = [*names.values(), *program.module.buffers()]
         self._own = {id(tensor.untyped_storage()) for tensor in tensors}
         self._storages += [tensor.untyped_storage() for tensor in tensors]
-        self.meter = Meter(hardware, lambda tensor: id(tensor.untyped_storage()) in self._own)
+        self.meter = OperatorMeter(hardware, lambda tensor: id(tensor.untyped_storage()) in self._own)
 
     def costs(self) -> NodeCosts:
         return NodeCosts(self.found, self.memory, self.held, self.hardware)

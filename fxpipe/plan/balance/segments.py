@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.orders import Order
 
 Cuts = tuple[int, ...]
@@ -26,7 +26,7 @@ SLACK = (1.0, 1.01, 1.03, 1.06, 1.12, 1.25)
 class Line:
     """An order of blocks as a line: what stands before each position, and what crosses it."""
 
-    work: Work
+    work: BlockGraph
     order: Order
 
     @cached_property

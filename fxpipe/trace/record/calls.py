@@ -25,8 +25,8 @@ from fxpipe.trace.record.functions import functions_watched
 from fxpipe.trace.record.methods import Name, kept_method, method_in
 from fxpipe.trace.record.opaque import Applied, Method
 from fxpipe.trace.record.recorder import Frame, NeedsValues, Recorder
-from fxpipe.trace.record.rehearsal import Given, Rehearsed, rehearse
-from fxpipe.trace.record.tape import PLAIN, Operation, Source, Touched, paths, tensors
+from fxpipe.trace.record.rehearsal import GivenBack, Rehearsed, rehearse
+from fxpipe.trace.record.tape import PLAIN, NamedSource, Operation, Touched, paths, tensors
 from fxpipe.trace.record.touched import PythonState
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import definition
@@ -297,11 +297,11 @@ class Calls:
 
     def _faked(self, frame: Frame, found: Rehearsed) -> Any:
         def faked(leaf: Any) -> Any:
-            if isinstance(leaf, Given):  # on other values it may be something else
+            if isinstance(leaf, GivenBack):  # on other values it may be something else
                 return self._as_made(frame, frame.tensors[leaf.place])
             return self._recorder.fake.made(leaf) if isinstance(leaf, Like) else leaf
 
-        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (Like, Given)))
+        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (Like, GivenBack)))
 
     # what can be kept whole
 
@@ -387,7 +387,7 @@ class Calls:
         for operation in recorder.tape[frame.start :]:
             for value in operation.values if isinstance(operation, Operation) else ():
                 maker = value.maker
-                inside = maker.kind == "get_attr" if isinstance(maker, Source) else maker.serial >= frame.serial
+                inside = maker.kind == "get_attr" if isinstance(maker, NamedSource) else maker.serial >= frame.serial
                 if not inside and value.key not in given:
                     return False
         return True

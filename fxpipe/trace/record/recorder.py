@@ -31,12 +31,12 @@ from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
     PLAIN,
     Checkpoint,
+    NamedSource,
+    Obstacle,
     Operation,
-    Place,
-    Problem,
-    Source,
+    Surroundings,
+    TapeValue,
     Touched,
-    Value,
     leaves,
     mapped,
     paths,
@@ -75,7 +75,7 @@ class Frame:
     module: nn.Module | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    place: Place
+    place: Surroundings
     start: int
     """The length of the tape when it began."""
     serial: int
@@ -124,9 +124,9 @@ class Recorder:
         """The tensors that gradient hooks were put on."""
         self.hooks = 0
         """How often forward has done what may read tensors later, in backward."""
-        self.differentiated: list[Value] = []
+        self.differentiated: list[TapeValue] = []
         """What gradients were taken by, in forward."""
-        self.tape: list[Operation | Problem] = []
+        self.tape: list[Operation | Obstacle] = []
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
         self.touched = TouchedMode()
@@ -141,20 +141,20 @@ class Recorder:
         self.is_running = False
         """Whether a function of torch runs now, which is recorded as a whole."""
         self._real_names, self._stand_ins = real_names, stand_ins
-        self._values: dict[int, tuple[Tensor, Value]] = {}
+        self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self._serial = 0
         self._line: str | None = None
         self._random = RandomState()
         for name, tensor in stand_ins.items():
-            self.name(tensor, Value(Source("get_attr", name, tensor)))
+            self.name(tensor, TapeValue(NamedSource("get_attr", name, tensor)))
 
     # tensors and values
 
-    def name(self, tensor: Tensor, value: Value) -> None:
+    def name(self, tensor: Tensor, value: TapeValue) -> None:
         """From now on the tensor is that value of the program."""
         self._values[id(tensor)] = tensor, value
 
-    def value_of(self, tensor: Tensor) -> Value:
+    def value_of(self, tensor: Tensor) -> TapeValue:
         known = self._values.get(id(tensor))
         if known is None:
             known = tensor, self._constant(tensor)
@@ -164,11 +164,11 @@ class Recorder:
             self.problem(_ESCAPED.format(path=maker.hidden_in), "", descend=maker.hidden_in)
         return known[1]
 
-    def known(self, tensor: Tensor) -> Value | None:
+    def known(self, tensor: Tensor) -> TapeValue | None:
         """The value that a tensor stands for, if it stands for any."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
-    def _constant(self, tensor: Tensor) -> Value:
+    def _constant(self, tensor: Tensor) -> TapeValue:
         """A tensor that was met for the first time: a parameter by another reference, or a constant."""
         if id(tensor) in self._real_names:
             return self.value_of(self._stand_ins[self._real_names[id(tensor)]])
@@ -186,10 +186,10 @@ class Recorder:
             )
         else:
             self.constants[name] = tensor
-        return Value(Source("get_attr", name, tensor))
+        return TapeValue(NamedSource("get_attr", name, tensor))
 
     def problem(self, fact: str, instead: str, descend: str | None = None) -> None:
-        self.tape.append(Problem(str(refuse(fact, instead)), descend))
+        self.tape.append(Obstacle(str(refuse(fact, instead)), descend))
 
     # operations
 
@@ -286,7 +286,7 @@ class Recorder:
         operation.writes = frozenset(touched.writes & {storage_of(tensor) for tensor in tensors((args, kwargs))})
         for path, leaf in paths(result):
             if isinstance(leaf, Tensor):
-                self.name(leaf, Value(operation, path))
+                self.name(leaf, TapeValue(operation, path))
 
     def append(
         self,
@@ -296,7 +296,7 @@ class Recorder:
         kwargs: dict[str, Any],
         result: Any,
         touched: Touched,
-        place: Place | None = None,
+        place: Surroundings | None = None,
         effects: Effects | None = None,
     ) -> Operation:
         self.check_random()
@@ -319,9 +319,11 @@ class Recorder:
         finally:
             self._line = None
 
-    def place(self) -> Place:
+    def place(self) -> Surroundings:
         """Where the model is now."""
-        return Place(self._line or current_line(), ModesNow.of(self.blocks.current), dict(self.stack), self.checkpoints)
+        return Surroundings(
+            self._line or current_line(), ModesNow.of(self.blocks.current), dict(self.stack), self.checkpoints
+        )
 
     def as_values(self, arguments: Any) -> Any:
         return mapped(arguments, self._as_value)
@@ -409,7 +411,7 @@ class Recorder:
         operation = self.append("call_function", boundary, (values, name), {}, behind, Touched())
         operation.kept = True
         for index, tensor in enumerate(behind):
-            self.name(tensor, Value(operation, (index,)))
+            self.name(tensor, TapeValue(operation, (index,)))
         return behind
 
     # calls of submodules
@@ -462,7 +464,7 @@ class Recorder:
         made.kept = kept
         for path, leaf in paths(result):
             if isinstance(leaf, Tensor) and id(leaf) not in frame.given:
-                self.name(leaf, Value(made, path))
+                self.name(leaf, TapeValue(made, path))
 
     def _with_stand_ins(self, frame: Frame, effects: Effects) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a call is given; in place of tensors whose numbers it does not read, others like them.
@@ -472,12 +474,12 @@ class Recorder:
         given = iter(range(len(frame.tensors)))
 
         def stand_in(leaf: Any) -> Any:
-            if not isinstance(leaf, Value) or (place := next(given)) not in effects.unread:
+            if not isinstance(leaf, TapeValue) or (place := next(given)) not in effects.unread:
                 return leaf
             like = Like.of(frame.tensors[place])
             arguments = (like.shape, like.dtype, frame.tensors[place].device)
             fake = self.fake.made(replace(like, requires_grad=False))
-            return Value(self.append("call_function", blank, arguments, {}, fake, Touched(), frame.place), ())
+            return TapeValue(self.append("call_function", blank, arguments, {}, fake, Touched(), frame.place), ())
 
         args = mapped(frame.args, stand_in)
         return args, mapped(frame.kwargs, stand_in)

@@ -28,7 +28,7 @@ from fxpipe.trace.record.emit import emit
 from fxpipe.trace.record.methods import Name
 from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
-from fxpipe.trace.record.tape import PLAIN, Operation, Problem, Source, Value, paths
+from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import RandomState, Snapshot
 from fxpipe.trace.user_line import definition, line_of
@@ -43,7 +43,7 @@ def record(request: Request) -> Program:
     assert request.example is not None
     import_dynamo()
     random = RandomState()
-    plan = _Plan()
+    plan = _RunPlan()
     try:
         with within(request.autocast):
             while True:
@@ -57,7 +57,7 @@ def record(request: Request) -> Program:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RunPlan:
     """How to run forward, by what earlier runs have taught.
 
     ``descend``: submodules that cannot be kept whole. ``limit``: the bytes of parameters in one that can.
@@ -73,7 +73,7 @@ class _Plan:
     methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def _capture(request: Request, plan: _Plan) -> Program | _Plan:
+def _capture(request: Request, plan: _RunPlan) -> Program | _RunPlan:
     """The program; or a better plan."""
     _refuse_scripted(request.module)
     roots = [request.module] if request.loss_module is None else [request.module, request.loss_module]
@@ -81,10 +81,10 @@ def _capture(request: Request, plan: _Plan) -> Program | _Plan:
     with fake_model(request.module, request.device, request.compute) as fake, _left_alone(roots):
         plain, first = plain_attributes(request.module.named_modules()), None
         if plan.settled:
-            first = _Run(request, plan, fake, real, [Snapshot(root) for root in roots], plain)
+            first = _RecordedRun(request, plan, fake, real, [Snapshot(root) for root in roots], plain)
             first.forward()
         before = [Snapshot(root) for root in roots]
-        run = _Run(request, plan, fake, real, before, plain, first)
+        run = _RecordedRun(request, plan, fake, real, before, plain, first)
         try:
             run.forward()
         except NeedsValues as error:
@@ -104,18 +104,18 @@ def _left_alone(roots: list[nn.Module]) -> Iterator[None]:
             snapshot.restore()
 
 
-class _Run:
+class _RecordedRun:
     """One run of forward. ``before``: what the model was; ``plain``: its plain attributes before the ``first`` run."""
 
     def __init__(
         self,
         request: Request,
-        plan: _Plan,
+        plan: _RunPlan,
         fake: FakeModel,
         real: Mapping[str, Tensor],
         before: Sequence[Snapshot],
         plain: Mapping[str, Any],
-        first: _Run | None = None,
+        first: _RecordedRun | None = None,
     ) -> None:
         self._request, self._plan, self._real, self._before = request, plan, real, before
         stand_ins = {fake.names[id(tensor)]: tensor for _, tensor in _named_tensors(request.module)}
@@ -133,11 +133,11 @@ class _Run:
         request, recorder, calls = self._request, self._recorder, self._calls
         assert request.example is not None
         values = recorder.fake.inputs(request.example)
-        self._sources = [Source("placeholder", name, value) for name, value in values.items()]
+        self._sources = [NamedSource("placeholder", name, value) for name, value in values.items()]
         for source in self._sources:
             for path, leaf in paths(source.result):
                 if isinstance(leaf, Tensor):
-                    recorder.name(leaf, Value(source, path))
+                    recorder.name(leaf, TapeValue(source, path))
         try:
             with quiet(), recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
                 cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
@@ -159,10 +159,10 @@ class _Run:
         for snapshot in self._before:
             yield from snapshot.changes()
 
-    def better_plan(self) -> _Plan | None:
+    def better_plan(self) -> _RunPlan | None:
         """None where the run has shown all; TraceError for what no other plan would mend."""
         plan, tape = self._plan, self._recorder.tape
-        problems = [entry for entry in tape if isinstance(entry, Problem)]
+        problems = [entry for entry in tape if isinstance(entry, Obstacle)]
         descend = {problem.descend for problem in problems if problem.descend is not None}
         if descend:
             return replace(plan, descend=plan.descend | descend)
