@@ -70,7 +70,7 @@ def _exported(call: _ExportedCall) -> torch.export.ExportedProgram:
     except Exception as error:
         raise TraceError(_explain(error)) from error
     sys.stderr.write(printed.getvalue())
-    if call.guard.rewind():
+    if call.guard.random.rewind():
         raise _where_drawn(call)
     return exported
 
@@ -89,7 +89,7 @@ def _explain(error: Exception) -> str:
 def _where_drawn(call: _ExportedCall) -> TraceError:
     """Runs the call once more, watched, to find the line."""
     try:
-        with RandomWatch(call.guard):
+        with RandomWatch(call.guard.random):
             call.run(call.request.module, call.values)
     except TraceError as error:
         return error

@@ -155,3 +155,19 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, slice):
         return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
     return change(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an argument can stand in a graph: tensors and plain values in tuples, lists, dicts."""
+    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves(value)) and _has_plain_containers(value)
+
+
+def _has_plain_containers(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(
+            isinstance(key, (str, int)) and _has_plain_containers(part) for key, part in value.items()
+        )
+    if isinstance(value, (tuple, list)):
+        plain = type(value) in (tuple, list, torch.Size) or hasattr(value, "_fields")
+        return plain and all(_has_plain_containers(part) for part in value)
+    return True

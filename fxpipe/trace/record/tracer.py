@@ -22,7 +22,7 @@ from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
-from fxpipe.trace.patching import plain_modes
+from fxpipe.trace.patching import plain_modes, refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
 from fxpipe.trace.record.methods import Name
@@ -52,8 +52,7 @@ def record(request: Request) -> Program:
                     return found
                 plan = found
     finally:
-        if RandomState() != random:
-            random.restore()
+        random.rewind()
 
 
 @dataclass(frozen=True)
@@ -177,8 +176,7 @@ class _RecordedRun:
             return replace(plan, watch=True)
         if lost:
             model = self._request.module
-            line = self._calls.lines.get(lost[0]) or definition(model.forward)
-            raise TraceError(_LOST.format(model=type(model).__name__, name=lost[0], line=line))
+            refuse_changes(model, lost, _KEEP_IT, self._calls.lines.get(lost[0]) or definition(model.forward))
         reset = self._reset()
         if reset and not plan.watch:
             return replace(plan, watch=True)
@@ -242,11 +240,10 @@ class _RecordedRun:
         )
 
 
-_LOST = (
-    "forward changes {model}.{name}, which would happen once, while tracing; return the value instead, keep it in a "
-    "buffer (register_buffer), or set it inside a submodule that holds no boundary, which then runs as a whole\n{line}"
+_KEEP_IT = (
+    "return the value instead, keep it in a buffer (register_buffer), or set it inside a submodule that holds no "
+    "boundary, which then runs as a whole"
 )
-
 _RESET = (
     "forward sets {name} from outside of that submodule, which is called as a whole and in a pipeline would keep the "
     "value that it had before; set it before the model is compiled, or inside that submodule's forward\n{line}"
