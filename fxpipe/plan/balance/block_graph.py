@@ -13,7 +13,7 @@ from functools import cached_property
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.passes.analysis.blocks import blocks
 from fxpipe.plan.balance.hardware import Hardware
-from fxpipe.plan.balance.node_costs import HeldParameter, NodeCosts
+from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,9 @@ class BlockGraph:
             targets = tuple(sorted({group_of[target] for target in value.targets} - {source}))
             if targets:
                 values.append(BlockValue(source, targets, value.size))
-        merged = tuple(self.together(group) for group in groups)
+        merged = tuple(_together([self.blocks[number] for number in group]) for group in groups)
         result = tuple(sorted({group_of[block] for block in self.result}))
         return BlockGraph(merged, tuple(values), result, self.memory, self.held, self.hardware)
-
-    def together(self, group: Sequence[int]) -> Block:
-        """Several blocks as one."""
-        parts = [self.blocks[number] for number in group]
-        return Block(
-            tuple(name for part in parts for name in part.nodes),
-            sum(part.forward for part in parts),
-            sum(part.backward for part in parts),
-            sum(part.weight for part in parts),
-            frozenset[int]().union(*(part.saved for part in parts)),
-            frozenset[int]().union(*(part.parameters for part in parts)),
-            any(part.trains for part in parts),
-        )
 
 
 def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
@@ -161,7 +148,15 @@ def _members(program: Program, stage: int) -> tuple[str, ...]:
 
 
 def _block(names: tuple[str, ...], costs: NodeCosts) -> Block:
-    parts = [costs[name] for name in names]
+    return _of(names, [costs[name] for name in names])
+
+
+def _together(parts: Sequence[Block]) -> Block:
+    """Several blocks as one."""
+    return _of(tuple(name for part in parts for name in part.nodes), parts)
+
+
+def _of(names: tuple[str, ...], parts: Sequence[NodeCost | Block]) -> Block:
     return Block(
         names,
         sum(part.forward for part in parts),

@@ -7,7 +7,9 @@ freedom that is left: an order for each permutation of the towers, and for each 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 from fxpipe.plan.balance.block_graph import BlockGraph
@@ -84,16 +86,10 @@ def _keys(work: BlockGraph) -> Iterator[Key]:
     yield lambda block: (way[block], block)
     found = towers(work)
     if 2 <= len(found) <= TOWERS:
-        bits = [_union(_entries(work), tower) for tower in found]
+        reached = _entries(work)
+        bits = [functools.reduce(operator.or_, map(reached.__getitem__, tower)) for tower in found]
         for permutation in itertools.permutations(bits):
-            yield _by_tower(_entries(work), permutation)
-
-
-def _union(reached: Sequence[int], tower: frozenset[int]) -> int:
-    bits = 0
-    for block in tower:
-        bits |= reached[block]
-    return bits
+            yield _by_tower(reached, permutation)
 
 
 def _by_tower(reached: Sequence[int], permutation: Sequence[int]) -> Key:
