@@ -133,7 +133,7 @@ def under_type_checking(path: Path) -> set[str]:
 def test_there_is_something_to_walk() -> None:
     assert len(FILES) > 30
     assert "graph" in rooms_imported(ROOT / "passes" / "split.py")
-    assert names_distributed(ROOT / "fxpipe" / "distributed" / "transport.py")
+    assert names_distributed(ROOT / "fxpipe" / "distributed" / "torch_transport.py")
 
 
 def each(files: Iterable[Path]) -> pytest.MarkDecorator:
