@@ -1,0 +1,119 @@
+"""Boundaries from outside: what names, patterns, rules and functions mean."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from fxpipe import PartitionError
+from fxpipe.trace import Cut
+from fxpipe.trace.cuts_by_name import resolve
+
+
+class Tree(nn.Module):
+    """Two towers of six layers, some of them shared, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.ModuleDict(), nn.ModuleDict()
+        self.image["layers"] = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6))
+        self.text["layers"] = nn.ModuleList(nn.Linear(4, 4) for _ in range(11))
+        self.text["tail"] = self.text["layers"][10]
+        self.head = nn.Linear(4, 1)
+
+
+def all_heads(modules: dict[str, nn.Module]) -> list[str]:
+    return [name for name, module in modules.items() if isinstance(module, nn.Linear) and module.out_features == 1]
+
+
+GIVEN: dict[str, tuple[Any, dict[str, Cut]]] = {
+    "nothing": ((), {}),
+    "auto is for others": ("auto", {}),
+    "a list": (["image.layers.2", "head"], {"image.layers.2": "before", "head": "before"}),
+    "a tuple, in the order of the model": (("head", "text.tail"), {"text.tail": "before", "head": "before"}),
+    "a set": ({"head"}, {"head": "before"}),
+    "one name": ("head", {"head": "before"}),
+    "a dict": ({"head": "after", "text.tail": "before"}, {"text.tail": "before", "head": "after"}),
+    "both": ({"head": "both"}, {"head": "both"}),
+    "a pattern": (["image.layers.[13]"], {"image.layers.1": "before", "image.layers.3": "before"}),
+    "a pattern in the middle": (["*.layers.4"], {"image.layers.4": "before", "text.layers.4": "before"}),
+    "a star is one level": ({"image.layers.5.*": "after"}, {"image.layers.5.0": "after", "image.layers.5.1": "after"}),
+    "before and after add up": (
+        {"image.layers.5": "before", "image.layers.[5]": "after"},
+        {"image.layers.5": "both"},
+    ),
+    "twice the same is once": ({"head": "after", "hea?": "after"}, {"head": "after"}),
+    "every": ({"image.layers.*": {"every": 2}}, {"image.layers.2": "before", "image.layers.4": "before"}),
+    "every, with a rest, counted by number": (
+        {"text.layers.*": {"every": 5, "cut": "before"}},
+        {"text.layers.5": "before", "text.layers.10": "before"},
+    ),
+    "every, behind": (
+        {"image.layers.*": {"every": 3, "cut": "after"}},
+        {"image.layers.2": "after"},
+    ),
+    "a function that gives a list": (all_heads, {"head": "before"}),
+    "a function that gives a dict": (lambda modules: dict.fromkeys(all_heads(modules), "after"), {"head": "after"}),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_names_mean_submodules(given: str) -> None:
+    boundaries, wanted = GIVEN[given]
+    found = resolve(Tree(), boundaries)
+    assert list(found.items()) == list(wanted.items())
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "an unknown name": (["image.layer.2"], "names 'image.layer.2', which is no submodule of the model; did you mean"),
+    "a name far off": (["text.xyzzy"], '; known: "text.layers", "text.tail"'),
+    "a name below a leaf": (["head.qqqqqqqqqqqqqqq"], '"head" has no submodules'),
+    "a first part far off": (["zzzzzzzzzzz"], '; known: "image", "text", "head"'),
+    "auto misspelt": ("atuo", 'did you mean "auto"'),
+    "a pattern that matches nothing": (["image.blocks.*"], "names 'image.blocks.*', which matches no submodule; did"),
+    "a star that was to cross dots": (["image.*.0.0.0"], "matches no submodule"),
+    "the model": ([""], "names '', the model itself"),
+    "a list of modules": (["image.layers"], "'image.layers', a ModuleList, which is never called itself"),
+    "a dict of modules": (["text"], r'never called itself; name what it holds, such as "text.layers"'),
+    "no name": ([3], "holds 3, which is no name"),
+    "no boundaries": (4, "boundaries= is 4; give a list of names"),
+    "None": (None, "boundaries= is None"),
+    "a wrong rule": ({"head": "behind"}, "gives 'behind' for 'head'; give \"before\""),
+    "a number as a rule": ({"head": 4}, "gives 4 for 'head'"),
+    "every none": ({"image.layers.*": {"every": 0}}, r"gives {'every': 0} for 'image.layers.*'"),
+    "every yes": ({"image.layers.*": {"every": True}}, r"gives {'every': True}"),
+    "every what": ({"image.layers.*": {"cut": "after"}}, r"gives {'cut': 'after'}"),
+    "every both": ({"image.layers.*": {"every": 2, "cut": "both"}}, r"'cut': 'both'}"),
+    "every and more": ({"image.layers.*": {"every": 2, "form": 1}}, r"'form': 1}"),
+    "every too many": (
+        {"image.layers.*": {"every": 6}},
+        "groups of 6 submodules that match 'image.layers.*'",
+    ),
+    "a function of nothing": (lambda modules: None, "boundaries= is None"),
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_what_names_nothing_that_could_be_cut_is_refused(given: str) -> None:
+    boundaries, told = WRONG[given]
+    with pytest.raises(PartitionError, match=re.escape(told)):
+        resolve(Tree(), boundaries)
+
+
+def test_a_module_list_with_a_forward_of_its_own_may_be_named() -> None:
+    class Stack(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert resolve(nn.Sequential(Stack()), ["0"]) == {"0": "before"}
+
+
+def test_what_a_function_does_to_its_dict_is_its_own_affair() -> None:
+    def emptied(modules: dict[str, nn.Module]) -> list[str]:
+        modules.clear()
+        return ["head"]
+
+    assert resolve(Tree(), emptied) == {"head": "before"}
