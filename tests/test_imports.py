@@ -164,7 +164,7 @@ BY_PATH = {file.path: file for file in FILES}
 def test_there_is_something_to_walk() -> None:
     assert len(FILES) > 30
     assert "graph" in BY_PATH["passes/split.py"].rooms_imported
-    assert BY_PATH["fxpipe/distributed/transport.py"].names_distributed
+    assert BY_PATH["fxpipe/distributed/torch_transport.py"].names_distributed
     assert "fxpipe.schedules.table" in BY_PATH[SHOWS_ITSELF].imported - BY_PATH[SHOWS_ITSELF].built_on
 
 
