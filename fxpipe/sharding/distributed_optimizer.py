@@ -23,7 +23,7 @@ from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision
 from fxpipe.sharding.clip import gradient_of
-from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.optimizer_state import (
     MASTER,
@@ -36,7 +36,7 @@ from fxpipe.sharding.optimizer_state import (
     taken,
 )
 from fxpipe.sharding.parameter_groups import comparable, first_names, options_of, resolve_groups, whole_groups
-from fxpipe.sharding.reducer import Claim
+from fxpipe.sharding.reducer import OptimizerPieces
 from fxpipe.sharding.slices import Slice
 from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
 from fxpipe.torch_compat import version_of
@@ -59,11 +59,11 @@ REFUSED = {
 class Store(Protocol):
     """Who has parameters and gradients; ``fxpipe.sharding.reducer.Reducer`` is one."""
 
-    way: Way
+    way: GradientSums
 
-    def claim(self, names: Iterable[str], whole: bool) -> Claim: ...
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces: ...
     def pieces(self) -> list[Piece]: ...
-    def publish(self, claim: Claim) -> None: ...
+    def publish(self, claim: OptimizerPieces) -> None: ...
     def settle(self) -> None: ...
 
 
@@ -141,7 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._cause = cause
         self._originals = {} if originals is None else originals
         self._copies: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # masters that state dicts have copies of
-        self._claims: list[Claim] = []
+        self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self._steps = self.skipped_steps = 0

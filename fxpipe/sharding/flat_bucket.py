@@ -13,8 +13,8 @@ from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.sharding.bucket_layout import Layout, Slot
-from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.bucket_layout import BucketLayout, Slot
+from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.torch_compat import version_of
 
 
@@ -44,9 +44,9 @@ class FlatBucket:
     which later ones are added to, but which must not be summed again.
     """
 
-    layout: Layout
+    layout: BucketLayout
     parameters: Sequence[nn.Parameter]
-    way: Way
+    way: GradientSums
     transport: Transport
     claim: int = 0
     part: Tensor | None = None

@@ -30,10 +30,10 @@ from fxpipe.parameters.dtensors import local
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action, Op
-from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import Piece
-from fxpipe.sharding.fsdp_unit import Unit, accumulating, finish_setup
-from fxpipe.sharding.reducer import Claim
+from fxpipe.sharding.fsdp_unit import FsdpUnit, accumulating, finish_setup
+from fxpipe.sharding.reducer import OptimizerPieces
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +59,7 @@ def fully_sharded(
     mine = _stages_of(graphs[0], transport.pipe_rank)
     _prepare([parameter for name, parameter in every.items() if name in kept], precision)
     units = [
-        Unit(stages, {names[id(p)]: p for p in parameters}, mesh, transport, precision)
+        FsdpUnit(stages, {names[id(p)]: p for p in parameters}, mesh, transport, precision)
         for (stages, _), parameters in _grouped(mine).items()
     ]
     finish_setup([unit.shell for unit in units])
@@ -83,7 +83,7 @@ class FullyShardedGradients:
     def __init__(
         self,
         held: Mapping[str, nn.Parameter],
-        units: Sequence[Unit],
+        units: Sequence[FsdpUnit],
         mesh: DeviceMesh,
         transport: Transport,
         owners: Ownership,
@@ -91,7 +91,7 @@ class FullyShardedGradients:
     ) -> None:
         self._held, self._units, self._transport = dict(held), units, transport
         self._precision = precision
-        self.way = Way(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
+        self.way = GradientSums(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
         self._names = {id(parameter): name for name, parameter in self._held.items()}
         self._whole = {name: p for name, p in self._held.items() if not isinstance(p, DTensor)}
         rank = transport.pipe_rank
@@ -99,7 +99,7 @@ class FullyShardedGradients:
         self._elsewhere = {name for ranks, names in self._tied.items() if ranks[0] != rank for name in names}
         self._kept: dict[str, Tensor] = {}  # unreduced gradients of calls without synchronisation, by name
         self._behind = False  # whether there has been such a call, on whatever replica it left gradients
-        self._call = _Call()
+        self._call = _CallState()
 
     # a call
 
@@ -116,7 +116,7 @@ class FullyShardedGradients:
         ``sync``: whether gradients are summed in it; alike on all ranks. ``scales`` changes nothing here.
         """
         row = [action for action in row if training or action.op is Op.F]
-        self._call = call = _Call(training, sync, deferred=training and (self._behind or not sync))
+        self._call = call = _CallState(training, sync, deferred=training and (self._behind or not sync))
         for module in _modules_of(graphs, self._transport.pipe_rank):
             for home, parameter in _homes(module):
                 if id(parameter) in self._names:
@@ -174,9 +174,9 @@ class FullyShardedGradients:
             if call.sync:
                 self._reduce_all(None if call.deferred else factor)
             self._add_earlier()
-        self._call = _Call()
+        self._call = _CallState()
 
-    def _of(self, action: Action) -> list[Unit]:
+    def _of(self, action: Action) -> list[FsdpUnit]:
         return [unit for unit in self._units if action.stage in unit.stages]
 
     def _gather_next(self) -> None:
@@ -199,7 +199,7 @@ class FullyShardedGradients:
             data = data.to(self._precision.compute)
         return accumulating(nn.Parameter(data, parameter.requires_grad), self._precision)
 
-    def _let_go(self, unit: Unit) -> None:
+    def _let_go(self, unit: FsdpUnit) -> None:
         call = self._call
         call.over.add(unit)
         if call.training:
@@ -313,7 +313,7 @@ class FullyShardedGradients:
         """This rank's shard of every parameter, in order."""
         return [self._piece(name, parameter) for name, parameter in self._held.items()]
 
-    def claim(self, names: Iterable[str], whole: bool) -> Claim:
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         """These parameters, for an optimizer to step. ``whole``: each of them by one rank.
 
         Raises:
@@ -326,7 +326,7 @@ class FullyShardedGradients:
                 f"the optimizer steps {sharded[0]} as a whole, which zero=3 shards; write zero=2, or take an "
                 "element-wise optimizer such as AdamW"
             )
-        return Claim(0, tuple(piece for piece in self.pieces() if piece.name in wanted))
+        return OptimizerPieces(0, tuple(piece for piece in self.pieces() if piece.name in wanted))
 
     def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
         first = name not in self._elsewhere
@@ -350,7 +350,7 @@ class FullyShardedGradients:
         yield
         self.end()
 
-    def publish(self, claim: Claim) -> None:
+    def publish(self, claim: OptimizerPieces) -> None:
         """Nothing: the next call gathers what it needs."""
 
     def watch(self, stopwatch: Stopwatch) -> None:
@@ -368,7 +368,7 @@ class FullyShardedGradients:
 
 
 @dataclass
-class _Call:
+class _CallState:
     """All that changes in a call."""
 
     training: bool = False
@@ -376,10 +376,10 @@ class _Call:
     deferred: bool = False
     """Whether gradients are reduced at the end, after scaling, and not where a unit's last action was."""
     homes: dict[str, list[_Home]] = field(default_factory=dict)
-    last: dict[Unit, Action] = field(default_factory=dict)
-    waiting: list[Unit] = field(default_factory=list)
-    ready: set[Unit] = field(default_factory=set)
-    over: set[Unit] = field(default_factory=set)
+    last: dict[FsdpUnit, Action] = field(default_factory=dict)
+    waiting: list[FsdpUnit] = field(default_factory=list)
+    ready: set[FsdpUnit] = field(default_factory=set)
+    over: set[FsdpUnit] = field(default_factory=set)
     now: dict[str, nn.Parameter] = field(default_factory=dict)
     earlier: dict[str, Tensor] = field(default_factory=dict)
     local: dict[str, Tensor] = field(default_factory=dict)

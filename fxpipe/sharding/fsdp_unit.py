@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Unit:
+class FsdpUnit:
     """Parameters that are gathered, reduced and freed together."""
 
     def __init__(

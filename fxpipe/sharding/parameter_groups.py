@@ -1,4 +1,4 @@
-"""Groups: an optimizer's parameter groups, out of parameters, names, patterns and predicates."""
+"""Parameter groups: an optimizer's parameter groups, out of parameters, names, patterns and predicates."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         raise TypeError("params is a tensor; write [tensor], or groups of parameters")
     entries = list(held) if params is None else _listed(params)
     groups: list[Any] = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
-    book = _Book(held, whole)
+    index = ParameterIndex(held, whole)
     resolved: list[dict[str, Any]] = []
     home: dict[int, int] = {}
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
             raise TypeError(f"parameter group {number} is of type {type(group).__name__}, not a dict")
-        found = {book.identity(name, tensor): (name, tensor) for name, tensor in book.find(group["params"], number)}
+        found = {index.identity(name, tensor): (name, tensor) for name, tensor in index.find(group["params"], number)}
         for identity, (name, _) in found.items():
             if home.setdefault(identity, number) != number:
                 raise ValueError(
                     f"some parameters appear in more than one parameter group: {name or 'one without a name'} "
                     f"is in groups {home[identity]} and {number}"
                 )
-        mine = {id(here): here for name, tensor in found.values() if (here := book.here(name, tensor)) is not None}
+        mine = {id(here): here for name, tensor in found.values() if (here := index.here(name, tensor)) is not None}
         resolved.append({**group, "params": list(mine.values())})
     if groups and all(_is_pair(entry) for group in groups for entry in _listed(group["params"])):
         for group in resolved:  # with names, as torch keeps them
-            group["params"] = [(book.name_of(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [(index.name_of(parameter), parameter) for parameter in group["params"]]
     return resolved
 
 
@@ -103,7 +103,7 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], Tensor)
 
 
-class _Book:
+class ParameterIndex:
     """Who is who in the whole model: its parameters, by names and by identity."""
 
     def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:

@@ -32,7 +32,7 @@ from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.bucket_layout import Item, Kind, lay_out
-from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import FlatBucket, Piece
 
 FIRST_BUCKET_MB = 1.0
@@ -51,7 +51,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Claim:
+class OptimizerPieces:
     """What one optimizer steps."""
 
     number: int
@@ -69,7 +69,7 @@ class Reducer:
         shared: Sequence[Shared],
         alone: Mapping[str, nn.Parameter],
         transport: Transport,
-        way: Way,
+        way: GradientSums,
         capacity: int,
     ) -> None:
         self._shared, self._alone, self._transport, self.way = list(shared), dict(alone), transport, way
@@ -121,7 +121,7 @@ class Reducer:
             bucket: {stage for slot in bucket.layout.slots for stage in stages[slot.name]} for bucket in self._buckets
         }
 
-    def claim(self, names: Iterable[str], whole: bool) -> Claim:
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         """These parameters, for one optimizer to step, which takes them from any that had them before.
 
         ``whole``: each parameter is stepped by one rank of the shard group, which has all of it, balanced by size.
@@ -136,7 +136,7 @@ class Reducer:
         pieces = [_piece(name, parameter) for name, parameter in self._alone.items() if name in wanted]
         pieces += [piece for bucket in self._buckets for piece in bucket.pieces() if piece.name in wanted]
         self._claims.add(number)
-        return Claim(number, tuple(pieces))
+        return OptimizerPieces(number, tuple(pieces))
 
     def _lay_out_anew(self, mine: Sequence[Shared], claim: int, whole: bool) -> None:
         """Gives these parameters buckets of their own; what is left of those that they leave is nobody's."""
@@ -309,7 +309,7 @@ class Reducer:
 
     # behind the optimizer
 
-    def publish(self, claim: Claim) -> None:
+    def publish(self, claim: OptimizerPieces) -> None:
         """Its pieces have been stepped: starts bringing them to the ranks that use them."""
         if claim.number not in self._claims:
             raise RunError("another optimizer has been made for the same parameters since; step that one")
@@ -361,7 +361,7 @@ def reducer_for(
     module: nn.Module,
     owners: Ownership,
     transport: Transport,
-    way: Way,
+    way: GradientSums,
     capacity: int,
 ) -> Reducer:
     """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors are left to others."""

@@ -23,10 +23,10 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor, local, ranks_of
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
-from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.parallelize.stage_copy import StageCopy
-from fxpipe.sharding.reducer import Claim, Reducer
+from fxpipe.sharding.reducer import OptimizerPieces, Reducer
 
 if TYPE_CHECKING:
     from fxpipe.sharding.parallelize.fsdp_stage import ShardedStage
@@ -48,7 +48,7 @@ class ParallelGradients:
         copies: Sequence[StageCopy],
     ) -> None:
         self._inner, self._parameters, self._sharded = inner, dict(parameters), dict(sharded)
-        self.way: Way = inner.way
+        self.way: GradientSums = inner.way
         self._transport, self._copies = transport, list(copies)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         rank = transport.pipe_rank
@@ -193,14 +193,14 @@ class ParallelGradients:
         counts = name not in self._elsewhere
         return Piece(name, parameter, 0, parameter.numel(), parameter.detach(), counts, lambda: parameter.grad)
 
-    def claim(self, names: Iterable[str], whole: bool) -> Claim:
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         """These parameters, for an optimizer of fxpipe's; a DTensor as it is, whose operations keep it spread."""
         wanted = list(names)
         claim = self._inner.claim(wanted, whole)
         spread = [self._piece(name, parameter) for name, parameter in self._parameters.items() if name in set(wanted)]
-        return Claim(claim.number, (*claim.pieces, *spread))
+        return OptimizerPieces(claim.number, (*claim.pieces, *spread))
 
-    def publish(self, claim: Claim) -> None:
+    def publish(self, claim: OptimizerPieces) -> None:
         self._inner.publish(claim)
 
 
