@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision
 from fxpipe.sharding.clip import gradient_of
-from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces
 from fxpipe.sharding.optimizer_state import (
     MASTER,
     Entry,
@@ -36,7 +36,6 @@ from fxpipe.sharding.optimizer_state import (
     taken,
 )
 from fxpipe.sharding.parameter_groups import comparable, first_names, options_of, resolve_groups, whole_groups
-from fxpipe.sharding.reducer import OptimizerPieces
 from fxpipe.sharding.slices import Slice
 from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
 from fxpipe.torch_compat import version_of
@@ -54,17 +53,6 @@ REFUSED = {
     torch.optim.LBFGS: "takes the parameters of the whole model as one vector, and calls for its loss again and again",
     torch.optim.SparseAdam: "steps sparse gradients alone, and those of a bucket are dense",
 }
-
-
-class Store(Protocol):
-    """Who has parameters and gradients; ``fxpipe.sharding.reducer.Reducer`` is one."""
-
-    way: GradientSums
-
-    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces: ...
-    def pieces(self) -> list[Piece]: ...
-    def publish(self, claim: OptimizerPieces) -> None: ...
-    def settle(self) -> None: ...
 
 
 def is_elementwise(cls: Maker) -> bool:
@@ -115,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cls: Maker,
         params: Any,
         kw: Mapping[str, Any],
-        store: Store,
+        store: Gradients,
         transport: Transport,
         *,
         held: Mapping[str, Tensor],

@@ -22,8 +22,8 @@ from fxpipe.precision import Precision, cast_parameters
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.distributed_optimizer import ELEMENTWISE, DistributedOptimizer, is_elementwise
 from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.gradients import OptimizerPieces
 from fxpipe.sharding.parameter_groups import resolve_groups
-from fxpipe.sharding.reducer import OptimizerPieces
 from fxpipe.sharding.slices import Slice
 
 STEPS = 5

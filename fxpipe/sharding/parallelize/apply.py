@@ -27,7 +27,7 @@ from fxpipe.sharding.parallelize.stages import Parallel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fxpipe.sharding.parallelize.fsdp_stage import ShardedStage
+    from fxpipe.sharding.fsdp import FsdpStage
 
 Parallelize = Callable[[nn.Module, "DeviceMesh | None"], None]
 
@@ -97,9 +97,9 @@ def parallelise_stages(
     return Parallel({index: copied.without_tensors() for index, copied in copies.items()}, sharded)
 
 
-def _sharded(copies: Mapping[int, StageCopy]) -> dict[int, ShardedStage]:
+def _sharded(copies: Mapping[int, StageCopy]) -> dict[int, FsdpStage]:
     """By stage, what FSDP2 manages in it."""
-    from fxpipe.sharding.parallelize.fsdp_stage import sharded_stages  # it imports FSDP2, which takes its time
+    from fxpipe.sharding.fsdp import sharded_stages  # it imports FSDP2, which takes its time
 
     found = sharded_stages([copied.module for copied in copies.values()])
     return {index: sharded for index, sharded in zip(copies, found, strict=True) if sharded is not None}

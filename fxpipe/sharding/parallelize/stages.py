@@ -25,13 +25,13 @@ from fxpipe.sharding.reducer import Reducer
 from fxpipe.torch_compat import pytree
 
 if TYPE_CHECKING:
-    from fxpipe.sharding.parallelize.fsdp_stage import ShardedStage
+    from fxpipe.sharding.fsdp import FsdpStage
 
 
 class Parallel:
     """The stages of this rank, as ``parallelize`` has made them."""
 
-    def __init__(self, copies: Mapping[int, StageCopy], sharded: Mapping[int, ShardedStage]) -> None:
+    def __init__(self, copies: Mapping[int, StageCopy], sharded: Mapping[int, FsdpStage]) -> None:
         self._copies, self._sharded = dict(copies), dict(sharded)
         self._adopted: dict[int, Stage] = {}  # a captured stage's module → the stage that runs in its place
         self._captures = 0
