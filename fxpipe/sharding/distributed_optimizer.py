@@ -24,12 +24,15 @@ from fxpipe.precision import Precision
 from fxpipe.sharding.clip import gradient_of
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces
-from fxpipe.sharding.optimizer_state import TargetStates, check_saves_all, read_state_dict, refuse_torchs_helpers
+from fxpipe.sharding.optimizer_state import (
+    OptimizerMaker,
+    TargetStates,
+    check_saves_all,
+    read_state_dict,
+    refuse_torchs_helpers,
+)
 from fxpipe.sharding.parameter_groups import comparable, first_names, options_of, resolve_groups, whole_groups
 from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
-
-Maker = Callable[..., torch.optim.Optimizer]
-"""A class of optimizers, or what stands for one: ``Maker(groups, **kw)``."""
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -43,12 +46,12 @@ REFUSED = {
 }
 
 
-def is_elementwise(cls: Maker) -> bool:
+def is_elementwise(cls: OptimizerMaker) -> bool:
     """Whether this very class is known to step each element by itself."""
     return _class_of(cls) in ELEMENTWISE
 
 
-def check_class(cls: Maker, copies: bool) -> None:
+def check_class(cls: OptimizerMaker, copies: bool) -> None:
     """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
     made = _class_of(cls)
     for refused, why in REFUSED.items():
@@ -56,7 +59,7 @@ def check_class(cls: Maker, copies: bool) -> None:
             raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")
 
 
-def _class_of(cls: Maker) -> Any:
+def _class_of(cls: OptimizerMaker) -> Any:
     while isinstance(cls, functools.partial):
         cls = cls.func
     return cls
@@ -88,7 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        cls: Maker,
+        cls: OptimizerMaker,
         params: Any,
         kw: Mapping[str, Any],
         store: Gradients,

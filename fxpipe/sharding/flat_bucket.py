@@ -35,6 +35,10 @@ class Piece:
     gradient: Callable[[], Tensor | None]
     """The summed gradient, shaped like ``data``; None where nobody used the parameter."""
 
+    @property
+    def is_whole(self) -> bool:
+        return (self.start, self.stop) == (0, self.parameter.numel())
+
 
 @dataclass(eq=False)
 class FlatBucket:

@@ -1,4 +1,4 @@
-"""FSDP: parameters that torch's FSDP2 gathers, reduces and frees together, at fxpipe's word. No other file calls it.
+"""FSDP: all that fxpipe has torch's FSDP2 do; parameters that it gathers, reduces and frees together.
 
 A pipeline runs a stage's forward and backward once for each micro-batch, in the order of a table. By itself FSDP2 would
 gather parameters for each of them. Here, whatever ``reshard_after_forward`` says, they are gathered ahead of a stage's
@@ -14,19 +14,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 
 from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.precision import Precision
 from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _FsdpModules:
@@ -238,13 +236,12 @@ class FsdpStage(_FsdpModules):
         self._gathered = False
 
 
-def sharded_stages(modules: Sequence[nn.Module]) -> list[FsdpStage | None]:
-    """What FSDP2 manages in each of a rank's stages; None where that is nothing. They share streams."""
-    roots = [list(_roots_in(module)) for module in modules]
-    together = [root for found in roots for root in found]
-    if together:
-        share_comm_ctx(together)
-    return [FsdpStage(found) if found else None for found in roots]
+def sharded_stages(modules: Mapping[int, nn.Module]) -> dict[int, FsdpStage]:
+    """By stage, what FSDP2 manages in the modules of a rank, where that is anything. They share streams."""
+    roots = {stage: found for stage, module in modules.items() if (found := list(_roots_in(module)))}
+    if roots:
+        share_comm_ctx([root for found in roots.values() for root in found])
+    return {stage: FsdpStage(found) for stage, found in roots.items()}
 
 
 def _may_return_views(root: FSDPModule) -> None:

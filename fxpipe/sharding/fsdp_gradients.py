@@ -15,10 +15,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxpipe.distributed.stopwatch import Stopwatch
@@ -34,9 +34,6 @@ from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.fsdp import FsdpUnit, accumulating, finish_setup
 from fxpipe.sharding.gradients import GradientsBase, OptimizerPieces
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def fully_sharded(

@@ -23,6 +23,9 @@ from fxpipe.sharding.slices import Slice, memory_order
 from fxpipe.sharding.stepped_piece import Target
 from fxpipe.torch_compat import pytree, version_of
 
+OptimizerMaker = Callable[..., torch.optim.Optimizer]
+"""A class of optimizers, or what stands for one: ``cls(groups, **kw)``."""
+
 MASTER = "master"
 """The key of a parameter in the type that it is stepped in."""
 
@@ -40,10 +43,10 @@ class Loaded(NamedTuple):
 class TargetStates:
     """The states of one optimizer's targets, as state dicts show them.
 
-    ``make``: the optimizer of groups. ``masters``: whether parameters are stepped in a precision of their own.
+    ``make``: makes an optimizer of groups. ``masters``: whether parameters are stepped in a precision of their own.
     """
 
-    def __init__(self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], masters: bool) -> None:
+    def __init__(self, make: OptimizerMaker, masters: bool) -> None:
         self._make, self._masters = make, masters
         self._copies: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # masters that state dicts have copies of
 
@@ -112,9 +115,7 @@ def _version_of(value: Tensor) -> int:
     return version_of(value.local if isinstance(value, Slice) else local(value))
 
 
-def initial_state(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], options: Mapping[str, Any], like: Tensor
-) -> Entry:
+def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor) -> Entry:
     """The state of a tensor like this one that has never been stepped, under the names that a first step gives it.
 
     Optimizers make their state in the first step, which for a gradient of 0 leaves zeros; what counts steps, or has

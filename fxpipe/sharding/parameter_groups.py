@@ -34,11 +34,12 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
     groups: list[Any] = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
     index = ParameterIndex(held, whole)
     resolved: list[dict[str, Any]] = []
-    home: dict[int, int] = {}
+    home: dict[str | int, int] = {}
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
             raise TypeError(f"parameter group {number} is of type {type(group).__name__}, not a dict")
-        found = {index.identity(name, tensor): (name, tensor) for name, tensor in index.find(group["params"], number)}
+        listed = index.find(group["params"], number)
+        found = {id(tensor) if name is None else name: (name, tensor) for name, tensor in listed}
         for identity, (name, _) in found.items():
             if home.setdefault(identity, number) != number:
                 raise ValueError(
@@ -107,15 +108,10 @@ class ParameterIndex:
     """Who is who in the whole model: its parameters, by names and by identity."""
 
     def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-        self._held, self._whole = held, {**whole, **held}
-        self._canonical: dict[str, str] = {}
-        first: dict[int, str] = {}
-        for name, tensor in {**held, **whole}.items():
-            self._canonical[name] = first.setdefault(id(tensor), name)
-        self._names = {id(tensor): self._canonical[name] for name, tensor in {**whole, **held}.items()}
-        self._names |= {id(tensor): self._canonical[name] for name, tensor in whole.items()}
+        self._whole = {**whole, **held}
+        self._canonical = first_names({**held, **whole})
+        self._names = {id(t): self._canonical[name] for each in (held, whole) for name, t in each.items()}
         self._here = {self._canonical[name]: tensor for name, tensor in held.items()}
-        self._numbers: dict[str, int] = {}
 
     def find(self, params: Any, group: int) -> list[tuple[str | None, Tensor]]:
         """What a group's entries mean: name and parameter, over the whole model."""
@@ -148,10 +144,6 @@ class ParameterIndex:
                 )
             found += [(self._canonical[name], self._whole[name]) for name in names]
         return found
-
-    def identity(self, name: str | None, tensor: Tensor) -> int:
-        """The same for all names and stand-ins of a parameter."""
-        return id(tensor) if name is None else -1 - self._numbers.setdefault(name, len(self._numbers))
 
     def here(self, name: str | None, tensor: Tensor) -> Tensor | None:
         """The parameter itself, if this rank holds it."""

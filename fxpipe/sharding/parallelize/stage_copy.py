@@ -30,11 +30,14 @@ class StageCopy:
     twins: tuple[tuple[nn.Module, nn.Module], ...]
 
     def held(self, name: str) -> Any:
-        """What the copy now has under one of the model's names; AttributeError where that is nothing.
+        """What the copy now has under one of the model's names; None where that is nothing.
 
         Wrappers of modules hand on what they have not, so that the name need not tell of them.
         """
-        return attrgetter(name.removeprefix(self.prefix))(self.module)
+        try:
+            return attrgetter(name.removeprefix(self.prefix))(self.module)
+        except AttributeError:
+            return None
 
     def without_tensors(self) -> StageCopy:
         """The same, holding on to no tensor that has been replaced."""

@@ -70,10 +70,9 @@ class Parallel:
     def gradients(self, inner: Reducer, transport: Transport, owners: Ownership, model: nn.Module) -> ParallelGradients:
         """The gradients of this rank: plain parameters are ``inner``'s, DTensors are summed beside it."""
         rank = transport.pipe_rank
-        mine = owners.names[rank] if rank is not None else None
-        spread = {name for name, parameter in model.named_parameters() if is_dtensor(parameter)}
-        parameters = {n: p for n, p in model.named_parameters() if n in spread and (mine is None or n in mine)}
-        return ParallelGradients(inner, parameters, self._sharded, transport, owners, list(self._copies.values()))
+        mine = {n: p for n, p in model.named_parameters() if rank is None or n in owners.names[rank]}
+        spread = {name: mine[name] for name in mine if is_dtensor(mine[name])}
+        return ParallelGradients(inner, spread, self._sharded, transport, owners, list(self._copies.values()))
 
 
 class _StageFunction:
@@ -166,10 +165,7 @@ def _paths(stage: Stage) -> set[str]:
 
 def _check_there(stage: Stage, home: StageCopy, node: fx.Node) -> None:
     """What a later capture calls must be a module that ``parallelize`` has seen."""
-    try:
-        there = attrgetter(str(node.target))(home.module)
-    except AttributeError:
-        there = None
+    there = home.held(str(node.target))
     if there is None or (node.op == "call_module" and type(there) is nn.Module):
         raise RunError(
             f"this kind of batch runs {node.target} of stage {stage.name} as a whole, which the first kind took apart, "
