@@ -91,9 +91,9 @@ class FullyShardedGradients(GradientsBase):
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         """``scales`` changes nothing here: earlier gradients are always kept out."""
-        cleared = [name for name in self._kept if self._own[name].grad is None]
-        for name in cleared:
-            del self._kept[name]
+        self._kept = {
+            n: kept for n, kept in self._kept.items() if self._own[n].grad is not None
+        }  # but what was cleared
         self._set_earlier_aside()
         self._start(graphs, row, _CallState(training=True, sync=sync, deferred=self._behind or not sync))
 
@@ -233,11 +233,11 @@ class FullyShardedGradients(GradientsBase):
             unit.finish()
         used = self._ask_who_used(call.used | call.local.keys()).wait()
         for name, parameter in self._own.items():
+            if name in self._whole:
+                parameter.grad = call.local.get(name)
             if name not in used:
                 parameter.grad = None
-            elif name in self._whole:
-                parameter.grad = call.local.get(name)
-            if name in used and parameter.grad is None:
+            elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter.detach())
         self._sum("data", self._whole)
         self._scale(factor)

@@ -134,6 +134,7 @@ class GradientsBase:
     # in a call
 
     def _set_earlier_aside(self, wanted: bool = True) -> None:
+        """``wanted``: False where this call's gradients may be added as they come."""
         self._earlier = {name: p.grad for name, p in self._own.items() if wanted and p.grad is not None}
         for name in self._earlier:
             self._own[name].grad = None
@@ -173,7 +174,7 @@ class WhoUsed:
     """
 
     def __init__(self, used: Mapping[str, tuple[tuple[int, ...], bool]], transport: Transport) -> None:
-        self._names = sorted(used, key=lambda name: used[name][0])
+        self._names = sorted(used, key=lambda name: used[name][0])  # groups in one order, or ranks wait in a circle
         flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
         self._flags = flags.to(transport.device)
         steps = [Collective("maximum", "flags", self._flags)] if used and transport.data_size > 1 else []
