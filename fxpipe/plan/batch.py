@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.graph.like import ITEMS, Like
+from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.torch_compat import pytree
 
 BatchDim = int | Mapping[str, int | None]
@@ -26,8 +26,8 @@ _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 class Given:
     """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
-    ``detail``: the fixed value; or the container, and for each leaf a ``Like``, or the Python value that it is.
-    ``like``: an input with a ``Like`` in place of each tensor.
+    ``detail``: the fixed value; or the container, and for each leaf a ``TensorLike``, or the Python value that it is.
+    ``like``: an input with a ``TensorLike`` in place of each tensor.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Given:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         leaves = self.detail[1] if self.kind == "input" else ()
-        return [leaf.shape for leaf in leaves if isinstance(leaf, Like)]
+        return [leaf.shape for leaf in leaves if isinstance(leaf, TensorLike)]
 
 
 Description = tuple[tuple[str, Given], ...]
@@ -89,8 +89,8 @@ def _given(value: Any, exact: bool) -> Given:
     if isinstance(value, _FIXED):
         return Given("fixed", value)
     leaves, spec = pytree.tree_flatten(value)
-    likes = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    described = tuple(leaf if isinstance(leaf, Like) else _told(leaf, exact) for leaf in likes)
+    likes = [TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    described = tuple(leaf if isinstance(leaf, TensorLike) else _told(leaf, exact) for leaf in likes)
     return Given("input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec))
 
 
@@ -117,12 +117,12 @@ def _cut_given(given: Given, along: int | None, size: int) -> Given:
     if given.kind != "input" or along is None:
         return given
     container, leaves = given.detail
-    cut = tuple(_cut_like(leaf, along, size) if isinstance(leaf, Like) else leaf for leaf in leaves)
-    like = pytree.tree_map_only(Like, lambda leaf: _cut_like(leaf, along, size), given.like)
+    cut = tuple(_cut_like(leaf, along, size) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
+    like = pytree.tree_map_only(TensorLike, lambda leaf: _cut_like(leaf, along, size), given.like)
     return Given("input", (container, cut), like)
 
 
-def _cut_like(like: Like, along: int, size: int) -> Like:
+def _cut_like(like: TensorLike, along: int, size: int) -> TensorLike:
     if not like.shape:
         return like
     shape = list(like.shape)
@@ -151,7 +151,7 @@ def _kind(given: Given) -> Any:
     if given.kind != "input":
         return given
     container, leaves = given.detail
-    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Like) else leaf for leaf in leaves)
+    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
 
 
 def _show(given: Given) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Autocast, modes_restored, within
 from fxpipe.graph.program import Program
 from fxpipe.plan.balance.hardware import Hardware
@@ -76,7 +76,9 @@ def _timed(program: Program, example: Mapping[str, Any], device: torch.device) -
     left = {node: len(node.users) for node in program.graph.nodes}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            values[node] = pytree.tree_map_only(Like, lambda like: _made_up(like, device), example[str(node.target)])
+            values[node] = pytree.tree_map_only(
+                TensorLike, lambda like: _made_up(like, device), example[str(node.target)]
+            )
         elif node.op == "get_attr":
             values[node] = program.attribute(str(node.target))
         elif node.op != "output":
@@ -108,7 +110,7 @@ def _copied(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t if isinstance(t, nn.Parameter) else t.clone(), value)
 
 
-def _made_up(like: Like, device: torch.device) -> Tensor:
+def _made_up(like: TensorLike, device: torch.device) -> Tensor:
     memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
     if like.dtype is torch.bool:
         return memory.fill_(True)

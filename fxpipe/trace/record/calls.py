@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.attributes import WatchedAttributes
 from fxpipe.trace.fake import is_fake, outside, unrecorded
@@ -299,9 +299,9 @@ class Calls:
         def faked(leaf: Any) -> Any:
             if isinstance(leaf, Given):  # on other values it may be something else
                 return self._as_made(frame, frame.tensors[leaf.place])
-            return self._recorder.fake.made(leaf) if isinstance(leaf, Like) else leaf
+            return self._recorder.fake.made(leaf) if isinstance(leaf, TensorLike) else leaf
 
-        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (Like, Given)))
+        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (TensorLike, Given)))
 
     # what can be kept whole
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.operators import blank
 from fxpipe.graph.program import Effects
 from fxpipe.torch_compat import CHECKS, TorchDispatchMode, pytree
@@ -474,7 +474,7 @@ class Recorder:
         def stand_in(leaf: Any) -> Any:
             if not isinstance(leaf, Value) or (place := next(given)) not in effects.unread:
                 return leaf
-            like = Like.of(frame.tensors[place])
+            like = TensorLike.of(frame.tensors[place])
             arguments = (like.shape, like.dtype, frame.tensors[place].device)
             fake = self.fake.made(replace(like, requires_grad=False))
             return Value(self.append("call_function", blank, arguments, {}, fake, Touched(), frame.place), ())
