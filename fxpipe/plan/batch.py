@@ -23,7 +23,7 @@ _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
-class Given:
+class InputDescription:
     """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
     ``detail``: the fixed value; or the container, and for each leaf a ``TensorLike``, or the Python value that it is.
@@ -40,7 +40,7 @@ class Given:
         return [leaf.shape for leaf in leaves if isinstance(leaf, TensorLike)]
 
 
-Description = tuple[tuple[str, Given], ...]
+Description = tuple[tuple[str, InputDescription], ...]
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,15 +83,17 @@ def describe(values: Mapping[str, Any], exact: bool = False) -> Description:
     return tuple((name, _given(value, exact)) for name, value in values.items())
 
 
-def _given(value: Any, exact: bool) -> Given:
+def _given(value: Any, exact: bool) -> InputDescription:
     if value is None:
-        return Given("none")
+        return InputDescription("none")
     if isinstance(value, _FIXED):
-        return Given("fixed", value)
+        return InputDescription("fixed", value)
     leaves, spec = pytree.tree_flatten(value)
     likes = [TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     described = tuple(leaf if isinstance(leaf, TensorLike) else _told(leaf, exact) for leaf in likes)
-    return Given("input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec))
+    return InputDescription(
+        "input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec)
+    )
 
 
 def _told(leaf: Any, exact: bool) -> Any:
@@ -113,13 +115,13 @@ def cut_description(description: Description, batch_dim: BatchDim, size: int) ->
     return tuple((name, _cut_given(given, dimension(batch_dim, name), size)) for name, given in description)
 
 
-def _cut_given(given: Given, along: int | None, size: int) -> Given:
+def _cut_given(given: InputDescription, along: int | None, size: int) -> InputDescription:
     if given.kind != "input" or along is None:
         return given
     container, leaves = given.detail
     cut = tuple(_cut_like(leaf, along, size) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
     like = pytree.tree_map_only(TensorLike, lambda leaf: _cut_like(leaf, along, size), given.like)
-    return Given("input", (container, cut), like)
+    return InputDescription("input", (container, cut), like)
 
 
 def _cut_like(like: TensorLike, along: int, size: int) -> TensorLike:
@@ -132,7 +134,7 @@ def _cut_like(like: TensorLike, along: int, size: int) -> TensorLike:
 
 def merge(descriptions: Sequence[Description]) -> Description:
     """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
-    merged: dict[str, tuple[int, Given]] = {}
+    merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, given in description:
             known = merged.get(name)
@@ -146,7 +148,7 @@ def merge(descriptions: Sequence[Description]) -> Description:
     return tuple((name, given) for name, (_, given) in merged.items())
 
 
-def _kind(given: Given) -> Any:
+def _kind(given: InputDescription) -> Any:
     """What must be the same on all ranks: anything but where a tensor is and how it lies there."""
     if given.kind != "input":
         return given
@@ -154,7 +156,7 @@ def _kind(given: Given) -> Any:
     return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
 
 
-def _show(given: Given) -> str:
+def _show(given: InputDescription) -> str:
     if given.kind != "input":
         return repr(given.detail)
     return ", ".join(str(list(shape)) for shape in given.shapes) or "no tensor"

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.batch import Description, Given
+from fxpipe.plan.batch import Description, InputDescription
 
 IGNORED = -100
 """The label that no loss counts."""
 _LIKE = TensorLike((), torch.float32, (), "cpu", False)
-_GIVEN = Given("input", ("", (_LIKE,)), _LIKE)
+_GIVEN = InputDescription("input", ("", (_LIKE,)), _LIKE)
 
 
 @dataclass(frozen=True)

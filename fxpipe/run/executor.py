@@ -24,7 +24,7 @@ from fxpipe.torch_compat import pytree
 
 
 @dataclass(frozen=True)
-class Step:
+class StepInput:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
     ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
@@ -61,7 +61,7 @@ class Executor:
     rank: int
     exchange: Exchange
     device: torch.device
-    step: Step
+    step: StepInput
     parameters: Parameters
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     loss: StepLoss = field(default_factory=StepLoss)

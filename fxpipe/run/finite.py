@@ -95,7 +95,7 @@ class _Number:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _FinishedStep:
     """A step that is over. ``names``: of its stages."""
 
     number: int
@@ -115,7 +115,7 @@ class Watch:
     def __init__(self, transport: Transport, raises: bool = False, leads: bool = True) -> None:
         self._transport, self._raises, self._leads = transport, raises, leads
         self._extremes: Extremes | None = None
-        self._last: _Step | None = None
+        self._last: _FinishedStep | None = None
         self._told = False  # whether this rank's pipe group knows
         self._over = False  # whether all ranks have met: it is told once
 
@@ -134,7 +134,7 @@ class Watch:
             if text:
                 warnings.warn(text, RuntimeWarning, stacklevel=4)  # behind the call and what it calls
         if self._extremes is not None:
-            self._last = _Step(number, _Number(loss), self._extremes, names)
+            self._last = _FinishedStep(number, _Number(loss), self._extremes, names)
         return self._look("all") if self._raises else ""
 
     def look(self, scope: str) -> str:
@@ -171,7 +171,7 @@ class Watch:
         return _text(last, loss, broken, self._transport.data_size > 1, len(everyone) > 1)
 
 
-def _text(step: _Step, loss: float, broken: Sequence[Broken], replicas: bool, ranks: bool) -> str:
+def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: bool, ranks: bool) -> str:
     losses = sorted(one for one in broken if one.is_loss)
     head = f"the loss of step {step.number} is {loss}"
     if not losses:

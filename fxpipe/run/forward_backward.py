@@ -30,13 +30,13 @@ from fxpipe.plan.planner import Plan, Planner
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.detached import detached
 from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
-from fxpipe.run.executor import Executor, Step
+from fxpipe.run.executor import Executor, StepInput
 from fxpipe.run.finite import Watch
 from fxpipe.run.outputs import join
 from fxpipe.run.rank_state import Holding
 from fxpipe.run.replicas import over_replicas
-from fxpipe.run.step_outcome import Outcome, conclude
-from fxpipe.run.timeline_recorder import Recorder
+from fxpipe.run.step_outcome import StepOutcome, conclude
+from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules import Family, with_costs
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Cost
@@ -86,11 +86,11 @@ class ForwardBackward:
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
         self._step = 0
         self._sync = True
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, StepOutcome] = {}
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
         self._failure: str | None = None
         self._device = device
-        self._recorder = Recorder(transport, device)
+        self._recorder = TimelineRecorder(transport, device)
         alike = topology.coordinate(transport.rank)  # along other axes ranks do the same work on the same data
         leads = not any(place for axis, place in alike.items() if axis not in ("pipe", "data"))
         self._watch = Watch(transport, error_if_nonfinite, leads)
@@ -300,7 +300,7 @@ class ForwardBackward:
         if self._precision is not None:
             batches = [cast_batch(batch, self._precision.compute) for batch in batches]
         batches = self._agreement.with_items(agreed, batches, shares)
-        step = Step(
+        step = StepInput(
             batches,
             shares,
             lambda stage, microbatch: seed_of(self._base_seed, step_number, stage, microbatch, replica),
@@ -312,7 +312,7 @@ class ForwardBackward:
         with within([region._replace(enabled=False) for region in step.autocast]):
             return self._play(agreed, step)
 
-    def _play(self, agreed: Agreed, step: Step) -> list[Executor]:
+    def _play(self, agreed: Agreed, step: StepInput) -> list[Executor]:
         plan, rank, training = agreed.plan, self._transport.pipe_rank, step.training
         self._exchange.begin(agreed.kind)
         if rank is None:
@@ -328,7 +328,7 @@ class ForwardBackward:
         self._exchange.finish()
         return executors
 
-    def _executor(self, plan: Plan, rank: int, step: Step) -> Executor:
+    def _executor(self, plan: Plan, rank: int, step: StepInput) -> Executor:
         stopwatch = self._recorder.stopwatch()
         if step.training:
             self._reducer.watch(stopwatch)
@@ -357,7 +357,7 @@ class ForwardBackward:
         with self._failing_together(*self._alike):
             self._check.compare(everywhere)
 
-    def _check_kind_of_loss(self, outcome: Outcome) -> None:
+    def _check_kind_of_loss(self, outcome: StepOutcome) -> None:
         """Gradients of means and of sums cannot be accumulated together, nor in a type that has no room for sums."""
         if self._is_sum not in (None, outcome.is_sum):
             raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")

@@ -1,4 +1,4 @@
-"""Outcome: from the losses of a step's micro-batches, on one rank, to the loss and gradient scale of all ranks."""
+"""Step outcome: from the losses of a step's micro-batches, on one rank, to the loss and gradient scale of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.graph.loss import StepLoss, metric_dtype
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """``factor``: what this step's gradients are multiplied by, before or after they are summed; None for 1."""
 
     loss: Tensor
@@ -30,8 +30,8 @@ def conclude(
     step: StepLoss | None,
     output_rank: int,
     device: torch.device,
-    known: Outcome | None,
-) -> Outcome:
+    known: StepOutcome | None,
+) -> StepOutcome:
     """Combines the replicas' losses and tells every rank.
 
     ``step``: the losses, on the rank that has them. The parts of a mean have been weighted by their share of the whole
@@ -47,7 +47,7 @@ def conclude(
     if step is not None and step.is_sum != is_sum:
         raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
     if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
-        return Outcome(step.value(), None, step.metrics(), is_sum, dtype)
+        return StepOutcome(step.value(), None, step.metrics(), is_sum, dtype)
 
     # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
     # large for less
@@ -62,7 +62,7 @@ def conclude(
     transport.broadcast("pipe", message, output_rank)
     loss, factor = message[0].to(dtype), message[1]
     metrics = {name: message[2 + place].to(metric_dtype(dtype)) for place, name in enumerate(names)}
-    return Outcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
+    return StepOutcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
 
 
 def _check_alike(transport: Transport, is_sum: bool, names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Recorder: the last step that was timed, and what all ranks together make of it."""
+"""Timeline recorder: the last step that was timed, and what all ranks together make of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.timeline import Timeline
 
 
-class Recorder:
+class TimelineRecorder:
     """``on``: whether the steps from now on are timed; the same on every rank."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
