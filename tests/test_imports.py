@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = """
     torch_compat
     errors precision progress seeds
+    options
     graph schedules
     distributed formats passes trace
     parameters plan
@@ -40,7 +41,7 @@ NOT_YET = {("schedules", "formats")}
 PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
-MAY_NAME_IT_TOO = {"parameters/dtensors.py", "parameters/weight_files.py", "run/forward_backward.py"}
+MAY_NAME_IT_TOO = {"parameters/dtensors.py", "parameters/weight_files.py"}
 PYTHONS = set("_replace _fields _getframe _exit _SubParsersAction".split())
 """Private by their form; what Python's documentation names."""
 

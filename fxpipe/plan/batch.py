@@ -12,10 +12,8 @@ from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS, TensorLike
+from fxpipe.options import BatchDim
 from fxpipe.torch_compat import pytree
-
-BatchDim = int | Mapping[str, int | None]
-
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Of what lies in a container beside tensors, what a capture can hold for alone."""

@@ -18,7 +18,8 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
-from fxpipe.plan.batch import BatchDim, cast_batch, dimension
+from fxpipe.options import BatchDim
+from fxpipe.plan.batch import cast_batch, dimension
 from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request

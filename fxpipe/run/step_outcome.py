@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +11,8 @@ from torch import Tensor
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import StepLoss, metric_dtype
+from fxpipe.precision import Precision
+from fxpipe.run.replicas import differing
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,26 @@ def conclude(
     return StepOutcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
 
 
+def check_kind(outcome: StepOutcome, earlier: bool | None, precision: Precision | None) -> None:
+    """RunError: gradients of means and of sums cannot be accumulated together, nor in a type without room for sums.
+
+    ``earlier``: whether the losses of earlier steps were sums; None before the first.
+    """
+    if earlier not in (None, outcome.is_sum):
+        raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
+    if outcome.is_sum and precision is not None and precision.reduce == torch.float16:
+        raise RunError(
+            "gradients of a fxpipe.Sum are summed before they are divided by its count, for which float16 has no "
+            "room; write Precision(reduce=torch.bfloat16) or float32"
+        )
+
+
 def _check_alike(transport: Transport, is_sum: bool, names: tuple[str, ...]) -> None:
     """Replicas add up their losses and metrics, so they must have the same."""
-    if transport.data_size == 1:
-        return
-    digest = hashlib.blake2b("\0".join([str(is_sum), *names]).encode(), digest_size=7).digest()
-    if len(set(transport.gather_int("data", int.from_bytes(digest, "little")))) > 1:
-        everyone = transport.gather("data", (is_sum, names))
-        if len({one for one, _ in everyone}) > 1:
-            raise RunError("the loss is a fxpipe.Sum on one replica and a mean on another; return the same kind on all")
+    everyone = [] if transport.data_size == 1 else differing(transport, (is_sum, names))
+    if len({one for one, _ in everyone}) > 1:
+        raise RunError("the loss is a fxpipe.Sum on one replica and a mean on another; return the same kind on all")
+    if everyone:
         raise RunError(
             f"the replicas' losses come with different metrics: {[one for _, one in everyone]}; return the same on all"
         )
