@@ -65,16 +65,8 @@ def pattern_of(
         tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
         for description in microbatches
     )
-    facts = {(_inputs(description), _fixed(description)) for description in shapes}
-    if len(facts) > 1:
+    inputs = {tuple(name for name, given in one if given.kind == "input") for one in shapes}
+    fixed = {tuple((name, given.detail) for name, given in one if given.kind != "input") for one in shapes}
+    if len(inputs) > 1 or len(fixed) > 1:
         raise RunError("the micro-batches of one step must have the same inputs")
-    ((inputs, fixed),) = facts
-    return Pattern(inputs, fixed, len(shapes), with_loss, flags, training, shapes, autocast)
-
-
-def _inputs(description: Description) -> tuple[str, ...]:
-    return tuple(name for name, given in description if given.kind == "input")
-
-
-def _fixed(description: Description) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, given.detail) for name, given in description if given.kind != "input")
+    return Pattern(inputs.pop(), fixed.pop(), len(shapes), with_loss, flags, training, shapes, autocast)

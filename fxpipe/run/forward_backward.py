@@ -70,7 +70,7 @@ class ForwardBackward:
     @property
     def required_inputs(self) -> tuple[str, ...]:
         """The inputs that this rank's stages use; for the others it may be given None."""
-        return self._steps.required(self._plan)
+        return self._steps.agreement.required(self._plan, self._transport.pipe_rank)
 
     @property
     def module(self) -> RankModule:
@@ -257,7 +257,7 @@ class ForwardBackward:
                 lambda: self._planner.rescheduled(with_costs(schedule, costs, in_flight, memory)),
             )
         self._plan = dataclasses.replace(self._planner.first, graph=self.stages)
-        self._steps.replan(self._planner)
+        self._steps.agreement.replan(self._planner)
         return self.schedule
 
     # gradients

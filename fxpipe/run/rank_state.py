@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -113,14 +113,6 @@ def _own_names(planner: Planner, owners: Ownership, transport: Transport) -> fro
     return frozenset(all_tensors(planner.module)) if rank is None else owners.names[rank]
 
 
-def _own_stages(planner: Planner, transport: Transport) -> list[Any]:
-    """The stages that this rank runs, as every capture so far has them."""
-    rank = transport.pipe_rank
-    return [
-        stage for graph in planner.graphs for stage in graph if rank is None or graph.placement[stage.index] == rank
-    ]
-
-
 def _make_own(
     planner: Planner,
     owners: Ownership,
@@ -142,10 +134,12 @@ def _make_own(
             "Where an earlier fxpipe.compile gave it to another rank, build the model anew"
         )
     made = materialise(planner.module, names, device, init_fn, weights, seed)
-    for stage in _own_stages(planner, transport):
-        if isinstance(stage.module, nn.Module):
-            made.replace_in(stage.module)
-            check_no_meta(stage.module, stage.name)
+    for graph in planner.graphs:
+        for stage in graph:
+            is_own = transport.pipe_rank in (None, graph.placement[stage.index])
+            if is_own and isinstance(stage.module, nn.Module):
+                made.replace_in(stage.module)
+                check_no_meta(stage.module, stage.name)
 
 
 def _make_equal(planner: Planner, topology: Topology, transport: Transport, owners: Ownership) -> None:

@@ -20,7 +20,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
-from fxpipe.plan.planner import Plan, Planner
+from fxpipe.plan.planner import Plan
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.executor import Executor, StepInput
@@ -59,7 +59,7 @@ class Steps:
         options = state.planner.options
         self._transport, self._state, self._exchange, self._failing = transport, state, exchange, failing
         self._options, self._module, self._gradients = options, state.planner.module, state.reducer
-        self._agreement = Agreement(state.planner, transport)
+        self.agreement = Agreement(state.planner, transport)
         self._items = ItemNumbers(transport, state.planner.items)
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
         self._check = BatchCheck(transport, options.check_batches, in_tensor_group, lambda: topology.has_sampler)
@@ -73,14 +73,6 @@ class Steps:
         self._outcomes: dict[int, StepOutcome] = {}
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
-    def replan(self, planner: Planner) -> None:
-        """Runs the tables of another planner from now on."""
-        self._agreement.replan(planner)
-
-    def required(self, plan: Plan) -> tuple[str, ...]:
-        """The inputs that this rank's stages use."""
-        return self._agreement.required(plan, self._transport.pipe_rank)
-
     # the course of a step
 
     def train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
@@ -89,7 +81,7 @@ class Steps:
         with self._failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self._failing.together(FxpipeError):
-            self._agreement.check_rows(agreed, self._gradients.way.zero)
+            self.agreement.check_rows(agreed, self._gradients.way.zero)
         with self._failing.together():
             known = self._outcomes.get(agreed.kind)
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
@@ -119,12 +111,12 @@ class Steps:
         self._failing.check_open()
         self._transport.begin_step()
         self.compare_batches(everywhere=True)
-        offer, given = self._agreement.offer(calls, split_evenly, training)
+        offer, given = self.agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])):
-            agreed = self._agreement.settle(offer)
+            agreed = self.agreement.settle(offer)
         self._check.note(agreed.kind, self._number, training, given)
-        return agreed, self._agreement.batches(agreed, offer, given)
+        return agreed, self.agreement.batches(agreed, offer, given)
 
     def compare_batches(self, everywhere: bool) -> None:
         """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
