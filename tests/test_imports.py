@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = """
     torch_compat
     errors precision progress seeds
+    options
     graph schedules
     distributed formats passes trace
     parameters plan
@@ -58,7 +59,6 @@ PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
 MAY_NAME_IT_TOO = {"fxpipe/parameters/dtensors.py", "fxpipe/parameters/weight_files.py"}
-MAY_NAME_IT_TOO |= {"fxpipe/run/forward_backward.py"}
 PYTHONS = set("_replace _fields _getframe _exit _SubParsersAction".split())
 """Private by their form; what Python's documentation names."""
 

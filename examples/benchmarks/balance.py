@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe import passes
 from fxpipe.errors import FxpipeError
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance import NodeCosts, balance, costs_from_shapes
@@ -42,8 +42,8 @@ MICROBATCHES_A_RANK = 4
 # --- the models ---
 
 
-def like(*shape: int, dtype: torch.dtype = torch.long) -> Like:
-    return Like(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", False)
+def like(*shape: int, dtype: torch.dtype = torch.long) -> TensorLike:
+    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", False)
 
 
 def clip(patch: int, width: int, layers: int, text_width: int, rows: int) -> tuple[nn.Module, dict[str, object]]:
@@ -79,8 +79,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, object]]]] = {
 
 def captured(model: nn.Module, batch: dict[str, object]) -> tuple[Program, NodeCosts]:
     """The program that is balanced, and what its nodes take."""
-    example = {name: value for name, value in batch.items() if isinstance(value, Like)}
-    fixed = {name: value for name, value in batch.items() if not isinstance(value, Like)}
+    example = {name: value for name, value in batch.items() if isinstance(value, TensorLike)}
+    fixed = {name: value for name, value in batch.items() if not isinstance(value, TensorLike)}
     names = tuple(name for name in Request.signature(model, None).parameters if name in example)
     program = capture(Request(model.train(), names, fixed, example=example), "export")
     program = chain(passes.before_balance(), program)

@@ -69,7 +69,7 @@ def work(pairs: int) -> None:
     taken: dict[bool, list[Taken]] = {True: [], False: []}
     for pair in range(pairs):
         for on in (True, False) if pair % 2 else (False, True):
-            forward_backward._check.on = on
+            forward_backward._steps._check.on = on
             taken[on].append(timed(partial(forward_backward, image, label)))
     compared = [timed(partial(compare, image=image, label=label)) for _ in range(20)]
     if dist.get_rank() == 0:

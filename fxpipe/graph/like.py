@@ -1,4 +1,4 @@
-"""Like: what a tensor of a batch is, without its numbers."""
+"""TensorLike: what a tensor of a batch is, without its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEMS = "num_items_in_batch"
 
 
 @dataclass(frozen=True)
-class Like:
+class TensorLike:
     """What a tensor is, without its numbers. ``device``: its type only. ``stride``: of the whole batch's tensor."""
 
     shape: tuple[int, ...]
@@ -24,10 +24,10 @@ class Like:
     requires_grad: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> Like:
+    def of(tensor: Tensor) -> TensorLike:
         if tensor.layout not in (torch.strided, torch.jagged):
             raise RunError(
                 f"an input of shape {list(tensor.shape)} is of layout {tensor.layout}, which cannot be cut into rows; "
                 "pass what it is made of, such as indices and values, and make it in forward"
             )
-        return Like(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
+        return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, noted
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.ownership import on_meta
 from fxpipe.parameters.unwritten import mark, marks_left
@@ -70,17 +70,14 @@ def initialise(
         _check_written(model, names[0], tensor)
 
 
-@contextlib.contextmanager
-def _told(submodule: nn.Module, path: str) -> Iterator[None]:
+def _told(submodule: nn.Module, path: str) -> contextlib.AbstractContextManager[None]:
     """Adds to an error of ``init_fn`` what it was called on."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(
+    return noted(
+        lambda: (
             f"init_fn was called on the {type(submodule).__name__} {path!r}; of its tensors, those that have values "
             "already or are with other ranks are on the meta device"
         )
-        raise
+    )
 
 
 def _around(name: str) -> Iterator[str]:

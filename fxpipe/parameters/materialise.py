@@ -38,7 +38,7 @@ class Materialised:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldTensor:
     """A tensor of the model, all names that it bears, and the one under which the checkpoint has it."""
 
     tensor: Tensor
@@ -128,7 +128,7 @@ def weights_of(checkpoint: str | os.PathLike[str] | Weights | None) -> Weights |
 # --- what there is, and what the checkpoint has of it
 
 
-def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_Held]:
+def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
     """Every tensor of the model once, in its order."""
     known = frozenset(weights.names) if weights is not None else frozenset()
     tensors: dict[int, Tensor] = {}
@@ -137,7 +137,7 @@ def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_Held]:
         tensors[id(tensor)] = tensor
         names.setdefault(id(tensor), []).append(name)
     return [
-        _Held(
+        _HeldTensor(
             tensor,
             tuple(names[key]),
             next((name for name in names[key] if name in known), None),
@@ -152,7 +152,7 @@ def _is_saved(model: nn.Module, name: str) -> bool:
     return leaf not in model.get_submodule(path)._non_persistent_buffers_set
 
 
-def _check_complete(tensors: Sequence[_Held], weights: Weights, init_fn: InitFn | None) -> None:
+def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: InitFn | None) -> None:
     """CheckpointError where the checkpoint does not fit; a warning of what it lacks and ``init_fn`` will make."""
     for held in tensors:
         if held.key is not None:
@@ -175,7 +175,7 @@ def _check_complete(tensors: Sequence[_Held], weights: Weights, init_fn: InitFn 
         warnings.warn(f"{told}; {made}{unused}", stacklevel=3)
 
 
-def _raise_without_init_fn(missing: Sequence[_Held], weights: Weights | None) -> None:
+def _raise_without_init_fn(missing: Sequence[_HeldTensor], weights: Weights | None) -> None:
     if weights is None:
         raise RunError(
             f"{missing[0].names[0]} is on the meta device, and nothing says what its values are; pass checkpoint=, or "
@@ -190,7 +190,7 @@ def _raise_without_init_fn(missing: Sequence[_Held], weights: Weights | None) ->
 # --- new tensors
 
 
-def _real(held: _Held, device: torch.device) -> Tensor:
+def _real(held: _HeldTensor, device: torch.device) -> Tensor:
     """A tensor like one on the meta device, with memory; its values are anything."""
     meta = held.tensor
     if has_hooks(meta):

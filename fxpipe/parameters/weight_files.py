@@ -25,7 +25,7 @@ _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-class Source(Protocol):
+class WeightFile(Protocol):
     """A file of tensors, or a folder of torch.distributed.checkpoint."""
 
     @property
@@ -38,7 +38,7 @@ class Source(Protocol):
         """Copies a tensor into one of the same shape."""
 
 
-def sources(path: Path) -> Iterator[Source]:
+def sources(path: Path) -> Iterator[WeightFile]:
     """The files that a checkpoint is made of; CheckpointError where it is none."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint at {path}")
@@ -52,7 +52,7 @@ def sources(path: Path) -> Iterator[Source]:
         yield _TorchFile(path)
 
 
-def _sources_in(folder: Path) -> Iterable[Source]:
+def _sources_in(folder: Path) -> Iterable[WeightFile]:
     """What a folder holds, the first of: an index, safetensors files, what torch.distributed saved, one torch file."""
     for name in _INDICES:
         if (folder / name).exists():
@@ -69,7 +69,7 @@ def _sources_in(folder: Path) -> Iterable[Source]:
     return map(_TorchFile, files)
 
 
-def _indexed(index: Path) -> Iterator[Source]:
+def _indexed(index: Path) -> Iterator[WeightFile]:
     """The files that a Hugging Face index names."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

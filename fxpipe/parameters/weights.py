@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.weight_files import Source, sources
+from fxpipe.parameters.weight_files import WeightFile, sources
 
 _SHOWN = 5
 
@@ -20,7 +20,7 @@ _SHOWN = 5
 class Entry:
     """Where a tensor is, and what it is. ``key``: its name there."""
 
-    source: Source
+    source: WeightFile
     key: str
     shape: torch.Size
     dtype: torch.dtype
@@ -116,7 +116,7 @@ def likeliest(name: str, known: Sequence[str]) -> str:
     return f"{nearest(name, known[:_SHOWN])} and {len(known) - _SHOWN} more"
 
 
-def _raise_twice(name: str, first: Entry, source: Source, key: str) -> None:
+def _raise_twice(name: str, first: Entry, source: WeightFile, key: str) -> None:
     here, there = f"{first.key!r} in {first.source.path}", f"{key!r} in {source.path}"
     raise CheckpointError(f"two tensors of the checkpoint are called {name!r}: {here} and {there}")
 

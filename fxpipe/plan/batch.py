@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.graph.like import ITEMS, Like
+from fxpipe.graph.like import ITEMS, TensorLike
+from fxpipe.options import BatchDim
 from fxpipe.torch_compat import pytree
-
-BatchDim = int | Mapping[str, int | None]
-
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Of what lies in a container beside tensors, what a capture can hold for alone."""
@@ -23,11 +21,11 @@ _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
-class Given:
+class InputDescription:
     """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
-    ``detail``: the fixed value; or the container, and for each leaf a ``Like``, or the Python value that it is.
-    ``like``: an input with a ``Like`` in place of each tensor.
+    ``detail``: the fixed value; or the container, and for each leaf a ``TensorLike``, or the Python value that it is.
+    ``like``: an input with a ``TensorLike`` in place of each tensor.
     """
 
     kind: str
@@ -37,10 +35,10 @@ class Given:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         leaves = self.detail[1] if self.kind == "input" else ()
-        return [leaf.shape for leaf in leaves if isinstance(leaf, Like)]
+        return [leaf.shape for leaf in leaves if isinstance(leaf, TensorLike)]
 
 
-Description = tuple[tuple[str, Given], ...]
+Description = tuple[tuple[str, InputDescription], ...]
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,15 +81,17 @@ def describe(values: Mapping[str, Any], exact: bool = False) -> Description:
     return tuple((name, _given(value, exact)) for name, value in values.items())
 
 
-def _given(value: Any, exact: bool) -> Given:
+def _given(value: Any, exact: bool) -> InputDescription:
     if value is None:
-        return Given("none")
+        return InputDescription("none")
     if isinstance(value, _FIXED):
-        return Given("fixed", value)
+        return InputDescription("fixed", value)
     leaves, spec = pytree.tree_flatten(value)
-    likes = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    described = tuple(leaf if isinstance(leaf, Like) else _told(leaf, exact) for leaf in likes)
-    return Given("input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec))
+    likes = [TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    described = tuple(leaf if isinstance(leaf, TensorLike) else _told(leaf, exact) for leaf in likes)
+    return InputDescription(
+        "input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec)
+    )
 
 
 def _told(leaf: Any, exact: bool) -> Any:
@@ -113,16 +113,16 @@ def cut_description(description: Description, batch_dim: BatchDim, size: int) ->
     return tuple((name, _cut_given(given, dimension(batch_dim, name), size)) for name, given in description)
 
 
-def _cut_given(given: Given, along: int | None, size: int) -> Given:
+def _cut_given(given: InputDescription, along: int | None, size: int) -> InputDescription:
     if given.kind != "input" or along is None:
         return given
     container, leaves = given.detail
-    cut = tuple(_cut_like(leaf, along, size) if isinstance(leaf, Like) else leaf for leaf in leaves)
-    like = pytree.tree_map_only(Like, lambda leaf: _cut_like(leaf, along, size), given.like)
-    return Given("input", (container, cut), like)
+    cut = tuple(_cut_like(leaf, along, size) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
+    like = pytree.tree_map_only(TensorLike, lambda leaf: _cut_like(leaf, along, size), given.like)
+    return InputDescription("input", (container, cut), like)
 
 
-def _cut_like(like: Like, along: int, size: int) -> Like:
+def _cut_like(like: TensorLike, along: int, size: int) -> TensorLike:
     if not like.shape:
         return like
     shape = list(like.shape)
@@ -132,7 +132,7 @@ def _cut_like(like: Like, along: int, size: int) -> Like:
 
 def merge(descriptions: Sequence[Description]) -> Description:
     """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
-    merged: dict[str, tuple[int, Given]] = {}
+    merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, given in description:
             known = merged.get(name)
@@ -146,15 +146,15 @@ def merge(descriptions: Sequence[Description]) -> Description:
     return tuple((name, given) for name, (_, given) in merged.items())
 
 
-def _kind(given: Given) -> Any:
+def _kind(given: InputDescription) -> Any:
     """What must be the same on all ranks: anything but where a tensor is and how it lies there."""
     if given.kind != "input":
         return given
     container, leaves = given.detail
-    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Like) else leaf for leaf in leaves)
+    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
 
 
-def _show(given: Given) -> str:
+def _show(given: InputDescription) -> str:
     if given.kind != "input":
         return repr(given.detail)
     return ", ".join(str(list(shape)) for shape in given.shapes) or "no tensor"

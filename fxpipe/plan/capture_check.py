@@ -18,7 +18,9 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
-from fxpipe.plan.batch import BatchDim, cast_batch, dimension
+from fxpipe.options import BatchDim
+from fxpipe.plan.batch import cast_batch, dimension
+from fxpipe.plan.closeness import differences, gap, in_double, is_close, largest, unit
 from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
@@ -28,8 +30,6 @@ MOST_PARAMETERS = 2**28
 MOST_WORK = {"cpu": 1e10, "cuda": 1e12}
 """The same for parameters' elements × a micro-batch's positions (tokens, steps, pixels): about 24 floating-point
 operations for each such pair, 6 for a step and four steps, so some seconds at 50 GFLOP/s."""
-CLOSE = 4.0
-"""Units in the last place of a tensor's largest number that two runs may always differ by."""
 ROUNDING = 10.0
 """How often the distance by which rounding anew has moved a value it may be off: that is a sample of two."""
 
@@ -264,25 +264,25 @@ class _Trial:
 
     def compare(self, got: Seen, wanted: Seen) -> None:
         """TraceError where the stages' values are not the model's, or the model's not its own when it runs again."""
-        suspects = [fact for fact in wanted if not _is_close(got.get(fact), wanted[fact])]
+        suspects = [fact for fact in wanted if not is_close(got.get(fact), wanted[fact])]
         if not suspects:
             return
         self._check_repeatable(wanted)
         moved = [self.run(self.model, rounding) for rounding in (1, 2)]
         for fact in suspects:
-            rounding = max(_gap(seen.get(fact), wanted[fact]) for seen in moved)
-            if _gap(got.get(fact), wanted[fact]) > ROUNDING * rounding:
+            rounding = max(gap(seen.get(fact), wanted[fact]) for seen in moved)
+            if gap(got.get(fact), wanted[fact]) > ROUNDING * rounding:
                 raise TraceError(f"{_WRONG}: {self._difference(fact, got.get(fact), wanted[fact])}; {_INSTEAD}")
 
     def _check_repeatable(self, wanted: Seen) -> None:
         """By the norm of all gradients and losses: kernels on a GPU may round otherwise each time."""
         again = self.run(self.model)
         facts = [fact for fact in wanted if fact.kind in ("loss", "gradient")]
-        pairs = [(_gap(again.get(fact), wanted[fact]), _largest(wanted[fact])) for fact in facts]
-        loosest = max(_unit(wanted[fact]) for fact in facts)
+        pairs = [(gap(again.get(fact), wanted[fact]), largest(wanted[fact])) for fact in facts]
+        loosest = max(unit(wanted[fact]) for fact in facts)
         off, size = (math.hypot(*column) for column in zip(*pairs, strict=True))
         if off > math.sqrt(loosest) * size:
-            fact = max(facts, key=lambda fact: _gap(again.get(fact), wanted[fact]))
+            fact = max(facts, key=lambda fact: gap(again.get(fact), wanted[fact]))
             raise TraceError(
                 f"the model computes something else each time it runs on the same micro-batch from the same state: "
                 f"{_told(fact, again.get(fact), wanted[fact], 'the second time', 'the first time')}. It depends on "
@@ -300,62 +300,15 @@ class _Trial:
 
 
 def _told(fact: Fact, got: Tensor | None, wanted: Tensor | None, ours: str, theirs: str) -> str:
-    one, other = _numbers(got, wanted), _numbers(wanted, got)
-    differences = _differences(one, other)
-    place = int(differences.argmax())
-    where = f", at {list(map(int, torch.unravel_index(differences.argmax(), one.shape)))}" if one.dim() else ""
-    relative = differences.max().item() / _largest(wanted) if _largest(wanted) else math.inf
+    one, other = in_double(got, wanted), in_double(wanted, got)
+    apart = differences(one, other)
+    place = int(apart.argmax())
+    where = f", at {list(map(int, torch.unravel_index(apart.argmax(), one.shape)))}" if one.dim() else ""
+    relative = apart.max().item() / largest(wanted) if largest(wanted) else math.inf
     return (
         f"{fact} is {one.flatten()[place].item():.6g} {ours} and {other.flatten()[place].item():.6g} {theirs}{where}, "
         f"off by {relative:.2g} of its largest number"
     )
-
-
-def _numbers(value: Tensor | None, like: Tensor | None) -> Tensor:
-    """In double precision; nothing is zeros."""
-    if value is None:
-        value = torch.zeros(()) if like is None else torch.zeros_like(like)
-    value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-    return value.to(torch.promote_types(value.dtype, torch.float64))
-
-
-def _differences(one: Tensor, other: Tensor) -> Tensor:
-    same = (one == other) | (one.isnan() & other.isnan())
-    return (one - other).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0)
-
-
-def _gap(got: Tensor | None, wanted: Tensor | None) -> float:
-    """The largest difference; infinite where only one of them is finite, or shapes differ."""
-    if got is wanted:
-        return 0.0
-    one, other = _numbers(got, wanted), _numbers(wanted, got)
-    if one.shape != other.shape:
-        return math.inf
-    return _differences(one, other).max().item() if one.numel() else 0.0
-
-
-def _largest(value: Tensor | None) -> float:
-    if value is None or not value.numel():
-        return 0.0
-    return _numbers(value, None).abs().nan_to_num(0, 0).max().item()
-
-
-def _unit(value: Tensor | None) -> float:
-    """A unit in the last place of 1, in its type."""
-    kind = torch.float64 if value is None else value.dtype
-    return torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
-
-
-def _is_close(got: Tensor | None, wanted: Tensor | None) -> bool:
-    gap = 0.0 if _is_same(got, wanted) else _gap(got, wanted)
-    return gap == 0 or gap <= CLOSE * _unit(wanted) * _largest(wanted)
-
-
-def _is_same(got: Tensor | None, wanted: Tensor | None) -> bool:
-    """Whether they are of one kind and equal, which is asked first: it takes no memory."""
-    if got is None or wanted is None or got.dtype != wanted.dtype:
-        return got is wanted
-    return got.layout is wanted.layout is torch.strided and torch.equal(got, wanted)
 
 
 _WRONG = "the captured stages do not compute what the model does"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,47 +15,20 @@ from torch import Tensor, nn
 from fxpipe import passes as default_passes
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.modes import Autocast
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.passes.chain import Pass, chain
+from fxpipe.options import Options
+from fxpipe.passes.chain import chain
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
+from fxpipe.plan.pattern import Pattern
 from fxpipe.progress import progress, tell
-from fxpipe.schedules import Family
+from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
+from fxpipe.trace.cuts_by_name import AUTO, resolve
 
 if TYPE_CHECKING:
     from fxpipe.plan.balance import Balanced
-
-
-@dataclass(frozen=True)
-class Flags:
-    """The state of a model that a capture depends on: each module's training flag, each parameter's requires_grad."""
-
-    training: bytes
-    trainable: bytes
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """What a capture depends on: which inputs there are, the values fixed in it, the flags of the model."""
-
-    inputs: tuple[str, ...]
-    fixed: tuple[tuple[str, Any], ...]
-    microbatches: int
-    with_loss: bool
-    flags: Flags
-    training: bool = True
-    """Whether it is for a step; else for a forward-only run, where the user's own table need not fit."""
-    shapes: tuple[Description, ...] = ()
-    """Each micro-batch, described, for tracers that need it; () where no batch has been seen yet."""
-    autocast: tuple[Autocast, ...] = ()
-    """What is on around the call."""
-
-    def for_any_shape(self) -> Pattern:
-        """The pattern without what only tracers that need shapes depend on."""
-        return dataclasses.replace(self, shapes=(), autocast=())
 
 
 @dataclass(frozen=True)
@@ -74,14 +47,7 @@ class Captured:
         return self.tracer in NEED_SHAPES
 
 
-@dataclass(frozen=True)
-class Search:
-    """How the cut (``cuts``) or the placement of stages is searched for; see ``fxpipe.plan.balance``."""
-
-    ranks: int
-    schedule: str | Family
-    memory_per_rank: float | None
-    cuts: bool
+LATER = "this kind of batch came after compile"
 
 
 @dataclass
@@ -89,91 +55,111 @@ class Captures:
     """Captures a model as it is asked to, each pattern once."""
 
     model: nn.Module
-    tracer: str = "auto"
-    loss_fn: Callable[..., Any] | None = None
-    passes: Sequence[Pass] | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """Boundaries named from outside: submodule path → where it is cut."""
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
+    options: Options
+    ranks: int
+    device: torch.device
     """Where a model that is on no device yet will run."""
-    compute: torch.dtype | None = None
-    """The type in which floating-point parameters and inputs will be, where ``precision`` changes it."""
-    search: Search | None = None
-    """None: stages are cut where they are marked, and placed by who asks."""
-    sample: Sample | str = "nothing is run"
-    """The micro-batches on which stages are checked against the model; or why they are not."""
+    cuts: Mapping[str, Cut]
+    """Boundaries named from outside: submodule path → where it is cut."""
     wrong: dict[str, str] = field(default_factory=dict)
     """Tracers whose capture was found wrong, and what of it: they are not tried again."""
+    kept: dict[Pattern, Captured] = field(default_factory=dict)
+    first: Program | None = None
 
-    def __post_init__(self) -> None:
-        self._kept: dict[Pattern, Captured] = {}
-        self._first: Program | None = None
-        if self.search is not None and self.search.cuts and self.passes is not None:
+    @staticmethod
+    def none_yet(model: nn.Module, options: Options, ranks: int, device: torch.device) -> Captures:
+        """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
+        captures = Captures(model, options, ranks, device, resolve(model, options.boundaries))
+        if captures.finds_cuts and isinstance(options.schedule, Schedule):
+            raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
+        if captures.finds_cuts and options.placement is not None:
+            raise RunError('boundaries="auto" finds its own stages and places them; leave placement= out')
+        if captures.finds_cuts and options.passes is not None:
             raise RunError('boundaries="auto" cuts in place of the pass partition; leave passes= out')
+        return captures
 
-    def of(self, pattern: Pattern) -> list[Captured]:
-        """The stages for each micro-batch of a pattern; one object where nothing depends on their shapes."""
+    @property
+    def finds_cuts(self) -> bool:
+        """Whether stages are cut and placed where that simulates best; else they are cut where they are marked."""
+        return bool(self.options.boundaries == AUTO)
+
+    @property
+    def finds_placement(self) -> bool:
+        """Whether nobody has said on which rank each stage runs."""
+        return self.options.placement is None and not isinstance(self.options.schedule, Schedule)
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """The type in which floating-point parameters and inputs will be, where ``precision`` changes it."""
+        return None if self.options.precision is None else self.options.precision.compute
+
+    def of(self, pattern: Pattern, sample: Sample | str) -> list[Captured]:
+        """The stages for each micro-batch of a pattern; one object where nothing depends on their shapes.
+
+        ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
+        """
         shapes = pattern.shapes or (None,) * pattern.microbatches
-        found = [self._of_one(pattern, shape) for shape in shapes]
+        found = [self._of_one(pattern, shape, sample) for shape in shapes]
         if any(captured.tracer in self.wrong for captured in found):  # only a later shape has shown it
-            self.forget()
-            return self.of(pattern)
+            self.kept.clear()
+            self.first = None
+            return self.of(pattern, sample)
         return found
 
-    def _of_one(self, pattern: Pattern, shape: Description | None) -> Captured:
+    def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Captured:
         this = dataclasses.replace(pattern, microbatches=1, shapes=() if shape is None else (shape,))
-        known = self._kept.get(this) or self._kept.get(this.for_any_shape())
+        known = self.kept.get(this) or self.kept.get(this.for_any_shape())
         if known is not None:
             return known
-        accepted: list[Captured] = []
-        program = self._traced(pattern, shape, accepted)
-        (made,) = accepted
-        of_one_shape = made.of_one_shape
-        for name, leaf in untold(shape) if of_one_shape and shape is not None else ():
+        made = self._captured(pattern, shape, sample)
+        for name, leaf in untold(shape) if made.of_one_shape and shape is not None else ():
             raise TraceError(
-                f"input {name!r} holds {leaf!r:.60}, which is no tensor, and what {program.tracer} captures would hold "
+                f"input {name!r} holds {leaf!r:.60}, which is no tensor, and what {made.tracer} captures would hold "
                 'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'
             )
-        self._kept[this if of_one_shape else this.for_any_shape()] = made
+        self.kept[this if made.of_one_shape else this.for_any_shape()] = made
         return made
 
-    def _traced(self, pattern: Pattern, shape: Description | None, accepted: list[Captured]) -> Program:
-        """The program of the first tracer whose stages are right, which are put into ``accepted``."""
+    def _captured(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Captured:
+        """The stages that the first tracer makes whose stages are right."""
+        accepted: list[Captured] = []
 
         def accept(program: Program) -> None:
             if program.tracer in self.wrong:
                 raise TraceError(self.wrong[program.tracer])
             cut, made = self._cut(program, pattern, shape)
-            accepted.append(self._checked(made, request, pattern, shape))
-            self._first = self._first or cut
+            places = [i for i, other in enumerate(pattern.shapes) if not made.of_one_shape or other == shape]
+            accepted.append(self._checked(made, request, sample, places))
+            self.first = self.first or cut
 
         request = Request(
             self.model,
             pattern.inputs,
             dict(pattern.fixed),
-            self.loss_fn if pattern.with_loss else None,
+            self.options.loss_fn if pattern.with_loss else None,
             example=None if shape is None else _example(pattern, shape),
             cuts=self.cuts,
-            may_lack_cuts=self._first is not None,  # which has called them all
+            may_lack_cuts=self.first is not None,  # which has called them all
             training=pattern.training,
             autocast=pattern.autocast,
             device=self.device,
             compute=self.compute,
             accept=accept,
         )
-        finds_cuts = self.search is not None and self.search.cuts
-        with progress(f"capturing {type(self.model).__name__}"), ignored(finds_cuts):
-            return capture(request, self.tracer)
+        tracer = self.options.tracer if self.options.parallelize is None else "record"  # which leaves modules whole
+        with progress(f"capturing {type(self.model).__name__}"), ignored(self.finds_cuts):
+            capture(request, tracer)
+        (made,) = accepted
+        return made
 
-    def _checked(self, made: Captured, request: Request, pattern: Pattern, shape: Description | None) -> Captured:
+    def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
         """The stages, once they have been run against the model, with a word about it."""
-        if isinstance(self.sample, str):
-            told = f"not checked: {self.sample}"
+        if isinstance(sample, str):
+            told = f"not checked: {sample}"
         else:
-            places = [i for i, other in enumerate(pattern.shapes) if not made.of_one_shape or other == shape]
             try:
                 with progress("checking the stages against the model"):
-                    told = check(made.graph, request, self.sample, places)
+                    told = check(made.graph, request, sample, places)
             except TraceError as error:
                 self.wrong[made.tracer] = str(error)
                 raise
@@ -181,42 +167,52 @@ class Captures:
         graph = dataclasses.replace(made.graph, origin="\n".join([f"{head}, {told}", *rest]))
         return dataclasses.replace(made, graph=graph)
 
-    def forget(self) -> None:
-        """Captures all anew; but not with tracers that are known to be wrong."""
-        self._kept.clear()
-        self._first = None
+    def without_tracers(self, wrong: Mapping[str, str]) -> Captures:
+        """Before the first one; these tracers, with what is wrong of them, are not tried."""
+        return dataclasses.replace(self, wrong=dict(wrong), kept={}, first=None)
+
+    def with_tensors_of_module(self) -> Captures:
+        """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""
+        kept = {
+            pattern: dataclasses.replace(captured, graph=captured.graph.with_tensors_of_module())
+            for pattern, captured in self.kept.items()
+        }
+        return dataclasses.replace(self, kept=kept)
+
+    # cutting and placing
 
     def _cut(self, program: Program, pattern: Pattern, shape: Description | None) -> tuple[Program, Captured]:
         """The program with its stages, and they themselves."""
-        search, first, placement = self.search, self._first, None
-        if search is not None and search.cuts:
+        first, placement = self.first, None
+        if self.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
-                found = self._searched(program, pattern, shape, search)
+                found = self._searched(program, pattern, shape)
                 program, placement = found.program, found.placement
             else:
                 program = default_passes.follow(program, first)
             program = chain((default_passes.name_stages,), program)
         else:
-            program = chain(default_passes.default() if self.passes is None else self.passes, program)
-            more = search is not None and len(program.stage_names) > search.ranks > 1
-            if search is not None and more and first is None and shape is not None:
-                placement = self._placed(program, pattern, shape, search)
+            passes = self.options.passes
+            program = chain(default_passes.default() if passes is None else passes, program)
+            more = len(program.stage_names) > self.ranks > 1
+            if self.finds_placement and more and first is None and shape is not None:
+                placement = self._placed(program, pattern, shape)
         return program, Captured(default_passes.split(program), _told(self.model, program), program.tracer, placement)
 
-    def _placed(self, program: Program, pattern: Pattern, shape: Description, search: Search) -> tuple[int, ...] | None:
+    def _placed(self, program: Program, pattern: Pattern, shape: Description) -> tuple[int, ...] | None:
         """The best placement found; None where what the stages cost is not known, so that parameters count."""
         from fxpipe.plan.balance import CostUnknown
 
         try:
-            return self._searched(program, pattern, shape, search).placement
+            return self._searched(program, pattern, shape).placement
         except CostUnknown as error:
-            if search.memory_per_rank is not None:
+            if self.options.memory_per_rank is not None:
                 raise
             tell(f"stages are placed by the number of their parameters: {error}")
             return None
 
-    def _searched(self, program: Program, pattern: Pattern, shape: Description | None, search: Search) -> Balanced:
+    def _searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
         """The best cut or placement found, which is told."""
         from fxpipe.plan.balance import balance, costs_from_shapes, place_stages  # it simulates a lot, which few need
 
@@ -228,20 +224,12 @@ class Captures:
         with progress("balancing the stages"):
             example = _example(pattern, shape)
             costs = costs_from_shapes(program, example, self.device, pattern.autocast, compute=self.compute)
-            search_for = balance if search.cuts else place_stages
-            found = search_for(
-                program, search.ranks, pattern.microbatches, costs, search.schedule, search.memory_per_rank
-            )
+            search = balance if self.finds_cuts else place_stages
+            family, memory = self.options.schedule, self.options.memory_per_rank
+            found = search(program, self.ranks, pattern.microbatches, costs, family, memory)
         if found.others:
             tell(str(found))
         return found
-
-    def let_go(self) -> None:
-        """Makes the stages hold what the model now holds, and nothing that it has let go of."""
-        self._kept = {
-            key: dataclasses.replace(captured, graph=captured.graph.with_tensors_of_module())
-            for key, captured in self._kept.items()
-        }
 
 
 def _example(pattern: Pattern, shape: Description) -> dict[str, Any]:

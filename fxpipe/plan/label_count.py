@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.graph.like import ITEMS, Like
+from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.batch import Description, Given
+from fxpipe.plan.batch import Description, InputDescription
 
 IGNORED = -100
 """The label that no loss counts."""
-_LIKE = Like((), torch.float32, (), "cpu", False)
-_GIVEN = Given("input", ("", (_LIKE,)), _LIKE)
+_LIKE = TensorLike((), torch.float32, (), "cpu", False)
+_GIVEN = InputDescription("input", ("", (_LIKE,)), _LIKE)
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
+import torch
 from torch import nn
 
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.captures import Captured, Captures, Pattern
+from fxpipe.options import Options
+from fxpipe.plan.capture_check import Sample
+from fxpipe.plan.captures import LATER, Captured, Captures
+from fxpipe.plan.label_count import Items
+from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.placement import place
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.stage_compiler import compiled_lazily
-from fxpipe.schedules import Family, Limited, build
+from fxpipe.schedules import Limited, build
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Instruction, lower, pairs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step, execution_order
+from fxpipe.trace import Request
 
 WORTH_IT = 0.01
 """The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
@@ -75,68 +81,90 @@ def _digest(words: Iterable[str]) -> int:
     return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=7).digest(), "little")
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Planner:
-    """Makes plans for a model (or the user's own stage graph) and keeps them."""
+    """Makes plans for a model (or the user's own stage graph) on so many pipe ranks, and keeps them."""
 
     model: nn.Module | StageGraph
     ranks: int
-    schedule: str | Family | Schedule
-    placement: Mapping[str, int] | None
-    captures: Captures | None = None
+    options: Options
+    captures: Captures | None
     """Where the stages of a model come from; None for the user's own."""
-    notes: str = ""
-    """What else the ranks must have in common, in words."""
-    stage_compiler: Callable[..., Any] | None = None
     adopt: Callable[[StageGraph], StageGraph] | None = None
     """Puts the modules that ``parallelize`` has made into a graph's stages, once there are any."""
+    plans: dict[Pattern, Plan] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._plans: dict[Pattern, Plan] = {}
+    @staticmethod
+    def none_yet(model: nn.Module | StageGraph, options: Options, ranks: int, device: torch.device) -> Planner:
+        """Before the first plan. ``device``: where a model that is on no device yet will run."""
+        options = options.for_calls()
+        captures = Captures.none_yet(model, options, ranks, device) if isinstance(model, nn.Module) else None
+        return Planner(model, ranks, options, captures)
 
     @property
     def module(self) -> nn.Module:
         return self.model.module if isinstance(self.model, StageGraph) else self.model
 
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """The signature of ``forward_backward``."""
+        if isinstance(self.model, StageGraph):
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            return inspect.Signature([inspect.Parameter(name, kind) for name in self.model.inputs])
+        return Request.signature(self.model, self.options.loss_fn)
+
+    @cached_property
+    def items(self) -> Items | None:
+        """How the model's labels are counted; None where it does not ask for their number."""
+        return Items.of(self.model, self.options.loss_fn, self.options.loss_weight is None)
+
+    @property
+    def microbatches(self) -> int:
+        """How many a batch is cut into."""
+        return self.options.microbatches_on(self.ranks)
+
     @property
     def first(self) -> Plan:
         """The plan that was made first, whose stages all later ones must have."""
-        return next(iter(self._plans.values()))
+        return next(iter(self.plans.values()))
 
     @property
     def graphs(self) -> list[StageGraph]:
         """The stages of all plans, each once."""
-        return list({id(graph): graph for plan in self._plans.values() for graph in plan.graphs}.values())
+        return list({id(graph): graph for plan in self.plans.values() for graph in plan.graphs}.values())
 
     @property
     def needs_shapes(self) -> bool:
         """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
-        return any(pattern.shapes for pattern in self._plans)
+        return any(pattern.shapes for pattern in self.plans)
 
-    def plan(self, pattern: Pattern) -> Plan:
-        """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none."""
-        known = self._plans.get(pattern) or self._plans.get(pattern.for_any_shape())
+    def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> Plan:
+        """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none.
+
+        ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
+        """
+        known = self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
         if known is not None:
             return known
-        captured = self._captured(pattern)
+        captured = self._captured(pattern, sample)
         graphs = self._placed(captured)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = self._scheduled(graphs, pattern, f"{text}\n{self.notes}")
-        if self._plans:
+        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}")
+        if self.plans:
             self._check_same_stages(plan)
-        self._plans[pattern if captured[0].of_one_shape else pattern.for_any_shape()] = plan
+        self.plans[pattern if captured[0].of_one_shape else pattern.for_any_shape()] = plan
         return plan
 
-    def _captured(self, pattern: Pattern) -> list[Captured]:
+    def _captured(self, pattern: Pattern, sample: Sample | str) -> list[Captured]:
         if isinstance(self.model, StageGraph):
             return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
         assert self.captures is not None
-        return self.captures.of(pattern)
+        return self.captures.of(pattern, sample)
 
     def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
         graphs = [one.graph for one in captured]
-        if self._plans:
+        if self.plans:
             graphs = _each_once(graphs, lambda graph: like(graph, self.first.graph))
         first = graphs[0]
         graphs = _each_once(graphs, lambda graph: alike(graph, first))
@@ -147,9 +175,9 @@ class Planner:
         """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
         if self.adopt is not None:
             graph = self.adopt(graph)
-        if self.stage_compiler is None:
+        if self.options.stage_compiler is None:
             return graph
-        stages = tuple(compiled_lazily(stage, self.stage_compiler) for stage in graph)
+        stages = tuple(compiled_lazily(stage, self.options.stage_compiler) for stage in graph)
         return dataclasses.replace(graph, stages=stages)
 
     def rescheduled(self, family: Limited) -> Planner:
@@ -158,40 +186,47 @@ class Planner:
         It may where it keeps within the family's limits, and the new one is not faster by ``WORTH_IT`` at its costs.
         Limits of the family in force go on, unless the new one has others. ScheduleError where there is no such table.
         """
-        if isinstance(self.schedule, Limited):
-            family = family.or_else(self.schedule)
-        planner = dataclasses.replace(self, schedule=family)
-        for pattern, plan in self._plans.items():
+        if isinstance(self.options.schedule, Limited):
+            family = family.or_else(self.options.schedule)
+        planner = dataclasses.replace(self, options=dataclasses.replace(self.options, schedule=family), plans={})
+        for pattern, plan in self.plans.items():
             again = planner._scheduled(plan.graphs, pattern, plan.program) if pattern.training else plan
-            planner._plans[pattern] = again
+            planner.plans[pattern] = again
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         stays = family.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
 
-    def forget(self) -> None:
-        """Plans all anew."""
-        self._plans.clear()
-        if self.captures is not None:
-            self.captures.forget()
+    def without_tracers(self, wrong: Mapping[str, str]) -> Planner:
+        """Before the first plan; these tracers, with what is wrong of them, are not tried."""
+        captures = None if self.captures is None else self.captures.without_tracers(wrong)
+        return dataclasses.replace(self, captures=captures, plans={})
 
-    def let_go(self) -> None:
-        """Makes the plans hold what the module now holds, and nothing that it has let go of."""
-        if isinstance(self.model, StageGraph):
-            self.model = self.model.with_tensors_of_module()
-        for pattern, plan in self._plans.items():
-            graphs = tuple(_each_once(plan.graphs, lambda graph: self._ready(graph.with_tensors_of_module())))
-            self._plans[pattern] = dataclasses.replace(plan, graph=graphs[0], graphs=graphs)
-        if self.captures is not None:
-            self.captures.let_go()
+    def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> Planner:
+        """The same plans; their stages hold what the module now holds, and nothing that it has let go of.
+
+        ``adopt``: what puts the modules that ``parallelize`` has made into the stages, of later plans, too.
+        """
+        planner = dataclasses.replace(
+            self,
+            model=self.model.with_tensors_of_module() if isinstance(self.model, StageGraph) else self.model,
+            captures=None if self.captures is None else self.captures.with_tensors_of_module(),
+            adopt=adopt or self.adopt,
+            plans={},
+        )
+        for pattern, plan in self.plans.items():
+            graphs = _each_once(plan.graphs, lambda graph: planner._ready(graph.with_tensors_of_module()))
+            planner.plans[pattern] = dataclasses.replace(plan, graph=graphs[0], graphs=tuple(graphs))
+        return planner
 
     def _wanted(self, graph: StageGraph, found: tuple[int, ...] | None) -> Mapping[str, int] | None:
         """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
-        ranks: Sequence[int] = self.schedule.placement if isinstance(self.schedule, Schedule) else ()
-        if self._plans and graph.names == self.first.graph.names:
+        table = self.options.schedule
+        ranks: Sequence[int] = table.placement if isinstance(table, Schedule) else ()
+        if self.plans and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
-        if not ranks and self.placement is not None:
-            return self.placement
+        if not ranks and self.options.placement is not None:
+            return self.options.placement
         ranks = ranks or found or ()
         if not ranks:
             return None
@@ -215,14 +250,15 @@ class Planner:
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
-        tied = self.first.graph.tied if self._plans else graph.tied  # who holds a copy must hear of its gradient
-        if self._plans and pattern.training:
+        table = self.options.schedule
+        tied = self.first.graph.tied if self.plans else graph.tied  # who holds a copy must hear of its gradient
+        if self.plans and pattern.training:
             known = self._known_table(graph, microbatches, backward)
             if known is not None:
                 return known
-        if not isinstance(self.schedule, Schedule) or not pattern.training:
+        if not isinstance(table, Schedule) or not pattern.training:
             return build(
-                "1f1b" if isinstance(self.schedule, Schedule) else self.schedule,
+                "1f1b" if isinstance(table, Schedule) else table,
                 graph.stage_edges,
                 microbatches,
                 graph.placement,
@@ -230,13 +266,13 @@ class Planner:
                 names=graph.names,
                 tied=tied,
             )
-        if self.schedule.microbatches != microbatches:
+        if table.microbatches != microbatches:
             raise ScheduleError(
-                f"the schedule is for {self.schedule.microbatches} micro-batches, the batch has {microbatches}; "
-                f"pass microbatches={self.schedule.microbatches}"
+                f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
+                f"pass microbatches={table.microbatches}"
             )
         schedule = dataclasses.replace(
-            self.schedule, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied
+            table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied
         )
         schedule.verify()
         return schedule

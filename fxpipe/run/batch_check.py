@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.run.batch_digest import Digest, together
+from fxpipe.run.user_warning import warn
 
 FIRST, EVERY = 3, 100
 """Checked are the first calls with each kind of batch, and then one in so many."""
@@ -123,15 +121,7 @@ class BatchCheck:
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            told = f"{text}. compile(check_batches=False) leaves this check out"
-            warnings.warn(told, UserWarning, stacklevel=1 + _frames_of_fxpipe())
-
-
-def _frames_of_fxpipe() -> int:
-    """How many calls lie between the user's code and the caller."""
-    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())][1:]
-    names = [frame.f_globals.get("__name__", "") for frame in frames]
-    return next((place for place, name in enumerate(names) if not name.startswith("fxpipe.")), len(names))
+            warn(f"{text}. compile(check_batches=False) leaves this check out", UserWarning)
 
 
 def _shared(everyone: Sequence[_Told]) -> dict[str, dict[int, int]]:

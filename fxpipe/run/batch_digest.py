@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.parameters.dtensors import local
+from fxpipe.run.to_host import ToHost
 from fxpipe.torch_compat import pytree
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,7 +44,7 @@ class Digest:
 
     def numbers(self) -> dict[str, int]:
         """Input → a number of 56 bits. Waits until the sums are there."""
-        sums = {device: arriving.wait() for device, arriving in self._arriving.items()}
+        sums = {device: arriving.wait().tolist() for device, arriving in self._arriving.items()}
         return {
             name: _number([part if isinstance(part, str) else sums[part.device][part.place] for part in parts])
             for name, parts in self._parts.items()
@@ -76,27 +77,8 @@ class _Sums:
             return _OnDevice(tensor.device, len(mine) - 1)
         return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
 
-    def started(self) -> dict[torch.device, _Arriving]:
-        return {device: _Arriving(_sums_of(tensors, device)) for device, tensors in self.tensors.items()}
-
-
-class _Arriving:
-    """Numbers that are being copied to the host."""
-
-    def __init__(self, sums: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if sums.is_cuda:
-            self._host = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(sums, non_blocking=True)
-            self._event = torch.cuda.current_stream(sums.device).record_event()
-        else:
-            self._host = sums.cpu()
-
-    def wait(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[int] = self._host.tolist()
-        return numbers
+    def started(self) -> dict[torch.device, ToHost]:
+        return {device: ToHost(_sums_of(tensors, device)) for device, tensors in self.tensors.items()}
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from fxpipe.torch_compat import pytree
 
 
 @dataclass(frozen=True)
-class Step:
+class StepInput:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
     ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
@@ -49,7 +49,7 @@ class Executor:
     rank: int
     exchange: Exchange
     device: torch.device
-    step: Step
+    step: StepInput
     parameters: Gradients
     """What has to know when this rank uses its parameters."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)

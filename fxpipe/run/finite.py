@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.parameters.dtensors import local
+from fxpipe.run.to_host import ToHost
+from fxpipe.run.user_warning import warn
 from fxpipe.torch_compat import pytree
 
 _COMPARABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -76,30 +77,12 @@ def _plain(tensor: Tensor) -> Tensor | None:
     return numbers if numbers.dtype in _COMPARABLE else None
 
 
-class _Number:
-    """A 0-dimensional tensor on its way to the host. To ask for it waits for what stood in front of it alone."""
-
-    def __init__(self, number: Tensor) -> None:
-        self._copied: Any = None
-        if number.device.type != "cuda":
-            self._number = number.detach().clone()  # the user may write into theirs
-        else:
-            self._number = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
-            self._number.copy_(number.detach(), non_blocking=True)
-            self._copied = torch.accelerator.current_stream(number.device).record_event()
-
-    def get(self) -> float:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._number.item()
-
-
 @dataclass(frozen=True)
-class _Step:
+class _FinishedStep:
     """A step that is over. ``names``: of its stages."""
 
     number: int
-    loss: _Number
+    loss: ToHost
     extremes: Extremes
     names: Sequence[str]
 
@@ -115,7 +98,7 @@ class Watch:
     def __init__(self, transport: Transport, raises: bool = False, leads: bool = True) -> None:
         self._transport, self._raises, self._leads = transport, raises, leads
         self._extremes: Extremes | None = None
-        self._last: _Step | None = None
+        self._last: _FinishedStep | None = None
         self._told = False  # whether this rank's pipe group knows
         self._over = False  # whether all ranks have met: it is told once
 
@@ -130,30 +113,29 @@ class Watch:
         Where ``raises``, at this one's, and returns what is to be raised on all ranks; empty where it is finite.
         """
         if not self._raises:
-            text = self.look("all")
-            if text:
-                warnings.warn(text, RuntimeWarning, stacklevel=4)  # behind the call and what it calls
+            self.tell("all")
         if self._extremes is not None:
-            self._last = _Step(number, _Number(loss), self._extremes, names)
+            self._last = _FinishedStep(number, ToHost(loss), self._extremes, names)
         return self._look("all") if self._raises else ""
 
-    def look(self, scope: str) -> str:
-        """What this rank has to tell of the last step: empty but on one rank, and once. A collective call of "pipe",
-        or of "all" ranks."""
+    def tell(self, scope: str) -> None:
+        """Warns of what there is to tell of the last step, on one rank, and once. A collective call of "pipe", or "all"
+        ranks."""
         told = self._told
         text = self._look(scope)
         speaks = self._leads and self._transport.ranks(scope)[0] == self._transport.rank
-        return text if speaks and not told else ""
+        if text and speaks and not told:
+            warn(text, RuntimeWarning)
 
     def cause(self) -> str:
-        """The same of a step that an optimizer leaves out, on every rank."""
+        """What there is to tell, on every rank: of a step that an optimizer leaves out."""
         return self._look("all")
 
     def _look(self, scope: str) -> str:
         last, everywhere = self._last, scope == "all"
         if last is None or (self._told and not everywhere):
             return ""
-        loss = last.loss.get()
+        loss = last.loss.wait().item()
         if everywhere:
             self._last = None
         if math.isfinite(loss):
@@ -171,7 +153,7 @@ class Watch:
         return _text(last, loss, broken, self._transport.data_size > 1, len(everyone) > 1)
 
 
-def _text(step: _Step, loss: float, broken: Sequence[Broken], replicas: bool, ranks: bool) -> str:
+def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: bool, ranks: bool) -> str:
     losses = sorted(one for one in broken if one.is_loss)
     head = f"the loss of step {step.number} is {loss}"
     if not losses:

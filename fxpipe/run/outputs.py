@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import Sum
-from fxpipe.plan.batch import BatchDim
+from fxpipe.options import BatchDim
 from fxpipe.torch_compat import pytree
 
 

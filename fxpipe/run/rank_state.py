@@ -1,10 +1,8 @@
-"""Holding: what a rank has of the model, and how it comes by it."""
+"""Rank state: what a rank has of the model, and how it comes by it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,56 +12,81 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.options import Options
+from fxpipe.parameters.initialise import InitFn
 from fxpipe.parameters.materialise import check_no_meta, materialise
 from fxpipe.parameters.ownership import Ownership, RankModule, release
 from fxpipe.parameters.weights import Weights
 from fxpipe.plan.planner import Plan, Planner
-from fxpipe.precision import Precision, cast_parameters
-from fxpipe.sharding.data_axis import way_of
+from fxpipe.precision import cast_parameters
+from fxpipe.schedules.lower import pairs
+from fxpipe.sharding.data_axis import check_ties, data_groups, way_of
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.sharding.parallelize.apply import parallelise_stages, tensor_groups
 from fxpipe.sharding.reducer import reducer_for
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What a rank has of the model."""
+class RankState:
+    """What a rank has of the model. ``planner``: its plans hold these very tensors."""
 
+    planner: Planner
     module: RankModule
     reducer: Gradients
-    precision: Precision | None
     originals: dict[str, Tensor]
     """Parameters as they were before ``precision`` rounded them, by name."""
+    owners: Ownership
+    device: torch.device
+    """Where this rank computes."""
+    seed: int
+    """The first rank's, for all; what random numbers come from."""
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What ``compile`` was asked to make of a rank's parameters; see its options."""
-
-    zero: int
-    zero_scope: str
-    capacity: int
-    """Bytes of a gradient bucket."""
-    precision: Precision | None
-    init_fn: Callable[[nn.Module], None] | None
-    weights: Weights | None
-    parallelize: Callable[..., None] | None
+def base_seed(topology: Topology, transport: Transport) -> int:
+    """The first rank's seed, for all. A collective call of all ranks."""
+    seed = torch.initial_seed()
+    for scope in ("pipe", "data", *tensor_groups(topology)):
+        seed = transport.gather(scope, seed)[0]
+    return int(seed)
 
 
-def take_hold(
-    planner: Planner, topology: Topology, transport: Transport, owners: Ownership, wish: Wish, seed: int
-) -> Holding:
-    """This rank's parameters and buffers, made, shared and wrapped as wished. A collective call of all ranks."""
-    device = device_of(planner.first, owners, transport)
-    _make_own(planner, owners, transport, device, wish, seed)
+def open_groups(plan: Plan, options: Options, owners: Ownership, topology: Topology, transport: Transport) -> None:
+    """Connects the ranks that the plan lets meet. A collective call of all ranks."""
+    if transport.pipe_rank is None:
+        return
+    groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
+    transport.open(pairs(plan.instructions), list(owners.tied), groups)
+    if transport.data_size > 1:
+        check_ties(topology, transport, owners)
+
+
+def take_own_part(
+    planner: Planner,
+    topology: Topology,
+    transport: Transport,
+    owners: Ownership,
+    init_fn: InitFn | None,
+    weights: Weights | None,
+    seed: int,
+) -> Planner:
+    """The planner, once this rank's parameters and buffers have values, equal wherever they are held, and those of
+    others are gone. A collective call of all ranks."""
+    device = _device_of(planner.first, owners, transport)
+    _make_own(planner, owners, transport, device, init_fn, weights, seed)
     _make_equal(planner, topology, transport, owners)
-    _let_go_of_others(planner, owners, transport)
-    if wish.zero == 3 and transport.data_size > 1:
-        return _sharded(planner, topology, transport, owners, wish)
-    return _whole(planner, topology, transport, owners, wish)
+    _release_others(planner, owners, transport)
+    return planner.with_tensors_of_module()
 
 
-def device_of(plan: Plan, owners: Ownership, transport: Transport) -> torch.device:
+def make_rank_state(
+    planner: Planner, topology: Topology, transport: Transport, owners: Ownership, seed: int
+) -> RankState:
+    """This rank's parameters and buffers, sharded, wrapped and rounded as asked for. A collective call of all ranks."""
+    make = _sharded if planner.options.zero == 3 and transport.data_size > 1 else _whole
+    return make(planner, topology, transport, owners, seed)
+
+
+def _device_of(plan: Plan, owners: Ownership, transport: Transport) -> torch.device:
     """The device that this rank computes on. All ranks must agree on its type, or messages would miss each other."""
     everything = all_tensors(plan.graph.module)
     rank = transport.pipe_rank
@@ -86,34 +109,33 @@ def _own_names(planner: Planner, owners: Ownership, transport: Transport) -> fro
     return frozenset(all_tensors(planner.module)) if rank is None else owners.names[rank]
 
 
-def _own_stages(planner: Planner, transport: Transport) -> list[Any]:
-    """The stages that this rank runs, as every capture so far has them."""
-    rank = transport.pipe_rank
-    return [
-        stage for graph in planner.graphs for stage in graph if rank is None or graph.placement[stage.index] == rank
-    ]
-
-
 def _make_own(
-    planner: Planner, owners: Ownership, transport: Transport, device: torch.device, wish: Wish, seed: int
+    planner: Planner,
+    owners: Ownership,
+    transport: Transport,
+    device: torch.device,
+    init_fn: InitFn | None,
+    weights: Weights | None,
+    seed: int,
 ) -> None:
     """Puts numbers into what is on the meta device, or comes from a checkpoint."""
     names = _own_names(planner, owners, transport)
     held = all_tensors(planner.module)
     unmade = sorted(name for name in names if held[name].is_meta)
-    if not unmade and wish.weights is None:
+    if not unmade and weights is None:
         return
-    if unmade and wish.weights is None and wish.init_fn is None:
+    if unmade and weights is None and init_fn is None:
         raise RunError(
             f"{unmade[0]} is on the meta device; pass init_fn=, or checkpoint=, and this rank's part is made there. "
             "Where an earlier fxpipe.compile gave it to another rank, build the model anew"
         )
-    made = materialise(planner.module, names, device, wish.init_fn, wish.weights, seed)
-    for stage in _own_stages(planner, transport):
-        if isinstance(stage.module, nn.Module):
-            made.replace_in(stage.module)
-            check_no_meta(stage.module, stage.name)
-    planner.let_go()
+    made = materialise(planner.module, names, device, init_fn, weights, seed)
+    for graph in planner.graphs:
+        for stage in graph:
+            is_own = transport.pipe_rank in (None, graph.placement[stage.index])
+            if is_own and isinstance(stage.module, nn.Module):
+                made.replace_in(stage.module)
+                check_no_meta(stage.module, stage.name)
 
 
 def _make_equal(planner: Planner, topology: Topology, transport: Transport, owners: Ownership) -> None:
@@ -132,7 +154,7 @@ def _make_equal(planner: Planner, topology: Topology, transport: Transport, owne
         broadcast(once, transport, "tensor", 0)
 
 
-def _let_go_of_others(planner: Planner, owners: Ownership, transport: Transport) -> None:
+def _release_others(planner: Planner, owners: Ownership, transport: Transport) -> None:
     """Frees the memory of what other ranks hold."""
     rank = transport.pipe_rank
     if rank is None:
@@ -144,33 +166,32 @@ def _let_go_of_others(planner: Planner, owners: Ownership, transport: Transport)
         for stage in graph:
             if graph.placement[stage.index] != rank and isinstance(stage.module, nn.Module):
                 release(stage.module, frozenset(n for n, t in all_tensors(stage.module).items() if id(t) in kept))
-    planner.let_go()
 
 
-def _sharded(planner: Planner, topology: Topology, transport: Transport, owners: Ownership, wish: Wish) -> Holding:
+def _sharded(planner: Planner, topology: Topology, transport: Transport, owners: Ownership, seed: int) -> RankState:
     """A rank's shards of its parameters, with ``zero=3``."""
     from fxpipe.sharding.fsdp_gradients import fully_sharded  # it imports FSDP2, which takes its time
 
-    mesh = topology.data_mesh(wish.zero_scope)
-    reducer = fully_sharded(planner.module, planner.graphs, mesh, transport, owners, wish.precision)
-    planner.let_go()
-    return Holding(RankModule(planner.module, owners.names[transport.pipe_rank or 0]), reducer, wish.precision, {})
+    mesh = topology.data_mesh(planner.options.zero_scope)
+    reducer = fully_sharded(planner.module, planner.graphs, mesh, transport, owners, planner.options.precision)
+    planner = planner.with_tensors_of_module()
+    module = RankModule(planner.module, _own_names(planner, owners, transport))
+    return RankState(planner, module, reducer, {}, owners, _device_of(planner.first, owners, transport), seed)
 
 
-def _whole(planner: Planner, topology: Topology, transport: Transport, owners: Ownership, wish: Wish) -> Holding:
+def _whole(planner: Planner, topology: Topology, transport: Transport, owners: Ownership, seed: int) -> RankState:
     """A rank's whole parameters, or what ``parallelize`` makes of them; in buckets where others have them, too."""
-    parallel = None
-    if wish.parallelize is not None:
-        parallel = parallelise_stages(planner.first.graph, topology, transport, wish.parallelize, owners)
-        planner.adopt = parallel.adopt
-        planner.let_go()
-    originals = {} if wish.precision is None else cast_parameters(planner.module, wish.precision)
+    options, parallel = planner.options, None
+    if options.parallelize is not None:
+        parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)
+        planner = planner.with_tensors_of_module(parallel.adopt)
+    originals = {} if options.precision is None else cast_parameters(planner.module, options.precision)
     module = RankModule(planner.module, _own_names(planner, owners, transport))
     plan = planner.first
     row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
-    way = way_of(wish.zero, transport, wish.precision)
-    reducer = reducer_for(plan.graph, row, module, owners, transport, way, wish.capacity)
+    way = way_of(options.zero, transport, options.precision)
+    reducer = reducer_for(plan.graph, row, module, owners, transport, way, options.bucket_bytes)
     gradients: Gradients = (
         reducer if parallel is None else parallel.gradients(reducer, transport, owners, planner.module)
     )
-    return Holding(module, gradients, wish.precision, originals)
+    return RankState(planner, module, gradients, originals, owners, _device_of(plan, owners, transport), seed)

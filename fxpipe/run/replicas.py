@@ -68,10 +68,19 @@ def _kind(number: Any) -> str:
 
 
 def _check_alike(transport: Transport, told: str) -> None:
-    digest = hashlib.blake2b(told.encode(), digest_size=7).digest()
-    if len(set(transport.gather_int("data", int.from_bytes(digest, "little")))) > 1:
-        everyone = transport.gather("data", told)
+    everyone = differing(transport, told)
+    if everyone:
         raise RunError(
             f"the replicas' outputs have different numbers, which cannot be averaged: {'; '.join(everyone)}. "
             "Evaluate batches of one kind on all replicas"
         )
+
+
+def differing(transport: Transport, fact: Any) -> list[Any]:
+    """Each replica's ``fact``, where they differ; nothing where all have one: then a number travels, its hash.
+
+    A collective call of the data axis.
+    """
+    digest = hashlib.blake2b(repr(fact).encode(), digest_size=7).digest()
+    alike = len(set(transport.gather_int("data", int.from_bytes(digest, "little")))) == 1
+    return [] if alike else transport.gather("data", fact)

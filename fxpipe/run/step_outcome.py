@@ -1,8 +1,7 @@
-"""Outcome: from the losses of a step's micro-batches, on one rank, to the loss and gradient scale of all ranks."""
+"""Step outcome: from the losses of a step's micro-batches, on one rank, to the loss and gradient scale of all ranks."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,10 +11,12 @@ from torch import Tensor
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import StepLoss, metric_dtype
+from fxpipe.precision import Precision
+from fxpipe.run.replicas import differing
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """``factor``: what this step's gradients are multiplied by, before or after they are summed; None for 1."""
 
     loss: Tensor
@@ -30,8 +31,8 @@ def conclude(
     step: StepLoss | None,
     output_rank: int,
     device: torch.device,
-    known: Outcome | None,
-) -> Outcome:
+    known: StepOutcome | None,
+) -> StepOutcome:
     """Combines the replicas' losses and tells every rank.
 
     ``step``: the losses, on the rank that has them. The parts of a mean have been weighted by their share of the whole
@@ -47,7 +48,7 @@ def conclude(
     if step is not None and step.is_sum != is_sum:
         raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
     if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
-        return Outcome(step.value(), None, step.metrics(), is_sum, dtype)
+        return StepOutcome(step.value(), None, step.metrics(), is_sum, dtype)
 
     # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
     # large for less
@@ -62,18 +63,29 @@ def conclude(
     transport.broadcast("pipe", message, output_rank)
     loss, factor = message[0].to(dtype), message[1]
     metrics = {name: message[2 + place].to(metric_dtype(dtype)) for place, name in enumerate(names)}
-    return Outcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
+    return StepOutcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
+
+
+def check_kind(outcome: StepOutcome, earlier: bool | None, precision: Precision | None) -> None:
+    """RunError: gradients of means and of sums cannot be accumulated together, nor in a type without room for sums.
+
+    ``earlier``: whether the losses of earlier steps were sums; None before the first.
+    """
+    if earlier not in (None, outcome.is_sum):
+        raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
+    if outcome.is_sum and precision is not None and precision.reduce == torch.float16:
+        raise RunError(
+            "gradients of a fxpipe.Sum are summed before they are divided by its count, for which float16 has no "
+            "room; write Precision(reduce=torch.bfloat16) or float32"
+        )
 
 
 def _check_alike(transport: Transport, is_sum: bool, names: tuple[str, ...]) -> None:
     """Replicas add up their losses and metrics, so they must have the same."""
-    if transport.data_size == 1:
-        return
-    digest = hashlib.blake2b("\0".join([str(is_sum), *names]).encode(), digest_size=7).digest()
-    if len(set(transport.gather_int("data", int.from_bytes(digest, "little")))) > 1:
-        everyone = transport.gather("data", (is_sum, names))
-        if len({one for one, _ in everyone}) > 1:
-            raise RunError("the loss is a fxpipe.Sum on one replica and a mean on another; return the same kind on all")
+    everyone = [] if transport.data_size == 1 else differing(transport, (is_sum, names))
+    if len({one for one, _ in everyone}) > 1:
+        raise RunError("the loss is a fxpipe.Sum on one replica and a mean on another; return the same kind on all")
+    if everyone:
         raise RunError(
             f"the replicas' losses come with different metrics: {[one for _, one in everyone]}; return the same on all"
         )

@@ -1,4 +1,4 @@
-"""Recorder: the last step that was timed, and what all ranks together make of it."""
+"""Timeline recorder: the last step that was timed, and what all ranks together make of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Schedule, Timeline
 
 
-class Recorder:
+class TimelineRecorder:
     """``on``: whether the steps from now on are timed; the same on every rank."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:

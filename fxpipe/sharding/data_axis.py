@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport
-from fxpipe.errors import RunError, TopologyError
+from fxpipe.errors import TopologyError
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.precision import Precision
 
@@ -71,16 +71,6 @@ def way_of(zero: int, transport: Transport, precision: Precision | None) -> Grad
         return GradientSums(0, 1, 0, 1, wire)
     shard = transport.ranks("shard")
     return GradientSums(zero, len(shard), shard.index(transport.rank), len(transport.ranks("replica")), wire)
-
-
-def check_zero(zero: int, zero_scope: str, bucket_cap_mb: float) -> None:
-    """RunError where one of compile's options makes no sense."""
-    if zero not in (0, 1, 2, 3):
-        raise RunError(f"zero={zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
-    if zero_scope not in ("node", "data"):
-        raise RunError(f'zero_scope={zero_scope!r}; write "node" or "data"')
-    if not bucket_cap_mb > 0:
-        raise RunError(f"bucket_cap_mb={bucket_cap_mb}; write a size above 0, in MiB")
 
 
 def check_ties(topology: Topology, transport: Transport, owners: Ownership) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.graph.like import ITEMS, Like
+from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.torch_compat import (
     FAKE_TENSOR_LOG,
     DataDependentOutputException,
@@ -41,17 +41,17 @@ class FakeModel:
     names: dict[int, str] = field(default_factory=dict)
 
     def inputs(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        """The example's inputs, with a fake tensor for each ``Like``."""
+        """The example's inputs, with a fake tensor for each ``TensorLike``."""
         return {
-            name: pytree.tree_map_only(Like, self._fake if name == ITEMS else self._input, value)
+            name: pytree.tree_map_only(TensorLike, self._fake if name == ITEMS else self._input, value)
             for name, value in example.items()
         }
 
     def bare(self, value: Any) -> Any:
         """A value with each tensor replaced by one like it, without the autograd graph behind it."""
-        return pytree.tree_map_only(Tensor, lambda tensor: self._fake(Like.of(tensor)), value)
+        return pytree.tree_map_only(Tensor, lambda tensor: self._fake(TensorLike.of(tensor)), value)
 
-    def made(self, like: Like) -> Tensor:
+    def made(self, like: TensorLike) -> Tensor:
         """A fake tensor as an operation would return it."""
         fake = self._fake(like)
         if not like.requires_grad:
@@ -60,11 +60,11 @@ class FakeModel:
             copy = fake.clone()  # which may be written in place, as no view of a leaf may
             return copy if copy.stride() == fake.stride() else fake.view_as(fake)
 
-    def _input(self, like: Like) -> Tensor:
+    def _input(self, like: TensorLike) -> Tensor:
         dtype = self.compute if self.compute is not None and like.dtype.is_floating_point else like.dtype
         return self._fake(replace(like, dtype=dtype))
 
-    def _fake(self, like: Like) -> Tensor:
+    def _fake(self, like: TensorLike) -> Tensor:
         memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
         device = self.device if like.device == "meta" else torch.device(like.device)
         return FakeTensor(self.mode, memory, device).requires_grad_(like.requires_grad)

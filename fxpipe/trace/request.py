@@ -25,8 +25,8 @@ class Request:
 
     ``inputs``: the names that become inputs of the program, in call order. ``fixed``: inputs whose value is a part of
     the program (None, bools, strings: what Python code branches on). ``example``: what tracers that need shapes know
-    of a micro-batch; each input with a ``Like`` in place of each tensor. ``cuts``: submodule path → where a boundary
-    is put, as if the user had marked it. ``may_lack_cuts``: whether these inputs may leave submodules out that are cut,
+    of a micro-batch; each input with a ``TensorLike`` for each tensor. ``cuts``: submodule path → where a boundary is
+    put, as if the user had marked it. ``may_lack_cuts``: whether these inputs may leave submodules out that are cut,
     as a batch of text the image encoder. ``training``: of what the model returns, only the loss and the scalars beside
     it are wanted. ``autocast``: what is on around the call.
     """

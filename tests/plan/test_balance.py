@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import passes
 from fxpipe.errors import PartitionError
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, is_boundary, is_compute
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.passes.analysis.blocks import Blocks, blocks
@@ -39,8 +39,8 @@ FLOPS = Hardware(flops=1e9, flops_16=1e9, bandwidth=1e30, launch=0.0, link=1e12,
 """Products count, hops hardly."""
 
 
-def like(*shape: int, dtype: torch.dtype = torch.float32) -> Like:
-    return Like(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", False)
+def like(*shape: int, dtype: torch.dtype = torch.float32) -> TensorLike:
+    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", False)
 
 
 def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:

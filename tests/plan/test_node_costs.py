@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpipe import passes
 from fxpipe.errors import PartitionError
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.program import Program
 from fxpipe.passes.chain import chain
@@ -25,8 +25,8 @@ MEMORY = Hardware(flops=1e30, flops_16=1e30, bandwidth=1.0, launch=0.0)
 """On which an operator takes as many seconds as it moves bytes."""
 
 
-def like(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Like:
-    return Like(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", grad)
+def like(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> TensorLike:
+    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", grad)
 
 
 def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:

@@ -328,7 +328,7 @@ def test_one_process_compares_nothing() -> None:
     step = fxpipe.compile(Classifier(), PAIR, microbatches=2)
     for number in range(4):
         step(images(number), labels(number))
-    assert step._check._left is None
+    assert step._steps._check._left is None
 
 
 @pytest.mark.parametrize("topology", [SQUARE, Topology([("data", 2)])], ids=str)

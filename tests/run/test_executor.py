@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-import fxpipe.run.forward_backward
+import fxpipe.run.step
 from fxpipe.run.executor import Executor
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
@@ -41,7 +41,7 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
         made.append(Executor(*args))
         return made[-1]
 
-    monkeypatch.setattr(fxpipe.run.forward_backward, "Executor", make)
+    monkeypatch.setattr(fxpipe.run.step, "Executor", make)
     return made
 
 

@@ -310,7 +310,7 @@ def test_a_step_that_not_every_rank_recorded_is_an_error_on_all_and_training_goe
 
 def test_without_recording_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Executor] = []
-    monkeypatch.setattr(fxpipe.run.forward_backward, "Executor", lambda *args: made.append(Executor(*args)) or made[-1])
+    monkeypatch.setattr(fxpipe.run.step, "Executor", lambda *args: made.append(Executor(*args)) or made[-1])
     forward_backward = compiled(CASES[NAME])
     forward_backward(**CASES[NAME].batch())
     forward_backward.record_timeline()
@@ -465,7 +465,7 @@ def rescheduled_at(forwards: dict[str, float], comm: float, limits: dict[str, An
         forward_backward.timeline(), costs=Costs.of(4, forward, [2 * f for f in forward], comm=weight * comm)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_backward._recorder, "timeline", lambda: measured)
+        patch.setattr(forward_backward._steps.recorder, "timeline", lambda: measured)
         after = forward_backward.reschedule(**limits)
     forward_backward(batch())
     mean = [(1.5 if data > 1 else 1) * forwards[name] for name in names]

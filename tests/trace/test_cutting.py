@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import TRACERS, PartitionError, TraceError, passes, stage_boundary
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, is_boundary, where
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Cut, Request, capture
@@ -77,7 +77,9 @@ def batch(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 def request(model: nn.Module, cuts: Mapping[str, Cut], *inputs: Any) -> Request:
     names = tuple(Request.signature(model, None).parameters)
-    example = {name: pytree.tree_map_only(Tensor, Like.of, value) for name, value in zip(names, inputs, strict=True)}
+    example = {
+        name: pytree.tree_map_only(Tensor, TensorLike.of, value) for name, value in zip(names, inputs, strict=True)
+    }
     return Request(model, names, example=example, cuts=cuts)
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fxpipe import TraceError, passes, stage_boundary
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Modes, ambient_autocast
 from fxpipe.graph.program import Effects, Program, where
 from fxpipe.graph.stage_graph import StageGraph
@@ -35,7 +35,7 @@ Batch = dict[str, Any]
 
 def exported(model: nn.Module, batch: Batch, **options: Any) -> Program:
     fixed = {name: value for name, value in batch.items() if value is None or isinstance(value, (bool, str))}
-    example = {name: pytree.tree_map_only(Tensor, Like.of, v) for name, v in batch.items() if name not in fixed}
+    example = {name: pytree.tree_map_only(Tensor, TensorLike.of, v) for name, v in batch.items() if name not in fixed}
     return capture(Request(model, tuple(example), fixed, example=example, **options), "export")
 
 
@@ -428,7 +428,7 @@ class Cached(Two):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         h = self.a(x)
-        return {"loss": self.loss(h, y), "cache": Like.of(h), "rows": h, "norm": h.norm()}
+        return {"loss": self.loss(h, y), "cache": TensorLike.of(h), "rows": h, "norm": h.norm()}
 
 
 def test_in_training_the_loss_and_the_scalars_beside_it_are_returned() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe import passes
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
 from fxpipe.trace import NEED_SHAPES, TRACERS, Request
@@ -45,7 +45,7 @@ def assert_captured(operation: Operation, tracer: str) -> None:
     """Its stages give eager's losses and gradients, on other numbers than were captured."""
     model = One(operation)
     eager = copy.deepcopy(model)
-    example = {name: Like.of(tensor) for name, tensor in batch(0).items()}
+    example = {name: TensorLike.of(tensor) for name, tensor in batch(0).items()}
     program = TRACERS[tracer](Request(model, ("x", "y"), example=example, cuts={"b": "before"}))
     graph = split(chain(passes.default(), program, callbacks=()))
     for number in (1, 2):

@@ -103,7 +103,7 @@ def test_its_stages_do_nothing_in_the_table_of_such_a_batch() -> None:
     """They keep their places in it, so that replicas whose batches differ reduce in one order."""
     forward_backward = compiled(fxpipe.Topology([("pipe", 4)]))
     forward_backward(**batches()[1])
-    agreed = forward_backward._agreement._settled.popitem()[1]
+    agreed = forward_backward._steps.agreement._settled.popitem()[1]
     idle = [stage for stage in agreed.plan.graph if not stage.inputs]
     assert [stage.name for stage in idle] == ["image0", "image1"]
     assert all(stage.run() == () and not stage.tensors for stage in idle)

@@ -327,7 +327,7 @@ def test_values_before_rounding_are_let_go_of_once_an_optimizer_has_them(zero: i
         kept = []
         for params in (None, "module.0.weight", "module.1.weight"):
             optimizer = step.optimizer(torch.optim.SGD, params, lr=0.1) if params else None
-            kept.append(sorted(step._originals))
+            kept.append(sorted(step._state.originals))
             del optimizer
         return kept
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, TraceError
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.graph.program import Program, is_assertion, where
 from fxpipe.plan.balance.hardware import Hardware
@@ -94,7 +94,7 @@ def costs_from_shapes(
     hardware: Hardware | None = None,
     compute: torch.dtype | None = None,
 ) -> NodeCosts:
-    """The costs of each node for a micro-batch like ``example``: input name → value with a ``Like`` for each tensor.
+    """The costs of each node for a micro-batch like ``example``: input → value, a ``TensorLike`` for each tensor in it.
 
     ``autocast``: what is on around the call. ``compute``: the type of floating-point parameters and inputs when it
     runs, where that is another. Boundaries cost nothing. A node that looks at numbers, which fake tensors
@@ -163,9 +163,9 @@ class _CostingRun:
         value = self.program.attribute(str(node.target))
         if str(node.target) not in self.program.constants:
             return value
-        return pytree.tree_map_only(Tensor, lambda tensor: self._like(Like.of(tensor)), value)
+        return pytree.tree_map_only(Tensor, lambda tensor: self._like(TensorLike.of(tensor)), value)
 
-    def _like(self, like: Like) -> Tensor:
+    def _like(self, like: TensorLike) -> Tensor:
         tensor: Tensor = self.fake.inputs({"tensor": like})["tensor"]
         return tensor
 
@@ -212,7 +212,7 @@ class _CostingRun:
                 f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
                 "is not known; balance by hand with boundaries= and placement="
             ) from error
-        self.values[node] = pytree.tree_map_only(Tensor, lambda t: self._like(Like.of(t)), node.meta["val"])
+        self.values[node] = pytree.tree_map_only(Tensor, lambda t: self._like(TensorLike.of(t)), node.meta["val"])
         made = _tensors(self.values[node])
         rows = max((tensor.numel() // max(tensor.shape[-1:], default=1) for tensor in made), default=1)
         sizes = [self.held[number].count for number in self._parameters(node)]

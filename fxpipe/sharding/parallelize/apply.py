@@ -20,7 +20,6 @@ from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
 from fxpipe.parameters.materialise import replace_tensors
 from fxpipe.parameters.ownership import Ownership
-from fxpipe.precision import Precision
 from fxpipe.sharding.parallelize.stage_copy import StageCopy, copy_of
 from fxpipe.sharding.parallelize.stages import Parallel
 
@@ -30,42 +29,6 @@ if TYPE_CHECKING:
     from fxpipe.sharding.fsdp import FsdpStage
 
 Parallelize = Callable[[nn.Module, "DeviceMesh | None"], None]
-
-TRACERS = ("auto", "record")
-"""Those that leave modules whole, for ``parallelize`` to work on."""
-
-
-def check_parallelize(
-    parallelize: Parallelize | None,
-    zero: int,
-    precision: Precision | None,
-    tracer: str,
-    stage_compiler: object = None,
-) -> None:
-    """RunError where an option of compile does not go with ``parallelize``."""
-    if parallelize is None:
-        return
-    if not callable(parallelize):
-        raise RunError(f"parallelize is {parallelize!r}; it is a function (stage_module, mesh) -> None")
-    if zero:
-        raise RunError(
-            f"zero={zero} and parallelize= both decide how parameters lie over the data axis; leave out zero=, and "
-            'write fully_shard(module, mesh=mesh["data"]) in parallelize'
-        )
-    if precision is not None:
-        raise RunError(
-            "precision= and parallelize= both decide the types of parameters; leave out precision=, and write "
-            "fully_shard(..., mp_policy=MixedPrecisionPolicy(...)) in parallelize, or call under torch.autocast"
-        )
-    if tracer not in TRACERS:
-        raise RunError(
-            f'tracer="{tracer}" takes modules apart, and parallelize= needs them whole; write tracer="record"'
-        )
-    if stage_compiler is not None:
-        raise RunError(
-            "stage_compiler= and parallelize= both replace what a stage runs; call module.compile() on the parts of "
-            "the stage in parallelize"
-        )
 
 
 def tensor_groups(topology: Topology) -> Groups:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import recording
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
 from fxpipe.torch_compat import DataDependentOutputException, DynamicOutputShapeException, guard_on_data, pytree
@@ -53,7 +53,7 @@ def _refuse_objects(example: Mapping[str, Any]) -> None:
     """What an object holds would be the same in every micro-batch."""
     for name, value in example.items():
         for leaf in pytree.tree_leaves(value):
-            if not isinstance(leaf, (Like, *PLAIN)):
+            if not isinstance(leaf, (TensorLike, *PLAIN)):
                 raise TraceError(
                     f"input {name!r} holds a {type(leaf).__name__}, which is neither a tensor nor a plain value, and a "
                     "graph would keep the one of this call; pass its tensors in a tuple, a list or a dict"

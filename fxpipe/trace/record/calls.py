@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.attributes import AssignedBuffers, watching_attributes
 from fxpipe.trace.fake import outside, unrecorded
@@ -306,9 +306,9 @@ class Calls:
         def faked(leaf: Any) -> Any:
             if isinstance(leaf, GivenBack):  # on other values it may be something else
                 return self._as_made(frame, frame.tensors[leaf.place])
-            return self._recorder.fake.made(leaf) if isinstance(leaf, Like) else leaf
+            return self._recorder.fake.made(leaf) if isinstance(leaf, TensorLike) else leaf
 
-        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (Like, GivenBack)))
+        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (TensorLike, GivenBack)))
 
     # what no operation shows
 

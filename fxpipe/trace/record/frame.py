@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.operators import blank
 from fxpipe.graph.program import Effects
 from fxpipe.trace.fake import outside
@@ -123,7 +123,7 @@ def _with_stand_ins(recorder: Recorder, frame: Frame, effects: Effects) -> tuple
     def stand_in(leaf: Any) -> Any:
         if not isinstance(leaf, TapeValue) or (place := next(given)) not in effects.unread:
             return leaf
-        like = Like.of(frame.tensors[place])
+        like = TensorLike.of(frame.tensors[place])
         arguments = (like.shape, like.dtype, frame.tensors[place].device)
         fake = recorder.fake.made(replace(like, requires_grad=False))
         return TapeValue(recorder.append("call_function", blank, arguments, {}, fake, Touched(), frame.place), ())

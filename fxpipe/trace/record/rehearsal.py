@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.like import Like
+from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.record.tape import Touched
 from fxpipe.trace.record.touched import TouchedMode
@@ -24,7 +24,7 @@ from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal has shown. ``result``: with a ``Like`` or ``GivenBack`` in place of each tensor.
+    """What a rehearsal has shown. ``result``: with a ``TensorLike`` or ``GivenBack`` in place of each tensor.
 
     ``touched``: memory of the model's tensors and of the arguments, by the identity of what stands for them in the
     capture.
@@ -140,7 +140,7 @@ def _described(leaf: Any, given: list[Tensor]) -> Any:
             return None
         raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
     place = next((place for place, tensor in enumerate(given) if tensor is leaf), None)
-    return Like.of(leaf) if place is None else GivenBack(place)
+    return TensorLike.of(leaf) if place is None else GivenBack(place)
 
 
 def _copy(real: Tensor, fake: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""Options: what ``fxpipe.compile`` is asked for. Each option stands here once, with its default, and is checked here.
+
+A new option is a field of ``Options`` and, for the reader's editor, a parameter of ``compile``; a test compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.errors import RunError
+from fxpipe.precision import Precision
+
+BatchDim = int | Mapping[str, int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The options of ``compile``, whose docstring says what each of them means.
+
+    What is ``Any`` here belongs to rooms above (a schedule, boundaries, passes, weights): they look names up.
+
+    Raises:
+        RunError: a value is out of its range, or does not go with another.
+    """
+
+    loss_fn: Callable[..., Any] | None = None
+    boundaries: Any = ()
+    microbatches: int | None = None
+    batch_dim: BatchDim = 0
+    schedule: Any = "1f1b"
+    placement: Mapping[str, int] | None = None
+    tracer: str = "auto"
+    example_args: Sequence[Any] | None = None
+    example_kwargs: Mapping[str, Any] | None = None
+    zero: int = 0
+    zero_scope: str = "node"
+    bucket_cap_mb: float = 25.0
+    precision: Precision | None = None
+    loss_weight: Callable[..., Any] | None = None
+    memory_per_rank: float | None = None
+    init_fn: Callable[..., Any] | None = None
+    checkpoint: Any = None
+    parallelize: Callable[..., None] | None = None
+    stage_compiler: Callable[..., Any] | None = None
+    check_batches: bool = True
+    check_capture: bool = True
+    error_if_nonfinite: bool = False
+    passes: Sequence[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatches is not None and self.microbatches < 1:
+            raise RunError(f"microbatches={self.microbatches}; at least 1 is needed")
+        if self.zero not in (0, 1, 2, 3):
+            raise RunError(f"zero={self.zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
+        if self.zero_scope not in ("node", "data"):
+            raise RunError(f'zero_scope={self.zero_scope!r}; write "node" or "data"')
+        if not self.bucket_cap_mb > 0:
+            raise RunError(f"bucket_cap_mb={self.bucket_cap_mb}; write a size above 0, in MiB")
+        if self.precision is not None and not isinstance(self.precision, Precision):
+            raise RunError(f"precision is {self.precision!r}; write fxpipe.Precision(compute=torch.bfloat16)")
+        if self.parallelize is not None:
+            self._check_parallelize()
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any]) -> Options:
+        """Out of a call's arguments, of which those that are no options are left out."""
+        names = {field.name for field in dataclasses.fields(Options)}
+        return Options(**{name: value for name, value in arguments.items() if name in names})
+
+    @property
+    def has_example(self) -> bool:
+        return self.example_args is not None or self.example_kwargs is not None
+
+    def for_calls(self) -> Options:
+        """What is needed after ``compile``, too; the rest may hold memory that the user wants back."""
+        return dataclasses.replace(self, example_args=None, example_kwargs=None, init_fn=None, checkpoint=None)
+
+    def microbatches_on(self, ranks: int) -> int:
+        """How many a batch is cut into: as asked for, or 4 for each pipe rank, or 1 where there is one rank."""
+        return self.microbatches or (4 * ranks if ranks > 1 else 1)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_cap_mb * 2**20)
+
+    @property
+    def in_common(self) -> str:
+        """What, beside the program and its schedule, all ranks must have been given alike, in words."""
+        return (
+            f"batch_dim={self.batch_dim}, loss_weight {'given' if self.loss_weight else 'not given'}, "
+            f"zero={self.zero}, zero_scope={self.zero_scope}, bucket_cap_mb={self.bucket_cap_mb}, {self.precision}, "
+            f"check_batches={self.check_batches}, error_if_nonfinite={self.error_if_nonfinite}"
+        )
+
+    def _check_parallelize(self) -> None:
+        if not callable(self.parallelize):
+            raise RunError(f"parallelize is {self.parallelize!r}; it is a function (stage_module, mesh) -> None")
+        if self.zero:
+            raise RunError(
+                f"zero={self.zero} and parallelize= both decide how parameters lie over the data axis; leave out "
+                'zero=, and write fully_shard(module, mesh=mesh["data"]) in parallelize'
+            )
+        if self.precision is not None:
+            raise RunError(
+                "precision= and parallelize= both decide the types of parameters; leave out precision=, and write "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(...)) in parallelize, or call under torch.autocast"
+            )
+        if self.tracer not in ("auto", "record"):  # those that leave modules whole
+            raise RunError(
+                f'tracer="{self.tracer}" takes modules apart, and parallelize= needs them whole; write tracer="record"'
+            )
+        if self.stage_compiler is not None:
+            raise RunError(
+                "stage_compiler= and parallelize= both replace what a stage runs; call module.compile() on the parts "
+                "of the stage in parallelize"
+            )

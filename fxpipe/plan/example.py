@@ -1,0 +1,84 @@
+"""Example: the batch that ``compile`` was shown, cut as a call would cut it; and what can be called at all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fxpipe.errors import RunError, nearest
+from fxpipe.graph.modes import ambient_autocast
+from fxpipe.graph.stage_graph import StageGraph, all_tensors
+from fxpipe.options import Options
+from fxpipe.plan.batch import bind, describe, required_names, row_count, split, split_rows
+from fxpipe.plan.capture_check import Sample
+from fxpipe.plan.label_count import with_number
+from fxpipe.plan.pattern import Pattern, flags_of, pattern_of
+from fxpipe.plan.planner import Planner
+from fxpipe.trace import Request
+
+
+def check_model(model: nn.Module | StageGraph, options: Options) -> None:
+    """RunError for options that do not go with the model: what would be ignored is refused."""
+    if isinstance(model, StageGraph):
+        if options.loss_fn is not None:
+            raise RunError("loss_fn= is for traced models; the last of the user's own stages returns the loss")
+        if options.boundaries:
+            raise RunError("boundaries= is for traced models; the user's own stages are cut already")
+        names = model.inputs
+    else:
+        lazy = next((name for name, tensor in all_tensors(model).items() if is_lazy(tensor)), None)
+        if lazy is not None:
+            raise RunError(f"{lazy} has no shape yet; call the model once on a batch before compiling it")
+        parameters = Request.signature(model, options.loss_fn).parameters
+        names = tuple(parameters)
+        if options.loss_fn is not None and "target" in inspect.signature(model.forward).parameters:
+            raise RunError("forward itself takes 'target', which loss_fn= would take from it; rename the argument")
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return  # any name may come
+    for name in options.batch_dim if isinstance(options.batch_dim, Mapping) else ():
+        if name not in names:
+            raise RunError(f"batch_dim names {name!r}, which is no input{nearest(name, names)}")
+
+
+def with_first_plan(planner: Planner, options: Options) -> Planner:
+    """The planner, with the plan for the example, on whose numbers its stages are checked."""
+    planner.plan(first_pattern(planner, options), _sample(planner, options))
+    return planner
+
+
+def first_pattern(planner: Planner, options: Options) -> Pattern:
+    """The pattern of the example, or of a call with the required inputs alone."""
+    flags, items = flags_of(planner.module), planner.items
+    if not options.has_example:
+        inputs = tuple(required_names(planner.signature))
+        return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags)
+    parts = _microbatches(planner, options)
+    if items is not None:
+        parts = list(map(with_number, parts))
+    described = [describe(part, exact=True) for part in parts]
+    if items is not None:
+        described = [items.described(one) for one in described]
+    return pattern_of(described, True, options.loss_fn, flags, ambient_autocast())
+
+
+def _sample(planner: Planner, options: Options) -> Sample | str:
+    """The example's micro-batches with their numbers; or why none are run."""
+    if not options.check_capture:
+        return "check_capture=False"
+    if not options.has_example:
+        return "no example batch"
+    parts = _microbatches(planner, options)
+    return Sample(parts if planner.items is None else planner.items.given(parts), options.batch_dim)
+
+
+def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:
+    """The micro-batches of the example: what a call would make of it; or, of a smaller one, itself each time."""
+    given = bind(planner.signature, options.example_args or (), options.example_kwargs or {})
+    rows = row_count(describe(given), options.batch_dim)
+    if rows is None or rows < planner.microbatches:
+        return [given] * planner.microbatches
+    return split(given, options.batch_dim, split_rows(rows, planner.microbatches))

@@ -1,0 +1,213 @@
+"""Step: one call of ``ForwardBackward`` from its beginning to its end, on this rank.
+
+agree on the batch → weigh the micro-batches → play this rank's row → combine the losses → sum the gradients
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.distributed.metered_transport import Metered
+from fxpipe.distributed.topology import Topology
+from fxpipe.errors import FxpipeError
+from fxpipe.graph.modes import within
+from fxpipe.graph.stage_graph import Edge
+from fxpipe.plan.agreement import Agreed, Agreement, Call
+from fxpipe.plan.batch import cast_batch
+from fxpipe.plan.planner import Plan
+from fxpipe.run.batch_check import BatchCheck
+from fxpipe.run.exchange import Exchange
+from fxpipe.run.executor import Executor, StepInput
+from fxpipe.run.failing import Failing
+from fxpipe.run.finite import Watch
+from fxpipe.run.item_numbers import ItemNumbers
+from fxpipe.run.outputs import join
+from fxpipe.run.rank_state import RankState
+from fxpipe.run.replicas import over_replicas
+from fxpipe.run.shares import shares_of, weights_of
+from fxpipe.run.step_outcome import StepOutcome, check_kind, conclude
+from fxpipe.run.timeline_recorder import TimelineRecorder
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.lower import is_forward
+from fxpipe.seeds import seed_of
+from fxpipe.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a step leaves. ``bytes_of``: what each edge carries, where it is the first step with a kind of batch.
+    ``broken``: what was not finite, where that is to be raised; all ranks have it, and nothing is under way."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    bytes_of: Mapping[Edge, int] | None
+    broken: str
+
+
+class Steps:
+    """Makes steps and evaluations, and holds what one leaves for the next."""
+
+    def __init__(
+        self, topology: Topology, transport: Metered, state: RankState, exchange: Exchange, failing: Failing
+    ) -> None:
+        options = state.planner.options
+        self._transport, self._state, self._exchange, self._failing = transport, state, exchange, failing
+        self._options, self._module, self._gradients = options, state.planner.module, state.reducer
+        self.agreement = Agreement(state.planner, transport)
+        self._items = ItemNumbers(transport, state.planner.items)
+        in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
+        self._check = BatchCheck(transport, options.check_batches, in_tensor_group, lambda: topology.has_sampler)
+        self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
+        place = topology.coordinate(transport.rank)  # along other axes ranks do the same work on the same data
+        leads = not any(number for axis, number in place.items() if axis not in ("pipe", "data"))
+        self.watch = Watch(transport, options.error_if_nonfinite, leads)
+        self.recorder = TimelineRecorder(transport, state.device)
+        self.sync = True
+        self._number = 0
+        self._outcomes: dict[int, StepOutcome] = {}
+        self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
+
+    # the course of a step
+
+    def train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
+        """Forward, backward and gradient reduction of one batch. A collective call of all ranks."""
+        agreed, batches = self._agree(calls, split_evenly, training=True)
+        with self._failing.together():
+            shares = self._shares(agreed, batches, training=True)
+        with self._failing.together(FxpipeError):
+            self.agreement.check_rows(agreed, self._gradients.way.zero)
+        with self._failing.together():
+            known = self._outcomes.get(agreed.kind)
+            self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
+            executors = self._play(agreed, self._input(agreed, batches, shares, training=True))
+            self._gradients.flush()
+            outcome = self._outcome(agreed, executors, known)
+            self._gradients.end(outcome.factor)
+            bytes_of = self._bytes_of(executors) if known is None else None
+            self.recorder.keep(self._number, agreed.plan.schedule, [e.stopwatch for e in executors])
+            broken = self.watch.end(self._number, outcome.loss, agreed.plan.graph.names)
+            self._number += 1
+        return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
+
+    def evaluate(self, call: Call, everywhere: bool) -> Any:
+        """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
+        with _in_eval_mode(self._module):
+            agreed, batches = self._agree([call], split_evenly=True, training=False)
+            with self._failing.together():
+                self.watch.tell("pipe")
+                shares = self._shares(agreed, batches, training=False)
+                with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
+                    executors = self._play(agreed, self._input(agreed, batches, shares, training=False))
+                return self._output(agreed, executors, shares, everywhere)
+
+    def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
+        """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
+        self._failing.check_open()
+        self._transport.begin_step()
+        self.compare_batches(everywhere=True)
+        offer, given = self.agreement.offer(calls, split_evenly, training)
+        # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
+        with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])):
+            agreed = self.agreement.settle(offer)
+        self._check.note(agreed.kind, self._number, training, given)
+        return agreed, self.agreement.batches(agreed, offer, given)
+
+    def compare_batches(self, everywhere: bool) -> None:
+        """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
+        with self._failing.together(*self._alike):
+            self._check.compare(everywhere)
+
+    def _shares(self, agreed: Agreed, batches: Sequence[Mapping[str, Any]], training: bool) -> tuple[float, ...]:
+        """Each micro-batch's part of the weight of the step, over all replicas where it is more than whether it is 0:
+        where the loss is made, or an input is weighted by it."""
+        weights = weights_of(self._transport, agreed, self._options.loss_weight, batches)
+        matters = self._transport.pipe_rank == agreed.plan.output_rank or self._items.items is not None
+        return shares_of(self._transport, weights, training, over_replicas=matters)
+
+    def _row(self, plan: Plan) -> Sequence[Action]:
+        """What this process runs of the table."""
+        rank, rows = self._transport.pipe_rank, plan.schedule.rows
+        return rows[rank] if rank is not None else tuple(itertools.chain(*rows))
+
+    def _input(
+        self, agreed: Agreed, batches: list[dict[str, Any]], shares: Sequence[float], training: bool
+    ) -> StepInput:
+        number, replica, precision = self._number, self._transport.data_rank, self._options.precision
+        if precision is not None:
+            batches = [cast_batch(batch, precision.compute) for batch in batches]
+        return StepInput(
+            self._items.add(agreed.plan.graph, batches, shares),
+            shares,
+            lambda stage, microbatch: seed_of(self._state.seed, number, stage, microbatch, replica),
+            training,
+            agreed.pattern.autocast,
+            number,
+            self.watch.begin() if training else None,
+        )
+
+    def _play(self, agreed: Agreed, step: StepInput) -> list[Executor]:
+        """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
+        plan, rank = agreed.plan, self._transport.pipe_rank
+        ranks = range(len(plan.instructions)) if rank is None else [rank]
+        order = plan.order if rank is None else [(rank, instruction) for instruction in plan.instructions[rank]]
+        with within([region._replace(enabled=False) for region in step.autocast]):
+            self._exchange.begin(agreed.kind)
+            executors = {one: self._executor(plan, one, step) for one in ranks}
+            for owner, instruction in order:
+                if step.training or is_forward(instruction):
+                    executors[owner].execute(instruction)
+            self._exchange.finish()
+        return list(executors.values())
+
+    def _executor(self, plan: Plan, rank: int, step: StepInput) -> Executor:
+        stopwatch = self.recorder.stopwatch()
+        if step.training:
+            self._gradients.watch(stopwatch)
+        return Executor(plan.graphs, rank, self._exchange, self._state.device, step, self._gradients, stopwatch)
+
+    def _outcome(self, agreed: Agreed, executors: Sequence[Executor], known: StepOutcome | None) -> StepOutcome:
+        """The loss of the step, the same on every rank."""
+        rank = agreed.plan.output_rank
+        at_output = next((executor.loss for executor in executors if executor.rank == rank), None)
+        outcome = conclude(self._transport, at_output, rank, self._state.device, known)
+        self._outcomes[agreed.kind] = outcome
+        check_kind(outcome, self._is_sum, self._options.precision)
+        self._is_sum = outcome.is_sum
+        return outcome
+
+    def _bytes_of(self, executors: Sequence[Executor]) -> dict[Edge, int]:
+        """What each edge carries, from all ranks."""
+        mine = {edge: size for executor in executors for edge, size in executor.bytes_of.items()}
+        return {edge: size for part in self._transport.gather("pipe", mine) for edge, size in part.items()}
+
+    def _output(self, agreed: Agreed, executors: Sequence[Executor], shares: Sequence[float], everywhere: bool) -> Any:
+        """The whole batch's output, out of the micro-batches'."""
+        results = {place: result for executor in executors for place, result in executor.results.items()}
+        output = None
+        if results:
+            ordered = [results[place] for place in range(len(results))]
+            joined = join(ordered, shares, agreed.sizes, self._options.batch_dim)
+            output = over_replicas(self._transport, joined)
+        if not everywhere or self._transport.pipe_rank is None:
+            return output
+        cpu = pytree.tree_map_only(Tensor, Tensor.cpu, output)
+        output = self._transport.gather("pipe", cpu)[agreed.plan.output_rank]
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._state.device), output)
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modules = list(model.modules())
+    flags = [module.training for module in modules]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag
