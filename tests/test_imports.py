@@ -38,22 +38,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS.split("\n")) for room 
 SHOWS_ITSELF = "fxpipe/schedules/schedule.py"
 """Its methods import what shows, checks and simulates its values when they are called, from whatever floor."""
 IMPORTS_LAZILY = "fxpipe/__init__.py"
-"""It alone tells a type checker names of fxpipe's own that it does not import."""
-NOT_YET_WITHOUT_TYPE_CHECKING = set(
-    """
-    fxpipe/compiler.py fxpipe/plan/captures.py fxpipe/run/rank_state.py fxpipe/sharding/fsdp_gradients.py
-    fxpipe/sharding/parallelize/apply.py fxpipe/sharding/parallelize/gradients.py
-    fxpipe/sharding/parallelize/stages.py fxpipe/sharding/slices.py
-    """.split()
-)
-"""Files that another of fxpipe's imports, and that import it for their annotations; the list may only shrink."""
-NOT_YET_UNIQUE = set(
-    """
-    Call Chain Done Given Held Layout Meter ModesNow Outcome Place Plan Problem Recorder Run Source Step Value
-    Work
-    """.split()
-)
-"""Names of classes that two files still use; the list may only shrink."""
+"""It tells a type checker names that it imports when they are first used."""
 
 PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
@@ -92,8 +77,8 @@ class File:
 
     @cached_property
     def built_on(self) -> set[str]:
-        """The modules of fxpipe that are imported with it; and in a function, but for what shows its values."""
-        left_out = self._for_annotations | (self._in_functions if self.path == SHOWS_ITSELF else set())
+        """The modules of fxpipe that it imports: in a function and for annotations, too, but for what shows its values."""
+        left_out = {SHOWS_ITSELF: self._in_functions, IMPORTS_LAZILY: self._for_annotations}.get(self.path, set())
         return modules_in(n for n in self.nodes if n not in left_out) & set(BY_MODULE)
 
     @cached_property
@@ -176,18 +161,12 @@ def test_a_room_stands_on_a_floor_and_imports_nothing_from_one_above() -> None:
 
 
 def test_no_file_imports_in_a_circle() -> None:
-    """Rooms of one floor may import each other, files never in a circle."""
+    """Rooms of one floor may import each other, files never in a circle, be it for annotations alone."""
     after = {file.module: file.built_on for file in FILES}
     while after:
         free = [name for name, others in after.items() if not others & set(after)]
         assert free, f"a circle among {sorted(after)}"
         after = {name: others for name, others in after.items() if name not in free}
-
-
-def test_nothing_of_fxpipes_own_is_imported_for_annotations_alone() -> None:
-    """Such an import hides a circle."""
-    found = {file.path for file in FILES if file.for_annotations & set(BY_MODULE)}
-    assert found - NOT_YET_WITHOUT_TYPE_CHECKING == {IMPORTS_LAZILY}
 
 
 def test_a_pass_imports_only_what_passes_may() -> None:
@@ -229,7 +208,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     for file in FILES:
         for name in file.classes:
             files.setdefault(name, []).append(file.path)
-    shared = {name: paths for name, paths in files.items() if len(paths) > 1 and name not in NOT_YET_UNIQUE}
+    shared = {name: paths for name, paths in files.items() if len(paths) > 1}
     assert shared == {}
 
 
