@@ -23,8 +23,7 @@ from fxpipe.schedules import SCHEDULES
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.comparison import compare
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 
 if TYPE_CHECKING:
     from fxpipe import passes

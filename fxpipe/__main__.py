@@ -17,9 +17,8 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, ScheduleError, TopologyError, nearest
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
-from fxpipe.schedules.timeline import Timeline
 
 # What is still drawn in some seconds: a slip of the hand must not eat the machine.
 _MOST_ACTIONS = 1_000_000

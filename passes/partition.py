@@ -14,7 +14,7 @@ It ends: every edge between fully separated pieces strictly shrinks the set of b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -30,16 +30,16 @@ from fxpipe.graph.program import (
     readers,
     where,
 )
+from fxpipe.graph.topological import topological_order
 from fxpipe.passes.alias_groups import holders_of_written
 from fxpipe.passes.analysis.effects import is_number, writes_apart, written
 from fxpipe.passes.analysis.inner_gradients import inner_gradients
 from fxpipe.passes.analysis.lone_writes import hosts_of_lone_writes
-from fxpipe.passes.analysis.topological import in_order
 from fxpipe.passes.analysis.union import Union
 
 
 @dataclass(frozen=True)
-class _Edge:
+class _FlowEdge:
     """A value made by ``source`` and used by ``target``; ``marked``: through a boundary."""
 
     source: fx.Node
@@ -52,7 +52,7 @@ def partition(program: Program) -> Program:
     flow = _Flow(program)
     downstream, upstream = flow.downstream(), flow.upstream()
 
-    def bypasses(edge: _Edge) -> bool:
+    def bypasses(edge: _FlowEdge) -> bool:
         return bool(downstream[flow.units.find(edge.source)] & upstream[flow.units.find(edge.target)])
 
     # 2: what bypasses a boundary is cut
@@ -85,7 +85,7 @@ class _Flow:
 
     def __init__(self, program: Program) -> None:
         self.nodes = [n for n in program.graph.nodes if is_compute(n) and n.name not in program.copied]
-        self.edges: list[_Edge] = []
+        self.edges: list[_FlowEdge] = []
         self.units = Union(self.nodes)
         """Nodes that no cut may separate: what shares written memory, what forward itself differentiates, and a shape
         query with what it asks."""
@@ -142,7 +142,7 @@ class _Flow:
         if node in self._checks and sources:
             latest = max(sources)  # which has the value before it crosses any boundary
             self._join([latest, node])
-            self.edges += [_Edge(source, node, True) for source in sources if source is not latest]
+            self.edges += [_FlowEdge(source, node, True) for source in sources if source is not latest]
             self._add_arrows(node, [(source, frozenset()) for source in sources])
         elif node not in self.units:
             self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
@@ -150,7 +150,7 @@ class _Flow:
             self._join([node, *sources])
             self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
         else:
-            self.edges += [_Edge(s, node, bool(crossed)) for s, crossed in operands if s in self.units]
+            self.edges += [_FlowEdge(s, node, bool(crossed)) for s, crossed in operands if s in self.units]
             self._add_arrows(node, operands)
 
     def _add_arrows(self, node: fx.Node, operands: list[tuple[fx.Node, frozenset[fx.Node]]]) -> None:
@@ -158,7 +158,7 @@ class _Flow:
             before = [source, *crossed] if source in self.units else crossed
             self._arrows += [(earlier, node) for earlier in before]
 
-    def in_one_unit(self, edge: _Edge) -> bool:
+    def in_one_unit(self, edge: _FlowEdge) -> bool:
         return self.units.same(edge.source, edge.target)
 
     def downstream(self) -> dict[fx.Node, int]:
@@ -184,7 +184,9 @@ class _Flow:
     def _unit(self, node: fx.Node) -> fx.Node:
         return self.units.find(node) if node in self.units else node
 
-    def pieces(self, joined: list[_Edge], downstream: dict[fx.Node, int], separated: set[fx.Node]) -> Union[fx.Node]:
+    def pieces(
+        self, joined: list[_FlowEdge], downstream: dict[fx.Node, int], separated: set[fx.Node]
+    ) -> Union[fx.Node]:
         """What remains connected, where edges between ``separated`` nodes hold only if these are before the same."""
         pieces = Union(self.nodes)
         for node in self.nodes:
@@ -205,16 +207,11 @@ def _checks(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _check_versions(program: Program, edges: list[_Edge]) -> None:
+def _check_versions(program: Program, edges: list[_FlowEdge]) -> None:
     """A value leaves its stage as it is at the end: nobody elsewhere may want it as it was before a write."""
-    group_of = {name: group for group in program.written for name in group}
-    last_write = dict(_writes(program))
-    for edge in edges:
-        if writes_apart(program, edge.source):
-            continue
-        write = last_write.get(group_of.get(edge.source.name, frozenset()))
+    for edge, write in reads_before_writes(program, edges):
         elsewhere = program.stage_of[edge.source.name] != program.stage_of[edge.target.name]
-        if write is not None and elsewhere and edge.target < write:
+        if elsewhere and not writes_apart(program, edge.source):
             raise PartitionError(
                 f"{edge.target.name}{where(edge.target)} runs in another stage and reads "
                 f"{edge.source.name}{where(edge.source)} as it was before {write.name}{where(write)} writes it; "
@@ -224,19 +221,33 @@ def _check_versions(program: Program, edges: list[_Edge]) -> None:
 
 def _check_inputs(program: Program) -> None:
     """A stage takes an input from the batch: nobody may want it as another stage has written it, by another name."""
+    for node, write, reader in reads_of_written_inputs(program):
+        stage = program.output_stage if reader.op == "output" else program.stage_of.get(reader.name)
+        if stage != program.stage_of[write.name]:
+            raise PartitionError(
+                f"{reader.name}{where(reader)} reads the input {node.name} in another stage than "
+                f"{write.name}{where(write)}, which writes it; write out of place, or read what was written"
+            )
+
+
+def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tuple[_FlowEdge, fx.Node]]:
+    """(edge, write): the edge's value is read as it was before the last write to its memory."""
+    group_of = {name: group for group in program.written for name in group}
+    last_write = dict(_writes(program))
+    for edge in edges:
+        write = last_write.get(group_of.get(edge.source.name, frozenset()))
+        if write is not None and edge.target < write:
+            yield edge, write
+
+
+def reads_of_written_inputs(program: Program) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """(input, write, reader): the input is read after the first write to its memory, by a name of it that is older."""
     group_of = {name: group for group in program.written for name in group}
     first_write = dict(reversed(list(_writes(program))))
     for node in program.graph.nodes:
-        if node.op != "placeholder" or node.name not in group_of:
-            continue
-        write = first_write[group_of[node.name]]
-        for reader in readers(node):
-            stage = program.output_stage if reader.op == "output" else program.stage_of.get(reader.name)
-            if write < reader and stage != program.stage_of[write.name]:
-                raise PartitionError(
-                    f"{reader.name}{where(reader)} reads the input {node.name} in another stage than "
-                    f"{write.name}{where(write)}, which writes it; write out of place, or read what was written"
-                )
+        if node.op == "placeholder" and node.name in group_of:
+            write = first_write[group_of[node.name]]
+            yield from ((node, write, reader) for reader in readers(node) if write < reader)
 
 
 def _writes(program: Program) -> Iterator[tuple[frozenset[str], fx.Node]]:
@@ -247,7 +258,7 @@ def _writes(program: Program) -> Iterator[tuple[frozenset[str], fx.Node]]:
             yield group_of[node.name], node
 
 
-def _waiting(pieces: Union[fx.Node], edges: list[_Edge], joined: list[_Edge]) -> set[fx.Node]:
+def _waiting(pieces: Union[fx.Node], edges: list[_FlowEdge], joined: list[_FlowEdge]) -> set[fx.Node]:
     """The pieces that wait for themselves, directly (around a boundary) or through others."""
     uncut = set(joined)
     after: dict[fx.Node, set[fx.Node]] = {}
@@ -257,44 +268,40 @@ def _waiting(pieces: Union[fx.Node], edges: list[_Edge], joined: list[_Edge]) ->
         if source != target or edge not in uncut:
             after.setdefault(source, set()).add(target)
     return {
-        piece for component in _components(after) for piece in component if len(component) > 1 or piece in after[piece]
+        piece for component in components(after) for piece in component if len(component) > 1 or piece in after[piece]
     }
 
 
-def _components(after: dict[fx.Node, set[fx.Node]]) -> list[list[fx.Node]]:
-    """Strongly connected components: Tarjan (1972), without recursion."""
-    index: dict[fx.Node, int] = {}
-    low: dict[fx.Node, int] = {}
-    stack: list[fx.Node] = []
-    on_stack: set[fx.Node] = set()
-    found: list[list[fx.Node]] = []
-    for root in after:
-        if root in index:
+def components(after: dict[fx.Node, set[fx.Node]]) -> list[list[fx.Node]]:
+    """Strongly connected components: the two walks of Kosaraju and Sharir (1981)."""
+    before: dict[fx.Node, list[fx.Node]] = {node: [] for node in after}
+    for node, targets in after.items():
+        for target in targets:
+            before[target].append(node)
+    left = [node for walk in _walks(after, after) for node in walk]
+    return _walks(before, reversed(left))
+
+
+def _walks(after: Mapping[fx.Node, Iterable[fx.Node]], starts: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """From each start what no earlier one has reached, depth first, in the order in which the nodes are left."""
+    seen: set[fx.Node] = set()
+    found = []
+    for start in starts:
+        if start in seen:
             continue
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        on_stack.add(root)
-        work = [(root, iter(after[root]))]
-        while work:
-            node, targets = work[-1]
-            target = next(targets, None)
+        seen.add(start)
+        walk: list[fx.Node] = []
+        path = [(start, iter(after[start]))]
+        while path:  # without recursion
+            node, targets = path[-1]
+            target = next((target for target in targets if target not in seen), None)
             if target is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    component = [stack.pop()]
-                    while component[-1] != node:
-                        component.append(stack.pop())
-                    on_stack.difference_update(component)
-                    found.append(component)
-            elif target not in index:
-                index[target] = low[target] = len(index)
-                stack.append(target)
-                on_stack.add(target)
-                work.append((target, iter(after[target])))
-            elif target in on_stack:
-                low[node] = min(low[node], index[target])
+                walk.append(node)
+                path.pop()
+            else:
+                seen.add(target)
+                path.append((target, iter(after[target])))
+        found.append(walk)
     return found
 
 
@@ -307,7 +314,7 @@ def _topological(pieces: Union[fx.Node], flow: _Flow) -> dict[fx.Node, int]:
     for edge in flow.edges:
         if not pieces.same(edge.source, edge.target):
             after[pieces.find(edge.source)].add(pieces.find(edge.target))
-    return in_order(first, after)
+    return topological_order(first, after)
 
 
 def _cycle(program: Program, waiting: list[fx.Node]) -> PartitionError:

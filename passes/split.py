@@ -22,8 +22,8 @@ _Use = tuple[int, int]
 
 def split(program: Program) -> StageGraph:
     """Program with stages → StageGraph. A value goes straight from the stage that makes it to all that use it."""
-    plan = _Plan(program)
-    builders = [_Builder(plan, stage) for stage in range(len(program.stage_names))]
+    whole = _WholeProgram(program)
+    builders = [_Builder(whole, stage) for stage in range(len(program.stage_names))]
     stages: list[Stage] = []
     for builder in builders:
         stages.append(
@@ -34,8 +34,8 @@ def split(program: Program) -> StageGraph:
                 function=module,
                 inputs=tuple(builder.inputs),
                 outputs=tuple(builder.outputs),
-                returns_result=builder.stage == plan.output_stage,
-                result=program.result if builder.stage == plan.output_stage else None,
+                returns_result=builder.stage == whole.output_stage,
+                result=program.result if builder.stage == whole.output_stage else None,
                 tensors=builder.tensors(),
                 draws_random=builder.draws_random,
             )
@@ -45,7 +45,7 @@ def split(program: Program) -> StageGraph:
     return StageGraph(tuple(stages), program.inputs, program.module, origin=origin).with_backward()
 
 
-class _Plan:
+class _WholeProgram:
     """Who uses which value where, over the whole program."""
 
     def __init__(self, program: Program) -> None:
@@ -108,7 +108,7 @@ class _Plan:
 class _Builder:
     """Builds one stage's graph, in program order, so that autograd sees what it would in the whole program."""
 
-    plan: _Plan
+    whole: _WholeProgram
     stage: int
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: list[str | Edge] = field(default_factory=list)
@@ -116,7 +116,7 @@ class _Builder:
     draws_random: bool = False
 
     def __post_init__(self) -> None:
-        program, plan = self.plan.program, self.plan
+        program, whole = self.whole.program, self.whole
         self._built: dict[fx.Node, fx.Node] = {}
         self._as_now: dict[fx.Node, fx.Node] = {}
         self._handed_off: dict[tuple[str, int | None], fx.Node] = {}
@@ -126,22 +126,22 @@ class _Builder:
         self._own_names = {node.name for node in self._members if is_compute(node)}
         self._add_inputs()
         handoffs = self._handoffs()
-        for node in plan.nodes:
+        for node in whole.nodes:
             if node in self._members:
                 self._change_modes(node)
                 self._built[node] = self.graph.node_copy(node, partial(self._read, node))
                 self._check_shapes(node)
                 self._make_private(node)
-                if node.name in plan.kept:
+                if node.name in whole.kept:
                     self._as_now.clear()
                 self.draws_random |= is_random(program, node)
-            for value in handoffs.get(plan.position[node], ()):
+            for value in handoffs.get(whole.position[node], ()):
                 self._hand_off(value, node)
         self._add_output()
 
     def _check_shapes(self, call: fx.Node) -> None:
         """Where a call of a module was captured as a whole, what it returns is held against the capture."""
-        effects = self.plan.program.effects.get(call.name)
+        effects = self.whole.program.effects.get(call.name)
         if effects is not None and "shapes" in call.meta:
             facts = (call.meta["shapes"], str(call.target), effects.is_rehearsed)
             self.graph.call_function(check_shapes, (self._built[call], *facts))
@@ -162,32 +162,32 @@ class _Builder:
     def _needed(self) -> set[fx.Node]:
         """This stage's own nodes, and the copied ones behind them."""
         needed: set[fx.Node] = set()
-        own = [n for n in self.plan.nodes if self.plan.stage_of(n) == self.stage]
-        waiting = [*own, *(self._result_operands() if self.stage == self.plan.output_stage else [])]
+        own = [n for n in self.whole.nodes if self.whole.stage_of(n) == self.stage]
+        waiting = [*own, *(self._result_operands() if self.stage == self.whole.output_stage else [])]
         while waiting:
             node = made_by(waiting.pop())
-            mine = self.plan.stage_of(node) == self.stage or node.name in self.plan.program.copied
+            mine = self.whole.stage_of(node) == self.stage or node.name in self.whole.program.copied
             if node not in needed and (mine or node.op == "get_attr"):
                 needed.add(node)
                 waiting.extend(node.all_input_nodes)
         return needed
 
     def _result_operands(self) -> list[fx.Node]:
-        return self.plan.program.graph.output_node().all_input_nodes
+        return self.whole.program.graph.output_node().all_input_nodes
 
     def _operands(self) -> set[fx.Node]:
         found = {made_by(o) for node in self._members for o in node.all_input_nodes}
-        if self.stage == self.plan.output_stage:
+        if self.stage == self.whole.output_stage:
             found |= {made_by(o) for o in self._result_operands()}
         return found
 
     def _add_inputs(self) -> None:
         """Placeholders: batch inputs in call order, then what arrives, by stage and program order."""
         operands = self._operands()
-        batch = [n for n in self.plan.nodes if n.op == "placeholder" and n in operands]
-        arriving = [n for n in self.plan.nodes if is_compute(n) and n in operands and n not in self._members]
-        for node in [*batch, *sorted(arriving, key=lambda n: self.plan.stage_of(n) or 0)]:
-            source = self.plan.stage_of(node)
+        batch = [n for n in self.whole.nodes if n.op == "placeholder" and n in operands]
+        arriving = [n for n in self.whole.nodes if is_compute(n) and n in operands and n not in self._members]
+        for node in [*batch, *sorted(arriving, key=lambda n: self.whole.stage_of(n) or 0)]:
+            source = self.whole.stage_of(node)
             self.inputs.append(str(node.target) if source is None else Edge(source, self.stage, node.name))
             self._built[node] = self.graph.placeholder(node.name)
         for node in [*batch, *arriving]:
@@ -195,17 +195,17 @@ class _Builder:
 
     def _make_private(self, value: fx.Node) -> None:
         """Where this stage writes into a value that it was given, it gets a copy of its own."""
-        if any(not self._own_names.isdisjoint(group) for group in self.plan.rewritten.get(value, ())):
+        if any(not self._own_names.isdisjoint(group) for group in self.whole.rewritten.get(value, ())):
             self._built[value] = self.graph.call_function(private, (self._built[value],))
 
     def _handoffs(self) -> dict[int, list[fx.Node]]:
         """Position → values to hand off there: a value used more than once gets a node of its own per consumer."""
         found: dict[int, list[fx.Node]] = {}
-        for node in self.plan.nodes:
-            if self.plan.stage_of(node) != self.stage:
+        for node in self.whole.nodes:
+            if self.whole.stage_of(node) != self.stage:
                 continue
-            many = len(self.plan.uses.get(node, [])) > 1
-            for target, place in self.plan.edges_from(node).items():
+            many = len(self.whole.uses.get(node, [])) > 1
+            for target, place in self.whole.edges_from(node).items():
                 edge = Edge(self.stage, target, node.name)
                 self.outputs.append(edge)
                 if many:
@@ -213,18 +213,18 @@ class _Builder:
         return found
 
     def _hand_off(self, value: fx.Node, user: fx.Node) -> None:
-        stage = self.plan.output_stage if user.op == "output" else self.plan.stage_of(user)
-        name = f"{value.name}_to_{self.plan.program.stage_names[stage or 0]}".replace(".", "_")
+        stage = self.whole.output_stage if user.op == "output" else self.whole.stage_of(user)
+        name = f"{value.name}_to_{self.whole.program.stage_names[stage or 0]}".replace(".", "_")
         made = self.graph.create_node("call_function", handoff, (self._now(value),), name=name)
         self._handed_off[value.name, stage] = made
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
         value = made_by(operand)
-        return self._built[value] if reader.name in self.plan.kept or is_number(reader) else self._now(value)
+        return self._built[value] if reader.name in self.whole.kept or is_number(reader) else self._now(value)
 
     def _now(self, value: fx.Node) -> fx.Node:
         """What ``value`` is at this place, for a backward or another stage to have when the buffer is written again."""
-        if value.name not in self.plan.kept or value.name in self.plan.fresh:
+        if value.name not in self.whole.kept or value.name in self.whole.fresh:
             return self._built[value]
         if value not in self._as_now:
             self._as_now[value] = self.graph.call_function(private, (self._built[value],))
@@ -236,27 +236,27 @@ class _Builder:
         values: list[Any] = [
             self._handed_off.get((e.value, e.target)) or self._now(by_name[e.value]) for e in self.outputs
         ]
-        if self.stage == self.plan.output_stage:
-            output = self.plan.program.graph.output_node()
+        if self.stage == self.whole.output_stage:
+            output = self.whole.program.graph.output_node()
             values.append(fx.node.map_arg(output.args[0], partial(self._read, output)))
         self.graph.output(tuple(values))
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers that this stage uses, by the model's names."""
         found: dict[str, Tensor] = {}
-        for node in self.plan.nodes:
-            if node not in self._members or str(node.target) in self.plan.program.constants:
+        for node in self.whole.nodes:
+            if node not in self._members or str(node.target) in self.whole.program.constants:
                 continue
             if node.op == "get_attr":
-                found[str(node.target)] = self.plan.program.attribute(str(node.target))
-            elif node.op == "call_module" and str(node.target) in self.plan.program.opaque:
-                reads = self.plan.program.effects[node.name].reads
-                found |= {name: self.plan.program.attribute(name) for name in reads}
+                found[str(node.target)] = self.whole.program.attribute(str(node.target))
+            elif node.op == "call_module" and str(node.target) in self.whole.program.opaque:
+                reads = self.whole.program.effects[node.name].reads
+                found |= {name: self.whole.program.attribute(name) for name in reads}
             elif node.op == "call_module":
-                found |= all_tensors(self.plan.program.attribute(str(node.target)), str(node.target))
+                found |= all_tensors(self.whole.program.attribute(str(node.target)), str(node.target))
         return found
 
     def graph_module(self) -> fx.GraphModule:
         names = {str(n.target) for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
-        root = {name: self.plan.program.attribute(name) for name in sorted(names)}
-        return fx.GraphModule(root, self.graph, class_name=self.plan.program.stage_names[self.stage])
+        root = {name: self.whole.program.attribute(name) for name in sorted(names)}
+        return fx.GraphModule(root, self.graph, class_name=self.whole.program.stage_names[self.stage])

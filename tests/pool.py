@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -133,24 +134,24 @@ class Pool:
         raise Lost("a call in several processes did not end:\n" + "\n".join(parts))
 
 
+def forking() -> ForkServerContext:
+    """Processes like spawned ones, forked from a server that has imported torch and fxpipe."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by OpenMP when the server imports torch
+    return context
+
+
 class _Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self.connection, theirs = context.Pipe()
         handle, name = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".txt")
         os.close(handle)
         self._stacks = Path(name)
         self.process = context.Process(target=_work, args=(theirs, name), name=f"rank {rank}", daemon=True)
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # read by OpenMP before the process could set it
-        try:
-            self.process.start()
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
+        self.process.start()
         theirs.close()
 
     def send(self, message: Any) -> None:

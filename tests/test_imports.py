@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
@@ -35,149 +35,187 @@ FLOORS = """
     __init__ command_line __main__
 """
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS.split("\n")) for room in rooms.split()}
-NOT_YET = {("schedules", "formats")}
-"""What still imports from a floor above its own."""
+SHOWS_ITSELF = "fxpipe/schedules/schedule.py"
+"""Its methods import what shows, checks and simulates its values when they are called, from whatever floor."""
+IMPORTS_LAZILY = "fxpipe/__init__.py"
+"""It alone tells a type checker names of fxpipe's own that it does not import."""
+NOT_YET_WITHOUT_TYPE_CHECKING = set(
+    """
+    fxpipe/compiler.py fxpipe/plan/captures.py fxpipe/run/rank_state.py fxpipe/sharding/fsdp_gradients.py
+    fxpipe/sharding/parallelize/apply.py fxpipe/sharding/parallelize/gradients.py
+    fxpipe/sharding/parallelize/stages.py fxpipe/sharding/slices.py
+    """.split()
+)
+"""Files that another of fxpipe's imports, and that import it for their annotations; the list may only shrink."""
+NOT_YET_UNIQUE = set(
+    """
+    Call Chain Done Given Held Layout Meter ModesNow Outcome Place Plan Problem Recorder Run Source Step Value
+    Work
+    """.split()
+)
+"""Names of classes that two files still use; the list may only shrink."""
 
 PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
-MAY_NAME_IT_TOO = {"parameters/dtensors.py", "parameters/weight_files.py"}
+MAY_NAME_IT_TOO = {"fxpipe/parameters/dtensors.py", "fxpipe/parameters/weight_files.py"}
 PYTHONS = set("_replace _fields _getframe _exit _SubParsersAction".split())
 """Private by their form; what Python's documentation names."""
 
 
-def room_of(path: Path) -> str:
-    """fxpipe/errors.py → errors; fxpipe/trace/record/tape.py → trace; passes/split.py → passes."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[0] if parts[0] == "passes" else parts[1]
+class File:
+    """A file of the source, parsed once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+        parts = Path(self.path).with_suffix("").parts
+        self.room = parts[0] if parts[0] == "passes" else parts[-1] if len(parts) < 2 else parts[1]
+        """fxpipe/errors.py → errors; fxpipe/trace/record/tape.py → trace; passes/split.py → passes."""
+        self.module = ".".join(part for part in ("fxpipe", *parts[parts[0] == "fxpipe" :]) if part != "__init__")
+        """fxpipe/trace/fake.py → fxpipe.trace.fake; passes/__init__.py → fxpipe.passes."""
+        tree = ast.parse(path.read_text())
+        self.nodes = list(ast.walk(tree))
+        blocks = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        functions = [n for n in self.nodes if isinstance(n, ast.FunctionDef)]
+        self._for_annotations = {inner for block in blocks for inner in ast.walk(block)}
+        self._in_functions = {inner for function in functions for inner in ast.walk(function)}
+
+    @cached_property
+    def imported(self) -> set[str]:
+        """The modules that it imports, wherever it does."""
+        return modules_in(self.nodes)
+
+    @cached_property
+    def for_annotations(self) -> set[str]:
+        """What it imports for annotations alone, which no program runs."""
+        return modules_in(self._for_annotations)
+
+    @cached_property
+    def built_on(self) -> set[str]:
+        """The modules of fxpipe that are imported with it; and in a function, but for what shows its values."""
+        left_out = self._for_annotations | (self._in_functions if self.path == SHOWS_ITSELF else set())
+        return modules_in(n for n in self.nodes if n not in left_out) & set(BY_MODULE)
+
+    @cached_property
+    def rooms_imported(self) -> set[str]:
+        return {BY_MODULE[name].room for name in self.imported & set(BY_MODULE)}
+
+    @cached_property
+    def names_distributed(self) -> bool:
+        """As an import that runs, or as an attribute: ``torch.distributed.barrier()``."""
+        return any(name.startswith("torch.distributed") for name in self.imported - self.for_annotations) or any(
+            n.attr == "distributed" and isinstance(n.value, ast.Name) and n.value.id == "torch"
+            for n in self.nodes
+            if isinstance(n, ast.Attribute)
+        )
+
+    @cached_property
+    def private_names(self) -> set[str]:
+        """The private names of torch that it uses: modules, and attributes that are no module's table or fxpipe's."""
+        froms = [n for n in self.nodes if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "torch"]
+        modules = {f"{n.module}.{alias.name}" for n in froms for alias in n.names}
+        modules |= {alias.name for n in self.nodes if isinstance(n, ast.Import) for alias in n.names}
+        texts = {n.value for n in self.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        modules |= {text for text in texts if " " not in text}
+        attributes = [n for n in self.nodes if isinstance(n, ast.Attribute)]
+        own = {n.attr for n in attributes if is_own(n)}
+        own |= {n.name for n in self.nodes if isinstance(n, ast.FunctionDef)}
+        own |= {n.target.id for n in self.nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        used = {n.attr for n in attributes if not is_own(n)} - own - PYTHONS - set(torch_compat.MODULE_TABLES)
+        return {name for name in modules if re.match(r"torch\.(.*\.)?_(?!_)", name)} | {
+            name for name in used if re.match("_(?!_)", name)
+        }
+
+    @cached_property
+    def classes(self) -> set[str]:
+        """Their names, without the underscore of the private ones."""
+        return {n.name.lstrip("_") for n in self.nodes if isinstance(n, ast.ClassDef)}
 
 
-FILES = sorted(
-    path
-    for folder in ("fxpipe", "passes")
-    for path in (ROOT / folder).rglob("*.py")
-    if "fxpipe/passes/" not in path.as_posix()  # the link to passes/
-)
-
-
-def module_of(path: Path) -> str:
-    """fxpipe/trace/fake.py → fxpipe.trace.fake; passes/__init__.py → fxpipe.passes."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(part for part in ("fxpipe", *parts[parts[0] == "fxpipe" :]) if part != "__init__")
-
-
-MODULES = {module_of(path): path for path in FILES}
-
-
-@cache
-def imported(path: Path) -> frozenset[str]:
-    """The modules that a file imports, wherever it does; ``from fxpipe import passes`` imports fxpipe.passes."""
+def modules_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules that these import; ``from fxpipe import passes`` imports fxpipe.passes."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             module = node.module or ""
             names = [f"{module}.{alias.name}" for alias in node.names]
-            found |= {name if name in MODULES or module == "torch" else module for name in names}
-    return frozenset(found)
+            found |= {name if name in BY_MODULE or module == "torch" else module for name in names}
+    return found
 
 
-def rooms_imported(path: Path) -> set[str]:
-    return {(name + ".__init__").split(".")[1] for name in imported(path) if name.split(".")[0] == "fxpipe"}
+def is_own(attribute: ast.Attribute) -> bool:
+    """Whether it is an attribute of self or cls."""
+    return isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
 
 
-def names_distributed(path: Path) -> bool:
-    """As an import that runs, or as an attribute: ``torch.distributed.barrier()``."""
-    attributes = {ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
-    return any(name.startswith("torch.distributed") for name in imported(path) - under_type_checking(path) | attributes)
-
-
-def private_names(path: Path) -> set[str]:
-    """The private names of torch that a file uses: modules, and attributes that are no module's table or fxpipe's."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
-    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "torch"]
-    modules = {f"{n.module}.{alias.name}" for n in imports for alias in n.names}
-    modules |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
-    modules |= {
-        n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and " " not in n.value
-    }
-    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) not in ("self", "cls")}
-    allowed = PYTHONS | set(torch_compat.MODULE_TABLES) | own_names(path)
-    return {name for name in modules if re.match(r"torch\.(.*\.)?_(?!_)", name)} | {
-        name for name in attributes - allowed if re.match("_(?!_)", name)
-    }
-
-
-def own_names(path: Path) -> set[str]:
-    """What a file itself gives a private name: attributes, methods, fields."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    return (
-        {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self", "cls")}
-        | {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
-        | {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-    )
-
-
-def under_type_checking(path: Path) -> set[str]:
-    """What is imported for annotations alone, which no program runs."""
-    blocks = [
-        node
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    return {n.module or "" for block in blocks for n in ast.walk(block) if isinstance(n, ast.ImportFrom)}
+FILES = [
+    File(path)
+    for folder in ("fxpipe", "passes")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "fxpipe/passes/" not in path.as_posix()  # the link to passes/
+]
+BY_MODULE = {file.module: file for file in FILES}
+BY_PATH = {file.path: file for file in FILES}
 
 
 def test_there_is_something_to_walk() -> None:
     assert len(FILES) > 30
-    assert "graph" in rooms_imported(ROOT / "passes" / "split.py")
-    assert names_distributed(ROOT / "fxpipe" / "distributed" / "transport.py")
+    assert "graph" in BY_PATH["passes/split.py"].rooms_imported
+    assert BY_PATH["fxpipe/distributed/transport.py"].names_distributed
+    assert "fxpipe.schedules.table" in BY_PATH[SHOWS_ITSELF].imported - BY_PATH[SHOWS_ITSELF].built_on
 
 
-def each(files: Iterable[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", list(files), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_room_stands_on_a_floor_and_imports_nothing_from_one_above() -> None:
+    above = {
+        (file.path, name) for file in FILES for name in file.built_on if FLOOR[BY_MODULE[name].room] > FLOOR[file.room]
+    }
+    assert above == set()
 
 
-@each(FILES)
-def test_a_room_stands_on_a_floor_and_imports_nothing_from_one_above(path: Path) -> None:
-    room = room_of(path)
-    above = {(room, other) for other in rooms_imported(path) if FLOOR[other] > FLOOR[room]}
-    assert above <= NOT_YET
+def test_no_file_imports_in_a_circle() -> None:
+    """Rooms of one floor may import each other, files never in a circle."""
+    after = {file.module: file.built_on for file in FILES}
+    while after:
+        free = [name for name, others in after.items() if not others & set(after)]
+        assert free, f"a circle among {sorted(after)}"
+        after = {name: others for name, others in after.items() if name not in free}
 
 
-@each(path for path in FILES if room_of(path) == "passes")
-def test_a_pass_imports_only_what_passes_may(path: Path) -> None:
-    assert rooms_imported(path) <= PASSES_MAY_IMPORT
+def test_nothing_of_fxpipes_own_is_imported_for_annotations_alone() -> None:
+    """Such an import hides a circle."""
+    found = {file.path for file in FILES if file.for_annotations & set(BY_MODULE)}
+    assert found - NOT_YET_WITHOUT_TYPE_CHECKING == {IMPORTS_LAZILY}
 
 
-@each(path for path in FILES if room_of(path) not in MAY_IMPORT_PASSES)
-def test_only_who_wires_them_imports_the_passes(path: Path) -> None:
-    assert "passes" not in rooms_imported(path)
+def test_a_pass_imports_only_what_passes_may() -> None:
+    others = {file.path: file.rooms_imported - PASSES_MAY_IMPORT for file in FILES if file.room == "passes"}
+    assert not any(others.values()), others
 
 
-@each(
-    path
-    for path in FILES
-    if room_of(path) not in MAY_NAME_DISTRIBUTED and not path.as_posix().endswith(tuple(MAY_NAME_IT_TOO))
-)
-def test_torch_distributed_is_named_where_processes_meet_and_nowhere_else(path: Path) -> None:
-    assert not names_distributed(path)
+def test_only_who_wires_them_imports_the_passes() -> None:
+    importing = [file for file in FILES if "passes" in file.rooms_imported]
+    assert {file.path for file in importing if file.room not in MAY_IMPORT_PASSES} == set()
 
 
-@each(path for path in FILES if room_of(path) != "torch_compat")
-def test_one_file_names_what_is_private_to_torch_and_no_other(path: Path) -> None:
-    assert private_names(path) == set()
+def test_torch_distributed_is_named_where_processes_meet_and_nowhere_else() -> None:
+    naming = {file.path for file in FILES if file.names_distributed and file.room not in MAY_NAME_DISTRIBUTED}
+    assert naming <= MAY_NAME_IT_TOO
+
+
+def test_one_file_names_what_is_private_to_torch_and_no_other() -> None:
+    private = {file.path: file.private_names for file in FILES if file.private_names}
+    assert set(private) <= {"fxpipe/torch_compat.py"}, private
 
 
 def test_private_names_are_found(tmp_path: Path) -> None:
-    file = tmp_path / "some.py"
-    file.write_text(
+    path = tmp_path / "some.py"
+    path.write_text(
         "from torch._ops import OpOverload\nimport torch.utils._pytree\nx = torch._C.f(y._version, '_a b')\n"
     )
-    assert private_names(file) == {"torch._ops.OpOverload", "torch.utils._pytree", "_C", "_version"}
+    assert File(path).private_names == {"torch._ops.OpOverload", "torch.utils._pytree", "_C", "_version"}
 
 
 @pytest.mark.parametrize("name", torch_compat.MODULE_TABLES)
@@ -185,20 +223,14 @@ def test_a_module_has_the_tables_that_are_used(name: str) -> None:
     assert name in vars(torch.nn.Module())
 
 
-def test_no_file_imports_in_a_circle() -> None:
-    """Rooms of one floor may import each other, files never in a circle."""
-    after = {
-        name: {
-            other
-            for other in imported(path) - under_type_checking(path)
-            if other in MODULES and (room_of(path), room_of(MODULES[other])) not in NOT_YET
-        }
-        for name, path in MODULES.items()
-    }
-    while after:
-        free = [name for name, others in after.items() if not others & set(after)]
-        assert free, f"a circle among {sorted(after)}"
-        after = {name: others for name, others in after.items() if name not in free}
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Whoever looks for a name finds one class, public or private."""
+    files: dict[str, list[str]] = {}
+    for file in FILES:
+        for name in file.classes:
+            files.setdefault(name, []).append(file.path)
+    shared = {name: paths for name, paths in files.items() if len(paths) > 1 and name not in NOT_YET_UNIQUE}
+    assert shared == {}
 
 
 def test_passes_cannot_be_imported_by_a_name_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +258,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 @pytest.mark.parametrize("room", ["schedules", "formats"])
 def test_what_plans_never_imports_torch(room: str) -> None:
-    modules = [module_of(path) for path in FILES if room_of(path) == room]
+    modules = [file.module for file in FILES if file.room == room]
     modules += ["fxpipe.distributed.topology", "fxpipe.graph.boundary", "fxpipe.__main__"]
     imports = "; ".join(f"import {name}" for name in modules)
     assert in_python(f"{imports}; import sys; print('torch' in sys.modules)") == "False"
@@ -240,37 +272,50 @@ def test_every_public_name_is_there_listed_and_kept(name: str) -> None:
     assert getattr(fxpipe, name) is value
 
 
-def test_the_first_use_of_a_name_imports_it_and_the_next_is_a_plain_look_up() -> None:
-    code = """
-import fxpipe
+FIRST_USES = """
+import sys
+import torch  # takes seconds: once for all
+
+def new():
+    for name in [name for name in sys.modules if name.split(".")[0] == "fxpipe"]:
+        del sys.modules[name]
+    import fxpipe
+    return fxpipe
+
+fxpipe = new()
 assert "stage_boundary" in vars(fxpipe)
 assert "compile" in dir(fxpipe) and "compile" not in vars(fxpipe)
 from fxpipe import compile
 assert vars(fxpipe)["compile"] is compile and compile.__module__ == "fxpipe.compiler"
-print(fxpipe.passes.__name__, fxpipe.schedules.build.__name__, fxpipe.TRACERS is fxpipe.trace.TRACERS)
+assert (fxpipe.passes.__name__, fxpipe.schedules.build.__name__) == ("fxpipe.passes", "build")
+assert fxpipe.TRACERS is fxpipe.trace.TRACERS
+
+for first in ("compile", "passes", "Sum", "init", "StageGraph"):
+    fxpipe = new()
+    getattr(fxpipe, first)
+    assert (fxpipe.compile.__name__, fxpipe.launch.__name__) == ("compile", "launch"), first
+
+new()
+from fxpipe import *
+import fxpipe
+assert [name for name in fxpipe.__all__ if name not in globals()] == []
+
+new()
+from fxpipe import compiler
+import fxpipe
+assert fxpipe.compile is compiler.compile
+print("all of it")
 """
-    assert in_python(code) == "fxpipe.passes build True"
 
 
-@pytest.mark.parametrize("first", ["fxpipe.compile", "fxpipe.passes", "fxpipe.Sum", "fxpipe.init", "fxpipe.StageGraph"])
-def test_any_name_may_be_the_first(first: str) -> None:
-    assert in_python(f"import fxpipe; {first}; print(fxpipe.compile.__name__, fxpipe.launch.__name__)") == (
-        "compile launch"
-    )
-
-
-def test_a_star_import_has_all_of_it() -> None:
-    code = "from fxpipe import *; import fxpipe; print([n for n in fxpipe.__all__ if n not in globals()])"
-    assert in_python(code) == "[]"
-
-
-def test_a_submodule_may_be_imported_first() -> None:
-    assert in_python("from fxpipe import compiler; import fxpipe; print(fxpipe.compile is compiler.compile)") == "True"
+def test_any_name_may_be_the_first_and_is_then_a_plain_look_up() -> None:
+    """So may ``import *`` and a submodule."""
+    assert in_python(FIRST_USES) == "all of it"
 
 
 def test_no_module_bears_the_name_of_a_public_function() -> None:
     """Importing fxpipe.compile would put a module in the function's place."""
-    files = {path.stem for path in FILES if path.parent.name == "fxpipe"}
+    files = {file.room for file in FILES if file.module == f"fxpipe.{file.room}"}
     functions = {name for name in fxpipe.__all__ if not isinstance(getattr(fxpipe, name), ModuleType)}
     assert files & functions == set()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.formats.layout import lanes
 from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.in_flight import held
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Timeline
 
 Event = dict[str, Any]
 

@@ -18,21 +18,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fxpipe.errors import ScheduleError
-from fxpipe.formats.csv_messages import COMPUTE, MESSAGES, Cell, Part, mismatched, misplaced, part_of
+from fxpipe.formats.csv_messages import COMPUTE, MESSAGES, Cell, Token, ends_of, faults
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import in_steps
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
+from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import execution_order
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.schedule import Schedule
-
-StrPath = str | os.PathLike[str]
 
 _PARAMETERS = frozenset(["UNSHARD", "RESHARD", "REDUCE_GRAD"])
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})?")
@@ -40,23 +34,11 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _FORMS = "write <stage><F, B, I or W><micro-batch>, as in 0F3, with commas between cells and nothing where a rank idles"
 
 
-@dataclass(frozen=True)
-class Table:
-    """What follows from a file: the rows, the rank of each stage, whether each has a backward, and how many
-    micro-batches; and the edges that are given, or a chain's."""
-
-    rows: tuple[tuple[Action, ...], ...]
-    edges: tuple[tuple[int, int], ...]
-    placement: tuple[int, ...]
-    backward: tuple[bool, ...]
-    microbatches: int
-
-
 # --- reading ---
 
 
-def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Table:
-    """The table in a file, compute-only or with communication. What is wrong with the table itself, verify says.
+def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
+    """The schedule in a file, compute-only or with communication. What is wrong with the table itself, verify says.
 
     ``edges``: the stage graph that its messages are to fit. None: a chain; but a file whose messages are not a
     chain's is of another graph, and their order is not checked.
@@ -67,21 +49,26 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Table
     OSError where it cannot be read.
     """
     name = os.fspath(path)
-    cells = [[_parsed(Cell(name, *cell)) for cell in line] for line in _lines(name, Path(path).read_bytes())]
-    rows = tuple(tuple(action for cell in line for action in cell.actions) for line in cells)
+    lines = [[_parsed(Cell(name, *cell)) for cell in line] for line in _lines(name, Path(path).read_bytes())]
+    rows = tuple(tuple(action for cell in line for action in cell.actions) for line in lines)
     if not any(rows):
         raise ScheduleError(f"{name} holds no action; write a line per rank, as in 0F0,0F1,,0B0,,0B1")
-    _check_stages(cells)
+    _check_stages(lines)
     placement = _placement(rows)
-    microbatches = 1 + max(action.microbatch for row in rows for action in row)
-    for rank, line in enumerate(cells):
-        for cell in line:
-            _check_message(cell, rank, placement, microbatches)
-    split = {action.stage for row in rows for action in row if action.op is not Op.F}
-    backward = tuple(stage in split for stage in range(len(placement)))
-    table = Table(rows, edges_or_chain(edges, len(placement)), placement, backward, microbatches)
-    _check_messages(cells, table, assumed=edges is None)
-    return table
+    links = itertools.pairwise(range(len(placement))) if edges is None else ((int(a), int(b)) for a, b in edges)
+    differentiated = {action.stage for row in rows for action in row if action.op is not Op.F}
+    schedule = Schedule(
+        rows=rows,
+        edges=tuple(links),
+        placement=placement,
+        backward=tuple(stage in differentiated for stage in range(len(placement))),
+        microbatches=1 + max(action.microbatch for row in rows for action in row),
+        name=Path(path).stem,
+    )
+    fault = next(faults(lines, schedule, assumed=edges is None), None)
+    if fault is not None:
+        raise ScheduleError(fault)
+    return schedule
 
 
 def _lines(name: str, content: bytes) -> Iterator[list[tuple[int, int, str]]]:
@@ -102,25 +89,25 @@ def _lines(name: str, content: bytes) -> Iterator[list[tuple[int, int, str]]]:
 
 
 def _parsed(cell: Cell) -> Cell:
-    """The cell with its parts."""
+    """The cell with its tokens."""
     overlap = _OVERLAP.fullmatch(cell.text)
     parts = overlap[1].split(";") if overlap else [cell.text]
     found = [_part(part.strip(), overlap is not None) for part in parts]
     known = tuple(part for part in found if part is not None)
     if len(known) != len(found):
         raise ScheduleError(f"{cell} is no cell; {_remedy(cell.text)}")
-    return cell._replace(parts=known)
+    return cell._replace(tokens=known)
 
 
-def _part(text: str, overlapped: bool = False) -> Part | None:
+def _part(text: str, overlapped: bool = False) -> Token | None:
     match = _CELL.fullmatch(text)
     if match is None:
         return None
     stage, op, microbatch = match.groups()
     if microbatch is None:
-        return Part(int(stage), op, None) if op in _PARAMETERS and not overlapped else None
+        return Token(int(stage), op, None) if op in _PARAMETERS and not overlapped else None
     known = COMPUTE if overlapped else COMPUTE | MESSAGES
-    return Part(int(stage), op, int(microbatch)) if op in known else None
+    return Token(int(stage), op, int(microbatch)) if op in known else None
 
 
 def _remedy(text: str) -> str:
@@ -158,38 +145,6 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(counts[stage].most_common(1)[0][0] for stage in range(len(counts)))
 
 
-def _check_message(cell: Cell, rank: int, placement: Sequence[int], microbatches: int) -> None:
-    """A send, a receive or what is done to parameters is of a stage of this rank, and of a micro-batch that exists."""
-    for stage, op, microbatch in cell.parts:
-        if op in COMPUTE:
-            continue
-        if stage >= len(placement):
-            raise ScheduleError(f"{cell} is of stage {stage}, but the last with an action is {len(placement) - 1}")
-        if microbatch is not None and microbatch >= microbatches:
-            raise ScheduleError(
-                f"{cell} is of micro-batch {microbatch}, but the last with an action is {microbatches - 1}"
-            )
-        if placement[stage] != rank:
-            raise ScheduleError(
-                f"{cell} stands on rank {rank}, but stage {stage} is on rank {placement[stage]}; a send names the "
-                "stage that sends, a receive the one that receives"
-            )
-
-
-def _check_messages(cells: Sequence[Sequence[Cell]], table: Table, assumed: bool) -> None:
-    """The sends and receives of a file that has some fit its actions, its stage graph and each other."""
-    if not any(cell.message for line in cells for cell in line):
-        return
-    fault = misplaced(cells)
-    if fault:
-        raise ScheduleError(fault)
-    if not all(0 <= stage < len(table.placement) for edge in table.edges for stage in edge):
-        return  # Schedule says so
-    fault = mismatched(cells, table.rows, table.edges, table.placement, table.backward, assumed)
-    if fault:
-        raise ScheduleError(fault)
-
-
 # --- writing ---
 
 
@@ -219,16 +174,10 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
             rows[rank].append(str(step.action))
         elif isinstance(step, Send | Receive):
             message = step.message
+            send, receive = ends_of(message, schedule.links[message.edge])
             if isinstance(step, Send):
-                rows[rank].append(str(part_of(message, schedule.links[message.edge], "SEND")))
+                rows[rank].append(str(send))
             if message in begun:
-                rows[message.receiver].append(str(part_of(message, schedule.links[message.edge], "RECV")))
+                rows[message.receiver].append(str(receive))
             begun.add(message)
     return rows
-
-
-def edges_or_chain(edges: Iterable[tuple[int, int]] | None, stages: int) -> tuple[tuple[int, int], ...]:
-    """The stage graph of a file, which tells none: the edges that are given, or a chain."""
-    if edges is None:
-        return tuple(itertools.pairwise(range(stages)))
-    return tuple((int(source), int(target)) for source, target in edges)

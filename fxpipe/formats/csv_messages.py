@@ -9,23 +9,23 @@ is along the k-th edge of its stage to another rank, as ``lower`` has it.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.dependency import EdgeLike, Link
-from fxpipe.schedules.lower import Message, Send, lower
-
-End = Literal["SEND", "RECV"]
+from fxpipe.schedules.dependency import EdgeLike
+from fxpipe.schedules.lower import Message, Send
+from fxpipe.schedules.schedule import Schedule
 
 COMPUTE = frozenset(op.value for op in Op)
 MESSAGES = frozenset(["SEND_F", "RECV_F", "SEND_B", "RECV_B"])
 
+_MOST_WAYS = 1_000  # in which equal cells may be told apart; what has more is not followed further
 
-class Part(NamedTuple):
+
+class Token(NamedTuple):
     """``1RECV_F3``: a stage, an op, and a micro-batch where the op has one."""
 
     stage: int
@@ -35,287 +35,230 @@ class Part(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
 
+    @property
+    def is_send(self) -> bool:
+        return self.op.startswith("SEND")
+
+    @property
+    def actions(self) -> list[Action]:
+        """Those that can make what is sent, or need what is received: a gradient may be of a B or an I."""
+        ops = (Op.F,) if self.op.endswith("F") else (Op.B, Op.I)
+        return [Action(self.stage, op, self.microbatch or 0) for op in ops]
+
 
 class Cell(NamedTuple):
-    """A cell that is not empty, and where it stands: line and cell count from 1. An overlap has several parts."""
+    """A cell that is not empty, and where it stands: line and cell count from 1. An overlap has several tokens."""
 
     file: str
     line: int
     column: int
     text: str
-    parts: tuple[Part, ...] = ()
+    tokens: tuple[Token, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.file}, line {self.line}, cell {self.column}: {self.text!r}"
 
     @property
     def actions(self) -> Iterator[Action]:
-        """The actions among its parts, in order."""
-        return (Action(p.stage, Op(p.op), p.microbatch or 0) for p in self.parts if p.op in COMPUTE)
+        """The actions among its tokens, in order."""
+        return (Action(t.stage, Op(t.op), t.microbatch or 0) for t in self.tokens if t.op in COMPUTE)
 
     @property
-    def message(self) -> Part | None:
+    def message(self) -> Token | None:
         """The send or receive that it is; none stands in an overlap."""
-        return self.parts[0] if self.parts[0].op in MESSAGES else None
+        return self.tokens[0] if self.tokens[0].op in MESSAGES else None
 
 
 Lines = Sequence[Sequence[Cell]]
 
 
-def part_of(message: Message, edge: EdgeLike, end: End) -> Part:
+def ends_of(message: Message, edge: EdgeLike) -> tuple[Token, Token]:
     """Along edge 0-1: ``0SEND_F3``, ``1RECV_F3`` of the value, ``1SEND_B3``, ``0RECV_B3`` of its gradient.
 
     Each names the stage at its own end.
     """
-    down = message.op is Op.F
-    stage = edge.source if down == (end == "SEND") else edge.target
-    return Part(stage, f"{end}_{message.op.value}", message.microbatch)
+    here, there = (edge.source, edge.target) if message.op is Op.F else (edge.target, edge.source)
+    kind, microbatch = message.op.value, message.microbatch
+    return Token(here, f"SEND_{kind}", microbatch), Token(there, f"RECV_{kind}", microbatch)
 
 
-# --- a message and its action ---
+class _Matching(NamedTuple):
+    """The messages that follow from a table's rows and edges, with their two ends, and a file's cells for them."""
 
-
-def misplaced(lines: Lines) -> str | None:
-    """What is wrong with a send in front of the action that makes it, or a receive behind the one that needs it."""
-    for line in lines:
-        places: dict[Action, int] = {}
-        for place, cell in enumerate(line):
-            for action in cell.actions:
-                places.setdefault(action, place)
-        for place, cell in enumerate(line):
-            fault = _misplaced(cell, place, places) if cell.message else None
-            if fault:
-                return fault
-    return None
-
-
-def _actions(part: Part) -> list[Action]:
-    """Those that can make what is sent, or need what is received: a gradient may be of a B or an I."""
-    ops = (Op.F,) if part.op.endswith("F") else (Op.B, Op.I)
-    return [Action(part.stage, op, part.microbatch or 0) for op in ops]
-
-
-def _misplaced(cell: Cell, place: int, places: Mapping[Action, int]) -> str | None:
-    actions = _actions(cell.parts[0])
-    sends = cell.parts[0].op.startswith("SEND")
-    action = min(filter(places.__contains__, actions), key=places.__getitem__, default=None)
-    if action is None:
-        does = "make what it sends" if sends else "need it"
-        return f"{cell}, but its line has no {' or '.join(map(str, actions))} to {does}"
-    if sends and place < places[action]:
-        return f"{cell} stands in front of {action}, which makes what it sends; write it behind"
-    if not sends and place > places[action]:
-        return f"{cell} stands behind {action}, which needs it; write it in front"
-    return None
-
-
-# --- a message and its other end ---
-
-
-@dataclass(frozen=True)
-class _Side:
-    """All sends, or all receives: those of the stage graph, and the cells of the file."""
-
-    end: End
-    wanted: Mapping[Part, Sequence[Message]]
-    cells: Mapping[Part, Sequence[Cell]]
+    ends: dict[Message, tuple[Token, Token]]
+    wanted: dict[Token, list[Message]]
+    cells: dict[Token, list[Cell]]
 
     @staticmethod
-    def of(end: End, lines: Lines, messages: Iterable[Message], edges: Sequence[EdgeLike]) -> _Side:
-        wanted: dict[Part, list[Message]] = {}
-        for message in messages:
-            wanted.setdefault(part_of(message, edges[message.edge], end), []).append(message)
-        cells: dict[Part, list[Cell]] = {}
-        for cell in (cell for line in lines for cell in line):
-            if cell.message and cell.message.op.startswith(end):
+    def of(lines: Lines, schedule: Schedule) -> _Matching:
+        made = dict.fromkeys(step.message for row in schedule.instructions for step in row if isinstance(step, Send))
+        ends = {message: ends_of(message, schedule.links[message.edge]) for message in made}
+        wanted: dict[Token, list[Message]] = {}
+        for end in (0, 1):
+            for message, tokens in ends.items():
+                wanted.setdefault(tokens[end], []).append(message)
+        cells: dict[Token, list[Cell]] = {}
+        for cell in chain.from_iterable(lines):
+            if cell.message:
                 cells.setdefault(cell.message, []).append(cell)
-        return _Side(end, wanted, cells)
+        return _Matching(ends, wanted, cells)
 
-    def surplus(self) -> Iterator[tuple[Part, Cell]]:
+    def surplus(self, token: Token) -> list[Cell]:
         """The cells that no edge has a message for."""
-        for part, cells in self.cells.items():
-            for cell in cells[len(self.wanted.get(part, ())) :]:
-                yield part, cell
+        return self.cells.get(token, [])[len(self.wanted.get(token, ())) :]
 
-    def missing(self) -> Iterator[tuple[Part, Message]]:
+    def missing(self, token: Token) -> list[Message]:
         """The messages that the file has no cell for."""
-        for part, messages in self.wanted.items():
-            for message in messages[len(self.cells.get(part, ())) :]:
-                yield part, message
-
-    @property
-    def fits(self) -> bool:
-        return not any(self.surplus()) and not any(self.missing())
-
-    @property
-    def counts(self) -> Counter[tuple[str, int | None]]:
-        """(F or B, micro-batch) → how many cells."""
-        return Counter((part.op[-1], part.microbatch) for part, cells in self.cells.items() for _ in cells)
+        return self.wanted.get(token, [])[len(self.cells.get(token, ())) :]
 
 
-def mismatched(
-    lines: Lines,
-    rows: Sequence[Sequence[Action]],
-    edges: Sequence[tuple[int, int]],
-    placement: Sequence[int],
-    backward: Sequence[bool],
-    assumed: bool,
-) -> str | None:
-    """What is wrong with the sends and receives of a file along the edges of a stage graph.
+def faults(lines: Lines, schedule: Schedule, assumed: bool) -> Iterator[str]:
+    """What is wrong with the cells of a file that are no actions; the first is to be told, others may follow from it.
 
     ``assumed``: nobody has told the edges, and they are a chain's. A file that does not fit it is of another graph,
     and has but to have as many receives as sends.
     """
-    graph = [Link(*pair) for pair in edges]
-    lowered = lower(rows, graph, placement, backward)
-    messages = dict.fromkeys(step.message for row in lowered for step in row if isinstance(step, Send))
-    sends, receives = (_Side.of(end, lines, messages, graph) for end in ("SEND", "RECV"))
-    if assumed and not (sends.fits and receives.fits):
-        if sends.counts == receives.counts:
-            return None
-        if not (sends.fits or receives.fits):
-            return _unbalanced(sends, receives)
-    fault = _unpartnered(lines, sends, receives, graph) or _crossed(lines, sends, graph)
-    return f"{fault}; no edges are given, so the stages are taken for a chain" if fault and assumed else fault
+    yield from _homeless(lines, schedule)
+    if not any(cell.message for line in lines for cell in line):
+        return
+    yield from _misplaced(lines)
+    matching = _Matching.of(lines, schedule)
+    odd = {t for t in (*matching.wanted, *matching.cells) if matching.surplus(t) or matching.missing(t)}
+    if assumed and odd:
+        uneven = _uneven(matching.cells)
+        if uneven is None:
+            return
+        if len({token.is_send for token in odd}) == 2:  # neither the sends are a chain's nor the receives
+            yield uneven
+    added = "; no edges are given, so the stages are taken for a chain" * assumed
+    yield from (fault + added for fault in _unpartnered(lines, matching, schedule))
+    yield from (fault + added for fault in _crossed(lines, matching))
 
 
-def _unbalanced(sends: _Side, receives: _Side) -> str | None:
+def _homeless(lines: Lines, schedule: Schedule) -> Iterator[str]:
+    """What is sent, received or done to parameters, and of no stage of its rank or no micro-batch of the table."""
+    placement, last = schedule.placement, schedule.microbatches - 1
+    for rank, line in enumerate(lines):
+        for cell, (stage, op, microbatch) in ((one, token) for one in line for token in one.tokens):
+            if op in COMPUTE:
+                continue
+            if stage >= len(placement):
+                yield f"{cell} is of stage {stage}, but the last with an action is {len(placement) - 1}"
+            elif microbatch is not None and microbatch > last:
+                yield f"{cell} is of micro-batch {microbatch}, but the last with an action is {last}"
+            elif placement[stage] != rank:
+                yield (
+                    f"{cell} stands on rank {rank}, but stage {stage} is on rank {placement[stage]}; a send names the "
+                    "stage that sends, a receive the one that receives"
+                )
+
+
+def _misplaced(lines: Lines) -> Iterator[str]:
+    """Sends in front of the action that makes them, and receives behind the one that needs them."""
+    for line in lines:
+        places = {action: place for place, cell in reversed([*enumerate(line)]) for action in cell.actions}
+        for place, cell in enumerate(line):
+            if cell.message is None:
+                continue
+            actions, sends = cell.message.actions, cell.message.is_send
+            first = min(filter(places.__contains__, actions), key=places.__getitem__, default=None)
+            if first is None:
+                does = "make what it sends" if sends else "need it"
+                yield f"{cell}, but its line has no {' or '.join(map(str, actions))} to {does}"
+            elif sends and place < places[first]:
+                yield f"{cell} stands in front of {first}, which makes what it sends; write it behind"
+            elif not sends and place > places[first]:
+                yield f"{cell} stands behind {first}, which needs it; write it in front"
+
+
+def _uneven(cells: dict[Token, list[Cell]]) -> str | None:
     """A micro-batch that has more sends than receives, or fewer, whatever the stage graph."""
-    for kind, microbatch in sends.counts | receives.counts:
-        sent, received = sends.counts[kind, microbatch], receives.counts[kind, microbatch]
-        if sent != received:
-            more = sends if sent > received else receives
-            named = (cells[0] for part, cells in more.cells.items() if part[1:] == (f"{more.end}_{kind}", microbatch))
+    counts = Counter((token.op, token.microbatch) for token, found in cells.items() for _ in found)
+    for token, found in cells.items():
+        sent, received = (counts[f"{end}{token.op[4:]}", token.microbatch] for end in ("SEND", "RECV"))
+        if (sent > received) if token.is_send else (received > sent):
             return (
-                f"{next(named)}: micro-batch {microbatch} has {sent} cells SEND_{kind}, but {received} cells "
-                f"RECV_{kind}; give edges to be told which has no other end"
+                f"{found[0]}: micro-batch {token.microbatch} has {sent} cells SEND{token.op[4:]}, but {received} cells "
+                f"RECV{token.op[4:]}; give edges to be told which has no other end"
             )
     return None
 
 
-def _unpartnered(lines: Lines, sends: _Side, receives: _Side, edges: Sequence[Link]) -> str | None:
-    """The first send that nobody receives, or receive that nobody sends."""
-    odd = [(cell, side.wanted.get(part, ())) for side in (sends, receives) for part, cell in side.surplus()]
-    if odd:
-        cell, others = min(odd, key=lambda item: item[0][1:3])
-        taken = ", ".join(str(edges[message.edge]) for message in others)
-        return f"{cell} is {_alone(cell)}: " + (f"only edge {taken} carries it" if taken else "no edge carries it")
-    for side, other in ((sends, receives), (receives, sends)):
-        for part, message in side.missing():
-            far = part_of(message, edges[message.edge], other.end)
-            cells = other.cells.get(far, ())
-            rank = message.sender if side is sends else message.receiver
-            if len(cells) < len(other.wanted[far]):
-                return f"{_maker(lines, part)} has neither a {part} nor a {far} for edge {edges[message.edge]}"
-            return f"{cells[-1]} is {_alone(cells[-1])}: rank {rank} has no {part} for it"
-    return None
+def _unpartnered(lines: Lines, matching: _Matching, schedule: Schedule) -> Iterator[str]:
+    """Sends that nobody receives, and receives that nobody sends."""
+    for cell, token in sorted((cell, one) for one in matching.cells for cell in matching.surplus(one)):
+        taken = ", ".join(str(schedule.links[message.edge]) for message in matching.wanted.get(token, ()))
+        yield f"{_alone(cell, token)}: " + (f"only edge {taken} carries it" if taken else "no edge carries it")
+    for token, message in ((one, message) for one in matching.wanted for message in matching.missing(one)):
+        send, receive = matching.ends[message]
+        other, rank = (receive, message.sender) if token.is_send else (send, message.receiver)
+        if matching.missing(other):
+            maker = next(cell for line in lines for cell in line if not {*send.actions}.isdisjoint(cell.actions))
+            yield f"{maker} has neither a {send} nor a {receive} for edge {schedule.links[message.edge]}"
+        else:
+            yield f"{_alone(matching.cells[other][-1], other)}: rank {rank} has no {token} for it"
 
 
-def _alone(cell: Cell) -> str:
-    return "received by nobody" if "SEND" in cell.text else "sent by nobody"
-
-
-def _maker(lines: Lines, send: Part) -> Cell:
-    """The cell of the action that makes what is sent."""
-    actions = set(_actions(send))
-    return next(cell for line in lines for cell in line if not actions.isdisjoint(cell.actions))
+def _alone(cell: Cell, token: Token) -> str:
+    return f"{cell} is {'received' if token.is_send else 'sent'} by nobody"
 
 
 # --- the order of messages between two ranks ---
 
 
-class _Sent(NamedTuple):
-    """A message at its sender: the rank, the cell, and the receive that it is for."""
-
-    rank: int
-    cell: Cell
-    receive: Part
-
-
-class _Span(NamedTuple):
-    """The places on the receiving line, first and last, that leave room for the sender's other messages in order."""
-
-    sent: _Sent
-    before: _Sent | None
-    soonest: int
-    latest: int
-    next_latest: int
+def _crossed(lines: Lines, matching: _Matching) -> Iterator[str]:
+    """Receives of what does not arrive next. From one rank to another, messages arrive in the order of their sends."""
+    queues: dict[int, dict[int, list[tuple[Token, Cell]]]] = {}  # receiver → sender → receives, each with its send
+    left = {token: iter(messages) for token, messages in matching.wanted.items()}
+    for cell in chain.from_iterable(lines):
+        if cell.message and cell.message.is_send:
+            message = next(left[cell.message])
+            queue = queues.setdefault(message.receiver, {}).setdefault(message.sender, [])
+            queue.append((matching.ends[message][1], cell))
+    for receiver in sorted(queues):
+        yield from _crossed_on(lines[receiver], queues[receiver])
 
 
-def _crossed(lines: Lines, sends: _Side, edges: Sequence[EdgeLike]) -> str | None:
-    """A receive of what does not arrive next. From one rank to another, messages arrive in the order of their sends."""
-    queues: dict[int, dict[int, list[_Sent]]] = {}  # receiver → sender → its messages
-    left = {part: iter(messages) for part, messages in sends.wanted.items()}
-    for cell in (cell for line in lines for cell in line if cell.message in left):
-        message = next(left[cell.parts[0]])
-        sent = _Sent(message.sender, cell, part_of(message, edges[message.edge], "RECV"))
-        queues.setdefault(message.receiver, {}).setdefault(message.sender, []).append(sent)
-    faults = (_crossed_on(lines[receiver], queues[receiver].values()) for receiver in sorted(queues))
-    return next(filter(None, faults), None)
+def _crossed_on(line: Sequence[Cell], queues: dict[int, list[tuple[Token, Cell]]]) -> Iterator[str]:
+    """Plays a line: each receive takes what is next in the queue of a sender.
 
-
-def _crossed_on(line: Sequence[Cell], queues: Iterable[Sequence[_Sent]]) -> str | None:
-    """Each sender's messages must find their receives in order, and all senders' together a cell each.
-
-    Which of equal cells, ``4RECV_F0,4RECV_F0``, is whose, a file does not tell: it is refused only where none of the
-    choices can be right.
+    Which of equal cells, ``4RECV_F0,4RECV_F0``, is whose, a file does not tell. All ways are followed, and a receive is
+    refused where none goes on. A way is what is left of each queue, as a number; equal rests have equal ones.
     """
-    places: dict[Part, list[int]] = {}
-    for place, cell in enumerate(line):
-        if cell.message:
-            places.setdefault(cell.message, []).append(place)
-    spans: dict[Part, list[_Span]] = {}
-    for queue in queues:
-        soonest = _soonest(queue, places)
-        if len(soonest) < len(queue):
-            stuck = queue[len(soonest)]
-            return _out_of_turn(line[places[stuck.receive][-1]], queue[len(soonest) - 1])
-        latest = [*_latest(queue, places, len(line)), len(line)]
-        for sent, before, *span in zip(queue, (None, *queue), soonest, latest, latest[1:], strict=False):
-            spans.setdefault(sent.receive, []).append(_Span(sent, before, *span))
-    faults = (_unshared(line, places[receive], spans[receive]) for receive in spans)
-    return next(filter(None, faults), None)
+    numbers: dict[tuple[Token, int], int] = {}  # a receive and the number of what is behind it → the number of both
+    senders: dict[int, tuple[int, Cell]] = {}  # number → who has it left, and sends what next
+    whole = []
+    for sender, queue in queues.items():
+        number = 0  # nothing
+        for receive, sent in reversed(queue):
+            number = numbers.setdefault((receive, number), 1 + len(numbers))
+            senders.setdefault(number, (sender, sent))
+        whole.append(number)
+    rests = {number: rest for rest, number in numbers.items()}
+    ways = {tuple(sorted(whole))}
+    for cell in line:
+        if cell.message is None or cell.message.is_send:
+            continue
+        further = {
+            tuple(sorted((*way[:place], rests[number][1], *way[place + 1 :])))
+            for way in ways
+            for place, number in enumerate(way)
+            if number and rests[number][0] == cell.message
+        }
+        if not further:
+            number = next(number for number in max(ways) if cell.message in _receives(number, rests))
+            rank, sent = senders[number]
+            yield (
+                f"{cell}, but rank {rank} sends {sent.text!r} (line {sent.line}, cell {sent.column}) first, and its "
+                f"messages arrive in the order in which it sends them; write {rests[number][0]} in front, or exchange "
+                "the sends"
+            )
+        if not 0 < len(further) <= _MOST_WAYS:
+            return
+        ways = further
 
 
-def _soonest(queue: Sequence[_Sent], places: Mapping[Part, Sequence[int]]) -> list[int]:
-    """The first place for each message behind those before; it ends early at one that has none."""
-    found: list[int] = []
-    for sent in queue:
-        options = places[sent.receive]
-        index = bisect_right(options, found[-1]) if found else 0
-        if index == len(options):
-            break
-        found.append(options[index])
-    return found
-
-
-def _latest(queue: Sequence[_Sent], places: Mapping[Part, Sequence[int]], end: int) -> list[int]:
-    """The last place for each message in front of those behind."""
-    found = []
-    for sent in reversed(queue):
-        options = places[sent.receive]
-        end = options[bisect_left(options, end) - 1]
-        found.append(end)
-    return found[::-1]
-
-
-def _unshared(line: Sequence[Cell], places: Iterable[int], spans: Iterable[_Span]) -> str | None:
-    """Equal cells go, in order, each to the message that can wait the least."""
-    left = list(spans)
-    for place in places:
-        able = [span for span in left if span.soonest <= place]
-        if not able:
-            return _out_of_turn(line[place], next(span.before for span in left if span.before))
-        span = min(able, key=lambda span: span.latest)
-        if span.latest < place:
-            return _out_of_turn(line[span.next_latest], span.sent)
-        left.remove(span)
-    return None
-
-
-def _out_of_turn(cell: Cell, first: _Sent) -> str:
-    rank, sent, receive = first
-    return (
-        f"{cell}, but rank {rank} sends {sent.text!r} (line {sent.line}, cell {sent.column}) first, and its messages "
-        f"arrive in the order in which it sends them; write {receive} in front, or exchange the sends"
-    )
+def _receives(number: int, rests: dict[int, tuple[Token, int]]) -> Iterator[Token]:
+    while number:
+        receive, number = rests[number]
+        yield receive

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from fxpipe.formats.svg_picture import clean, svg
 from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Timeline
 
 STYLE = """
 :root { color-scheme: light dark }

@@ -6,10 +6,8 @@ import math
 import unicodedata
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fxpipe.schedules.timeline import Reduction, Timeline
+from fxpipe.schedules.schedule import Reduction, Timeline
 
 MARGIN = 16
 FONT = 11
@@ -39,7 +37,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PictureLayout:
     """Times and ranks → pixels."""
 
     timeline: Timeline
@@ -158,7 +156,7 @@ class Layout:
         ]
 
 
-Lanes = tuple[tuple["Reduction", ...], ...]
+Lanes = tuple[tuple[Reduction, ...], ...]
 """Reductions of one rank, of which those of a lane do not overlap."""
 
 

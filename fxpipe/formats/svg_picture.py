@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING
 
 from fxpipe.formats import colours
-from fxpipe.formats.layout import FONT, HEAD, LANE, MARGIN, SWATCH, Layout, text_width, ticks
+from fxpipe.formats.layout import FONT, HEAD, LANE, MARGIN, SWATCH, PictureLayout, text_width, ticks
 from fxpipe.formats.words import IN_WORDS, headline, unit_of
 from fxpipe.schedules.action import Action, Op
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Timeline
 
 # Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", colours.DARK_INK, "#59616b", "#e8eaee", "#d3d7dd"
@@ -27,7 +24,7 @@ NARROW = 6  # pixels: below, an outline would fill its cell
 
 def svg(timeline: Timeline) -> str:
     """The picture: a row for each rank, to scale; colours are stages, tones are ops, outlined is the critical path."""
-    layout = Layout(timeline)
+    layout = PictureLayout(timeline)
     what, figures = headline(timeline)
     width = max(layout.width, MARGIN * 2 + text_width(what) * 1.4)
     size = f'width="{width:g}" height="{layout.bottom + MARGIN:g}"'
@@ -112,7 +109,7 @@ def _legend(timeline: Timeline) -> Iterator[str]:
         x += 28 + text_width(text) + 16
 
 
-def _tracks(layout: Layout) -> Iterator[str]:
+def _tracks(layout: PictureLayout) -> Iterator[str]:
     """The rows' background, which shows wherever a rank idles, and how much of its time that is."""
     idle = layout.left + layout.plot + 22
     yield _text(idle, HEAD - 10, "bubble", "dim", DIM)
@@ -125,7 +122,7 @@ def _tracks(layout: Layout) -> Iterator[str]:
         yield _text(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", "dim", DIM)
 
 
-def _axis(layout: Layout) -> Iterator[str]:
+def _axis(layout: PictureLayout) -> Iterator[str]:
     unit = unit_of(layout.timeline)
     times = ticks(layout.end * unit.scale, int(layout.plot // 60))
     lines = [f"M{layout.x(time / unit.scale):g} {HEAD - 6}V{layout.bottom:g}" for time in times]
@@ -134,7 +131,7 @@ def _axis(layout: Layout) -> Iterator[str]:
         yield _text(layout.x(time / unit.scale), HEAD - 10, f"{time:.6g}", "dim", DIM, 'text-anchor="middle"')
 
 
-def _labels(layout: Layout) -> Iterator[str]:
+def _labels(layout: PictureLayout) -> Iterator[str]:
     """Ranks and their stages, on paper of their own: a page keeps them in sight while the rows scroll under them."""
     yield (
         f'<rect class="paper" y="{HEAD - 24}" width="{layout.left - 4:g}" height="{layout.bottom - HEAD + 24:g}"'
@@ -155,7 +152,7 @@ def _labels(layout: Layout) -> Iterator[str]:
 # --- the rows ---
 
 
-def _cells(layout: Layout) -> Iterator[str]:
+def _cells(layout: PictureLayout) -> Iterator[str]:
     """The cells of each rank, those of one fill together, and the numbers in them."""
     gap = _gap(layout)
     for rank, row in enumerate(layout.timeline.schedule.rows):
@@ -181,7 +178,7 @@ def _cells(layout: Layout) -> Iterator[str]:
                 yield "</g>"
 
 
-def _reductions(layout: Layout) -> Iterator[str]:
+def _reductions(layout: PictureLayout) -> Iterator[str]:
     """Thin bars beneath the rows; no more than a title tells of each, which viewers show under the pointer."""
     unit = unit_of(layout.timeline)
     for rank, lanes in enumerate(layout.lanes):
@@ -196,19 +193,19 @@ def _reductions(layout: Layout) -> Iterator[str]:
                 )
 
 
-def _gap(layout: Layout) -> float:
+def _gap(layout: PictureLayout) -> float:
     """What parts cells: a line that takes no more than a tenth of a usual one."""
     widths = sorted(span.duration * layout.scale for span in layout.timeline.spans.values())
     return round(min(1.0, widths[len(widths) // 4] / 10), 2) if widths else 0.0
 
 
-def _extent(layout: Layout, action: Action) -> tuple[float, float]:
+def _extent(layout: PictureLayout, action: Action) -> tuple[float, float]:
     start, end = layout.timeline.spans[action]
     x = layout.x(start)
     return x, round(layout.x(end) - x, 2)
 
 
-def _outlines(layout: Layout) -> Iterator[str]:
+def _outlines(layout: PictureLayout) -> Iterator[str]:
     """An outline within each cell of the critical path; where some are too narrow for one, around runs of cells."""
     cells = [
         (float(layout.y(layout.timeline.schedule.placement[action.stage])), *_extent(layout, action))

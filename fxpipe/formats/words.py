@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.schedules.action import Action, Op
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Timeline
 
 IN_WORDS: Mapping[Op, str] = {
     Op.F: "forward",
@@ -19,7 +17,7 @@ IN_WORDS: Mapping[Op, str] = {
 }
 
 
-class Unit(NamedTuple):
+class TimeUnit(NamedTuple):
     """How times are written: in ``name``, of which one unit of the timeline has ``scale``, to that many decimals."""
 
     name: str
@@ -36,7 +34,7 @@ class Unit(NamedTuple):
         return f"{self.number(start)} to {self.time(end)}"
 
 
-def unit_of(timeline: Timeline) -> Unit:
+def unit_of(timeline: Timeline) -> TimeUnit:
     """Measured times are seconds, written in s or ms; planned ones are counts of F where each forward costs 1.
 
     As exact as a hundred-thousandth of the makespan: a clock is not better than that.
@@ -45,7 +43,7 @@ def unit_of(timeline: Timeline) -> Unit:
     if timeline.measured:
         name, scale = ("s", 1.0) if timeline.makespan >= 10 else ("ms", 1e3)
     size = math.floor(math.log10(timeline.makespan * scale)) if timeline.makespan else 0
-    return Unit(name, scale, (4 if timeline.measured else 5) - size)
+    return TimeUnit(name, scale, (4 if timeline.measured else 5) - size)
 
 
 class Headline(NamedTuple):
@@ -70,7 +68,7 @@ def headline(timeline: Timeline) -> Headline:
     )
 
 
-def waited(timeline: Timeline, action: Action, unit: Unit) -> str:
+def waited(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
     """What an action waited for, and how long."""
     cause, lost = timeline.cause(action), unit.number(timeline.waited(action))
     time = f"{lost} {unit.name}".rstrip() if lost != "0" else None

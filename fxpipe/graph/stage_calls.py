@@ -54,7 +54,7 @@ class _Arrival:
             return leaf.detach()
         anchor = torch.empty(0, requires_grad=True)
         self.anchors.append(anchor)
-        entered: Tensor = _Receive.apply(anchor, self, index, leaf.detach())  # type: ignore[no-untyped-call]
+        entered: Tensor = _KeepGradient.apply(anchor, self, index, leaf.detach())  # type: ignore[no-untyped-call]
         return entered
 
     def gradient(self) -> Any:
@@ -64,7 +64,7 @@ class _Arrival:
         return pytree.tree_unflatten(self.gradients, self._spec)
 
 
-class _Receive(torch.autograd.Function):
+class _KeepGradient(torch.autograd.Function):
     """Identity whose backward keeps the gradient.
 
     A leaf's ``.grad`` would do, but AccumulateGrad copies a gradient into its leaf's strides, and the next kernel

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.stage_calls import Backward, Forward
+from fxpipe.graph.topological import topological_order
 from fxpipe.torch_compat import pytree
 
 
@@ -213,7 +214,7 @@ class StageGraph:
             PartitionError: a name is no stage or cannot be one, an edge is given twice, the edges form a cycle, or not
                 exactly one stage returns the loss.
         """
-        order = _topological_order(list(stages), edges)
+        order = _ordered(list(stages), edges)
         index = {name: place for place, name in enumerate(order)}
         unknown = [name for name in inputs if name not in index]
         if unknown:
@@ -270,22 +271,19 @@ def _fan_out(call: Callable[..., Any], uses: int) -> Callable[..., tuple[Any, ..
     return function
 
 
-def _topological_order(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str]:
+def _ordered(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str]:
     for edge in edges:
         for name in edge:
             if name not in names:
                 raise PartitionError(f"edge {edge} names {name!r}, which is no stage{nearest(name, names)}")
         if list(edges).count(edge) > 1:
             raise PartitionError(f"edge {edge} is given twice")
-    order: list[str] = []
-    waiting = list(names)
-    while waiting:
-        ready = [n for n in waiting if all(source in order for source, target in edges if target == n)]
-        if not ready:
-            raise PartitionError(f"the edges form a cycle through {waiting}; a stage graph must be acyclic")
-        order.append(ready[0])
-        waiting.remove(ready[0])
-    return order
+    after = {name: [target for source, target in edges if source == name] for name in names}
+    order = topological_order({name: place for place, name in enumerate(names)}, after)
+    waiting = [name for name in names if name not in order]
+    if waiting:
+        raise PartitionError(f"the edges form a cycle through {waiting}; a stage graph must be acyclic")
+    return list(order)
 
 
 def bytes_in(value: Any) -> int:

@@ -26,8 +26,7 @@ from fxpipe.run.rank_state import RankState
 from fxpipe.run.step import Steps
 from fxpipe.schedules import Family, with_costs
 from fxpipe.schedules.costs import Cost
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer

@@ -12,8 +12,7 @@ from fxpipe.distributed.stopwatch import Lap, Reduced, Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Reduction, Span, Timeline
+from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
 
 _ROUNDS = 16
 

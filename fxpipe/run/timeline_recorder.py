@@ -12,8 +12,7 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.run.measured_timeline import Recording, clock_offset, has_run, mean_costs, timeline_of
 from fxpipe.schedules.costs import Cost, Costs
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 
 
 class TimelineRecorder:

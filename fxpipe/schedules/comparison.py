@@ -13,7 +13,7 @@ from tabulate import tabulate
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Timeline
 
 _SHOWN_WAITS = 5
 

@@ -72,7 +72,7 @@ class Dependencies:
         return Action(stage, Op.I if (stage, microbatch) in self.halves else Op.B, microbatch)
 
 
-class Cell(NamedTuple):
+class Turn(NamedTuple):
     """A place in a table, the action in it, and the actions that must have run before."""
 
     rank: int
@@ -81,7 +81,7 @@ class Cell(NamedTuple):
     before: list[Action]
 
 
-def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> Iterator[Cell]:
+def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> Iterator[Turn]:
     """The cells of a table in an order in which they can run; it ends early where the table comes to a halt."""
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}  # action → the ranks that can go on once it has run
@@ -96,7 +96,7 @@ def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> It
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            yield Cell(rank, place[rank], action, before)
+            yield Turn(rank, place[rank], action, before)
             done.add(action)
             place[rank] += 1
             able.extend(waiting.pop(action, ()))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from fxpipe.schedules.action import Action, Op
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule
 
 
 def held(schedule: Schedule, action: Action) -> int:

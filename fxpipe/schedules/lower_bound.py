@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule
 
 
 def lower_bound(schedule: Schedule, costs: Costs) -> float:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import in_order
 from fxpipe.schedules.no_gc import paused
-from fxpipe.schedules.timeline import Span, Timeline
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule, Span, Timeline
 
 
 @paused()

@@ -7,18 +7,13 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import in_steps
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
-    from fxpipe.schedules.costs import Costs
-    from fxpipe.schedules.schedule import Schedule
-    from fxpipe.schedules.timeline import Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 
 Step = tuple[Action | None, ...]
 """A column of the table: what each rank does in that step."""
@@ -47,7 +42,7 @@ def table(what: Schedule | Timeline, full: bool = False) -> str:
     A table wider than the terminal is folded: of steps that repeat for micro-batch after micro-batch one period is
     shown, and a line says what was left out. What is still too wide is broken into blocks. ``full``: all in one piece.
     """
-    schedule = what if _is_schedule(what) else what.schedule
+    schedule = what if isinstance(what, Schedule) else what.schedule
     stages, ranks = len(schedule.placement), len(schedule.rows)
     head = f"{schedule.name}: {stages} stages on {ranks} ranks, {schedule.microbatches} micro-batches"
     steps = _steps(schedule)
@@ -67,11 +62,6 @@ def grid(schedule: Schedule, marked: Collection[Action] = ()) -> str:
     else:
         drawn = _folded(schedule, steps)
     return "\n".join(drawn)
-
-
-def _is_schedule(what: Schedule | Timeline) -> TypeIs[Schedule]:
-    """By what it has: both classes import this module."""
-    return hasattr(what, "rows")
 
 
 # --- steps ---
@@ -259,7 +249,7 @@ def _heads(schedule: Schedule, most: int | None = None) -> list[Column]:
 
 def _figures(what: Schedule | Timeline) -> list[str]:
     try:
-        timeline = what.planned() if _is_schedule(what) else what
+        timeline = what.planned() if isinstance(what, Schedule) else what
     except ScheduleError as error:
         return [str(error)]
     schedule = timeline.schedule

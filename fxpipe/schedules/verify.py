@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies, EdgeLike
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, user_of
 from fxpipe.schedules.no_gc import paused
+from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.schedule import Schedule
 
 Step = tuple[int, Instruction]
 """(rank, what it does)."""
@@ -146,7 +144,7 @@ class Halt:
 
 
 @dataclass
-class _Queue:
+class _Channel:
     """One directed pair's messages: as sent, as posted, and how many at their heads have met."""
 
     sent: list[Message] = field(default_factory=list)
@@ -173,7 +171,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self._next = [0] * len(self.instructions)
-        self._queues: dict[tuple[int, int], _Queue] = {}
+        self._queues: dict[tuple[int, int], _Channel] = {}
         self._arrived: set[Message] = set()
         self._come: dict[Reduce, set[int]] = {}  # reduction → the ranks that have come to it
         self._done: set[Action] = set()
@@ -196,7 +194,7 @@ class Machine:
                 step = row[self._next[rank]]
                 if isinstance(step, Reduce):
                     self._come.setdefault(step, set()).add(rank)
-                missing = self._missing(step)
+                missing = next(self._waits_for(step), None)
                 if missing is not None:
                     waiting.setdefault(missing, []).append(rank)
                     break
@@ -205,20 +203,15 @@ class Machine:
                     able.extend(waiting.pop(event, ()))
                 yield rank, step
 
-    def _missing(self, step: Instruction) -> Event | None:
-        """The first thing that a step still waits for."""
+    def _waits_for(self, step: Instruction) -> Iterator[Event]:
+        """What a step still waits for."""
         if isinstance(step, Compute):
-            for action in self._dependencies.before(step.action):
-                if action not in self._done:
-                    return action
-            for message in self._messages_for(step.action):
-                if message not in self._arrived:
-                    return message
-        elif isinstance(step, Release):
-            return None if step.message in self._arrived else step.message
-        elif isinstance(step, Reduce):
-            return None if len(self._come[step]) == len(step.ranks) else step
-        return None
+            yield from (action for action in self._dependencies.before(step.action) if action not in self._done)
+            yield from (message for message in self._messages_for(step.action) if message not in self._arrived)
+        elif isinstance(step, Release) and step.message not in self._arrived:
+            yield step.message
+        elif isinstance(step, Reduce) and len(self._come[step]) < len(step.ranks):
+            yield step
 
     def _execute(self, step: Instruction) -> Sequence[Event]:
         """What has come about with this step."""
@@ -232,7 +225,7 @@ class Machine:
         message = step.message
         queue = self._queues.get((message.sender, message.receiver))
         if queue is None:
-            queue = self._queues[message.sender, message.receiver] = _Queue()
+            queue = self._queues[message.sender, message.receiver] = _Channel()
         (queue.sent if isinstance(step, Send) else queue.posted).append(message)
         met = queue.meet()
         self._arrived.update(met)
@@ -244,19 +237,15 @@ class Machine:
         return self._awaited.get((action.stage, action.microbatch, action.op is Op.F), ())
 
     def _lacks(self, step: Instruction) -> list[str]:
-        """What a step still waits for, in words."""
-        if isinstance(step, Release):
-            return [] if step.message in self._arrived else [f"the {step.message}"]
+        """What a step still waits for, in words; messages only where all actions before it have run."""
+        events = list(self._waits_for(step))
         if isinstance(step, Reduce):
-            absent = [rank for rank in step.ranks if rank not in self._come.get(step, ())]
+            absent = [rank for rank in step.ranks if rank not in self._come[step]]
             return [f"rank {rank} to come to the {step}" for rank in absent]
-        if not isinstance(step, Compute):
-            return []
-        actions = [other for other in self._dependencies.before(step.action) if other not in self._done]
-        if actions:
-            return [f"{other}{self._home(other)}" for other in actions]
-        messages = [message for message in self._messages_for(step.action) if message not in self._arrived]
-        return [f"the {message}{self._behind(message)}" for message in messages]
+        if isinstance(step, Release):
+            return [f"the {message}" for message in events]
+        actions = [f"{event}{self._home(event)}" for event in events if isinstance(event, Action)]
+        return actions or [f"the {event}{self._behind(event)}" for event in events if isinstance(event, Message)]
 
     def stuck(self) -> list[Halt]:
         """The ranks that cannot go on; none if all got to the end."""
@@ -278,7 +267,7 @@ class Machine:
 
     def _behind(self, message: Message) -> str:
         """Why a message that was made has not arrived, in words."""
-        queue = self._queues.get((message.sender, message.receiver), _Queue())
+        queue = self._queues.get((message.sender, message.receiver), _Channel())
         if queue.met < min(len(queue.sent), len(queue.posted)):
             return f", which is behind a disagreement: the {queue.sent[queue.met]} is sent where the " + (
                 f"{queue.posted[queue.met]} is received"

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.graph.program import Program, is_boundary, made_by, readers
-from fxpipe.passes.analysis.effects import written
+from fxpipe.graph.program import Program, is_boundary, made_by
 from fxpipe.passes.analysis.union import Union
-from fxpipe.passes.partition import _components, _Flow
+from fxpipe.passes.partition import _Flow, components, reads_before_writes, reads_of_written_inputs
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,11 @@ def blocks(program: Program) -> Blocks:
 def _join_readers_of_old_values(program: Program, units: Union[fx.Node], flow: _Flow) -> None:
     """Who reads a value as it was before a write, or an input as another name of it was written, stays with the
     write: a value leaves its stage as it is at the end, and an input comes as the batch has it."""
-    group_of = {name: group for group in program.written for name in group}
-    first: dict[frozenset[str], fx.Node] = {}
-    last: dict[frozenset[str], fx.Node] = {}
-    for node in program.graph.nodes:
-        if node.name in group_of and written(program, node):
-            first.setdefault(group_of[node.name], node)
-            last[group_of[node.name]] = node
-    for edge in flow.edges:
-        write = last.get(group_of.get(edge.source.name, frozenset()))
-        if write is not None and edge.target < write:
-            units.join(edge.source, edge.target)
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in group_of:
-            write = first[group_of[node.name]]
-            for reader in readers(node):
-                if write < reader and reader in units and write in units:
-                    units.join(write, reader)
+    for edge, _ in reads_before_writes(program, flow.edges):
+        units.join(edge.source, edge.target)
+    for _, write, reader in reads_of_written_inputs(program):
+        if reader in units and write in units:
+            units.join(write, reader)
 
 
 def _join_cycles(units: Union[fx.Node], flow: _Flow) -> None:
@@ -88,7 +75,7 @@ def _join_cycles(units: Union[fx.Node], flow: _Flow) -> None:
     for edge in flow.edges:
         if not flow.in_one_unit(edge):
             after[units.find(edge.source)].add(units.find(edge.target))
-    for component in _components(after):
+    for component in components(after):
         for unit in component[1:]:
             units.join(component[0], unit)
 

@@ -16,7 +16,7 @@ from fxpipe.formats.chrome_trace import chrome_trace
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.timeline import Reduction, Span, Timeline
+from fxpipe.schedules.schedule import Reduction, Span, Timeline
 from tests.graphs import WORKED, chain, random_bare
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")

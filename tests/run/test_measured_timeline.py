@@ -22,7 +22,7 @@ from fxpipe.run.executor import Executor
 from fxpipe.run.measured_timeline import Recording, Round, mean_costs, offset_between, timeline_of
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.schedules.action import Op
-from fxpipe.schedules.timeline import Reduction
+from fxpipe.schedules.schedule import Reduction
 from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
 from tests.pool import Pool

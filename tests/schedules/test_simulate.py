@@ -16,9 +16,9 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Cause, Timeline
+from fxpipe.schedules.schedule import Cause, Schedule, Timeline
 from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
+from tests.thinned import every
 
 
 def times(result: Timeline) -> dict[str, tuple[float, float]]:
@@ -214,9 +214,9 @@ def test_no_table_at_all_is_below_the_lower_bound(graph: Bare, comm: int) -> Non
         assert 0 < results[0].lower_bound <= min(result.makespan for result in results)
 
 
-@every_tiny_graph
-@pytest.mark.parametrize("comm", [0, 1])
-def test_no_table_with_halves_is_below_the_lower_bound_be_it_mixed_or_not(graph: Bare, comm: int) -> None:
+@pytest.mark.parametrize(("name", "comm"), every(3, list(itertools.product(TINY, [0, 1]))))
+def test_no_table_with_halves_is_below_the_lower_bound_be_it_mixed_or_not(name: str, comm: int) -> None:
+    graph = TINY[name]
     draw = random.Random(2)
     for m in (1, 2):
         for halved in every_split(graph, m):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -12,10 +12,10 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute
-from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
-from fxpipe.schedules.timeline import Timeline
 from tests.graphs import WORKED, Bare, bare, chain, random_bare
+from tests.thinned import every
 from tests.work import steps
 
 NAMES = ("image 0", "image 1", "text", "text.1", "loss")
@@ -266,12 +266,11 @@ LONG: dict[str, tuple[Bare, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("width", [44, 80, 120, 300])
-@pytest.mark.parametrize(("graph", "m"), LONG.values(), ids=LONG.keys())
+@pytest.mark.parametrize(("kind", "name", "width"), every(3, list(product(LONG, SCHEDULES, [44, 80, 120, 300]))))
 def test_what_is_shown_and_what_is_left_out_are_the_whole_table(
-    name: str, width: int, graph: Bare, m: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    graph, m = LONG[kind]
     monkeypatch.setenv("COLUMNS", str(width))
     schedule = graph.build(name, m)
     whole = list(zip(*read(table(schedule, full=True)).cells, strict=True))

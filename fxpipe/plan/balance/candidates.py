@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fxpipe.passes.analysis.topological import in_order
+from fxpipe.graph.topological import topological_order
 from fxpipe.passes.analysis.union import Union
 from fxpipe.plan.balance.block_graph import Work
 from fxpipe.plan.balance.orders import Order, orders, towers
@@ -173,7 +173,7 @@ def numbered(work: Work, group_of: Sequence[int], order: Sequence[int]) -> dict[
     for value in work.values:
         source = group_of[value.source]
         after[source] |= {group_of[target] for target in value.targets} - {source}
-    found = in_order(first, after)
+    found = topological_order(first, after)
     return found if len(found) == len(first) else None
 
 

@@ -19,8 +19,7 @@ from fxpipe.formats.layout import text_width, ticks, truncated
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.timeline import Reduction, Span, Timeline
+from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
 from tests.graphs import WORKED, bare, chain, random_bare
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-def in_order(first: Mapping[T, int], after: Mapping[T, Collection[T]]) -> dict[T, int]:
+def topological_order(first: Mapping[T, int], after: Mapping[T, Collection[T]]) -> dict[T, int]:
     """Group → its number in the order. ``first``: the place where each begins, each another; ``after``: who waits for
     it. Groups that wait for each other, and those behind them, are left out."""
     missing = Counter(target for targets in after.values() for target in targets)
