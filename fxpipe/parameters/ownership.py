@@ -94,6 +94,6 @@ def release(model: nn.Module, keep: frozenset[str]) -> None:
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """The tensor without its memory."""
+    """Another tensor or parameter like it, without memory."""
     meta = torch.empty_like(tensor, device="meta")
     return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta

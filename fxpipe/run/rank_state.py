@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +21,9 @@ from fxpipe.plan.planner import Plan, Planner
 from fxpipe.precision import cast_parameters
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import check_ties, data_groups, way_of
+from fxpipe.sharding.gradients import Gradients
 from fxpipe.sharding.parallelize.apply import parallelise_stages, tensor_groups
-from fxpipe.sharding.parallelize.gradients import ParallelGradients
-from fxpipe.sharding.reducer import Reducer, reducer_for
-
-if TYPE_CHECKING:
-    from fxpipe.sharding.fsdp_gradients import FullyShardedGradients
+from fxpipe.sharding.reducer import reducer_for
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class RankState:
 
     planner: Planner
     module: RankModule
-    reducer: Reducer | ParallelGradients | FullyShardedGradients
+    reducer: Gradients
     originals: dict[str, Tensor]
     """Parameters as they were before ``precision`` rounded them, by name."""
     owners: Ownership
@@ -194,6 +190,6 @@ def _whole(planner: Planner, topology: Topology, transport: Transport, owners: O
     plan = planner.first
     row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
     way = way_of(options.zero, transport, options.precision)
-    reducer = reducer_for(plan.graph, row, module, owners, transport, way, options.bucket_bytes)
-    gradients = reducer if parallel is None else parallel.gradients(reducer, transport, owners, planner.module)
+    own = reducer_for(plan.graph, row, module, owners, transport, way, options.bucket_bytes)
+    gradients: Gradients = own if parallel is None else parallel.gradients(own, transport, owners, planner.module)
     return RankState(planner, module, gradients, originals, owners, _device_of(plan, owners, transport), seed)
