@@ -77,7 +77,7 @@ class File:
 
     @cached_property
     def built_on(self) -> set[str]:
-        """The modules of fxpipe that it imports: in a function and for annotations, too, but for what shows its values."""
+        """The modules of fxpipe that it imports, also in functions and for annotations; but not what shows its values."""
         left_out = {SHOWS_ITSELF: self._in_functions, IMPORTS_LAZILY: self._for_annotations}.get(self.path, set())
         return modules_in(n for n in self.nodes if n not in left_out) & set(BY_MODULE)
 

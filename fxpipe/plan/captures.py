@@ -7,7 +7,7 @@ import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from fxpipe.progress import progress, tell
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
 from fxpipe.trace.cuts_by_name import AUTO, resolve
-
-if TYPE_CHECKING:
-    from fxpipe.plan.balance import Balanced
 
 
 @dataclass(frozen=True)
@@ -183,12 +180,12 @@ class Captures:
 
     def _cut(self, program: Program, pattern: Pattern, shape: Description | None) -> tuple[Program, Captured]:
         """The program with its stages, and they themselves."""
-        first, placement = self.first, None
+        first = self.first
+        placement: tuple[int, ...] | None = None
         if self.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
-                found = self._searched(program, pattern, shape)
-                program, placement = found.program, found.placement
+                program, placement = self._searched(program, pattern, shape)
             else:
                 program = default_passes.follow(program, first)
             program = chain((default_passes.name_stages,), program)
@@ -205,15 +202,17 @@ class Captures:
         from fxpipe.plan.balance import CostUnknown
 
         try:
-            return self._searched(program, pattern, shape).placement
+            return self._searched(program, pattern, shape)[1]
         except CostUnknown as error:
             if self.options.memory_per_rank is not None:
                 raise
             tell(f"stages are placed by the number of their parameters: {error}")
             return None
 
-    def _searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
-        """The best cut or placement found, which is told."""
+    def _searched(
+        self, program: Program, pattern: Pattern, shape: Description | None
+    ) -> tuple[Program, tuple[int, ...]]:
+        """The program with the best stages found, and the rank of each, which are told."""
         from fxpipe.plan.balance import balance, costs_from_shapes, place_stages  # it simulates a lot, which few need
 
         if shape is None:
@@ -229,7 +228,7 @@ class Captures:
             found = search(program, self.ranks, pattern.microbatches, costs, family, memory)
         if found.others:
             tell(str(found))
-        return found
+        return found.program, found.placement
 
 
 def _example(pattern: Pattern, shape: Description) -> dict[str, Any]:

@@ -190,8 +190,6 @@ def _whole(planner: Planner, topology: Topology, transport: Transport, owners: O
     plan = planner.first
     row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
     way = way_of(options.zero, transport, options.precision)
-    reducer = reducer_for(plan.graph, row, module, owners, transport, way, options.bucket_bytes)
-    gradients: Gradients = (
-        reducer if parallel is None else parallel.gradients(reducer, transport, owners, planner.module)
-    )
+    own = reducer_for(plan.graph, row, module, owners, transport, way, options.bucket_bytes)
+    gradients: Gradients = own if parallel is None else parallel.gradients(own, transport, owners, planner.module)
     return RankState(planner, module, gradients, originals, owners, _device_of(plan, owners, transport), seed)

@@ -1,0 +1,62 @@
+"""The planner: one plan for one pattern, and a new planner where tensors, tracers or tables are others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.options import Options
+from fxpipe.plan.example import first_pattern, with_first_plan
+from fxpipe.plan.planner import Planner
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(fxpipe.stage_boundary(self.a(x))).mean()  # type: ignore[no-any-return]
+
+
+def planned(options: Options) -> Planner:
+    return with_first_plan(Planner.none_yet(Two(), options, 2, torch.device("cpu")), options)
+
+
+def test_a_pattern_is_planned_once() -> None:
+    options = Options(example_args=(torch.zeros(8, 4),))
+    planner = planned(options)
+    assert planner.plan(first_pattern(planner, options)) is planner.first
+    assert len(planner.plans) == 1
+
+
+def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_it_was() -> None:
+    planner = planned(Options())
+    old, new = planner.module.a.weight, nn.Parameter(torch.ones(4, 4))
+    planner.module.a.weight = new
+    again = planner.with_tensors_of_module()
+    assert again.first.graph[0].tensors["a.weight"] is new
+    assert planner.first.graph[0].tensors["a.weight"] is old
+    assert again.first.digest == planner.first.digest
+
+
+def test_a_tracer_that_is_known_to_be_wrong_is_passed_over() -> None:
+    options = Options(example_args=(torch.zeros(8, 4),))
+    planner = planned(options).without_tracers({"symbolic": "it is wrong"})
+    assert not planner.plans
+    assert "export" in with_first_plan(planner, options).first.graph.origin
+
+
+def test_a_micro_batch_is_cut_out_of_the_example_as_a_call_would_cut_it() -> None:
+    options = Options(microbatches=3, example_args=(torch.zeros(8, 4),))
+    shapes = first_pattern(planned(options), options).shapes
+    assert [dict(shape)["x"].shapes for shape in shapes] == [[(3, 4)], [(3, 4)], [(2, 4)]]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_example_of_too_few_rows_is_each_micro_batch(rows: int) -> None:
+    options = Options(microbatches=3, example_args=(torch.zeros(rows, 4),))
+    shapes = first_pattern(planned(options), options).shapes
+    assert [dict(shape)["x"].shapes for shape in shapes] == [[(rows, 4)]] * 3
