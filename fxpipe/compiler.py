@@ -100,8 +100,9 @@ def compile(
         placement: stage name → pipe rank; None: where stages outnumber ranks, what simulates best at costs by shapes;
             without an example, topological order, balanced by parameters.
         tracer: a name out of ``fxpipe.TRACERS``.
-        example_args, example_kwargs: one batch as it will be passed in calls. Without it the capture takes the
-            required inputs for tensors and the optional ones for absent; a call that differs is captured anew.
+        example_args: one batch as it will be passed in calls. Without it the capture takes the required inputs for
+            tensors and the optional ones for absent; a call that differs is captured anew.
+        example_kwargs: its inputs that are given by name.
         zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as
             well. With 1 and 2 use ``forward_backward.optimizer``.
         zero_scope: "node": sharded inside the node, replicated across nodes; "data": over the whole data axis.

@@ -14,10 +14,8 @@ from fxpipe.errors import RunError
 class Precision:
     """Mixed precision with master weights: ``fxpipe.compile(..., precision=fxpipe.Precision())``.
 
-    ``compute``: the type of the parameters that stages run with, and of the floating-point inputs. ``reduce``: the
-    type in which gradients are summed over ranks. ``master``: the type of the copy that the optimizer steps, made
-    from the values before they were rounded, and of its state. Gradients add up over micro-batches in float32 (in
-    ``compute``, where that is wider). A step for which any rank's gradient has an inf or nan is left out on all ranks.
+    Gradients add up over micro-batches in float32 (in ``compute``, where that is wider). A step for which any rank's
+    gradient has an inf or nan is left out on all ranks.
 
     After Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
 
@@ -26,8 +24,12 @@ class Precision:
     """
 
     compute: torch.dtype = torch.bfloat16
+    """The type of the parameters that stages run with, and of the floating-point inputs."""
     reduce: torch.dtype = torch.float32
+    """The type in which gradients are summed over ranks."""
     master: torch.dtype = torch.float32
+    """The type of the copy that the optimizer steps, made from the values before they were rounded, and of its
+    state."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

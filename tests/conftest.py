@@ -9,6 +9,10 @@ import torch
 
 from tests.pool import Pool
 
+SLOW = """
+"""
+"""What takes seconds: files and tests, from ``tests/`` on."""
+
 torch.set_num_threads(1)  # thread counts change bits
 torch.manual_seed(0)  # for what test modules make when they are imported
 
@@ -27,3 +31,19 @@ def pool() -> Iterator[Pool]:
         yield workers
     finally:
         workers.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "processes: uses the pool of worker processes")
+    config.addinivalue_line("markers", "slow: takes seconds, and is listed in tests/conftest.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``pytest -m "not processes and not slow"`` is the short way through."""
+    slow = tuple(f"tests/{name}" for name in SLOW.split())
+    for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker("slow")
+        call = getattr(item, "callspec", None)
+        if "pool" in getattr(item, "fixturenames", ()) or (call and "distributed" in call.params.values()):
+            item.add_marker("processes")

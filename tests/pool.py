@@ -24,24 +24,24 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-SECONDS = 60.0  # for a call, once its workers have started; with what follows, less than a test's own limit
-START_SECONDS = 50.0  # for a worker to import torch
+SECONDS = 120.0  # for a call, once its workers have started; with what follows, less than a test's own limit
+START_SECONDS = 100.0  # for a worker to import torch
 _FOR_STACKS = 2.0
 _FOR_THE_END = 5.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank came to: a result, or an error and its traceback; and after how many seconds."""
+    """What one rank came to: a result, or an error and its traceback."""
 
     rank: int
-    seconds: float
     ended_at: float
     """By the machine's clock: one failure brings others down, and the first is the cause."""
     result: Any = None
@@ -134,24 +134,24 @@ class Pool:
         raise Lost("a call in several processes did not end:\n" + "\n".join(parts))
 
 
+def forking() -> ForkServerContext:
+    """Processes like spawned ones, forked from a server that has imported torch and fxpipe."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by OpenMP when the server imports torch
+    return context
+
+
 class _Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self.connection, theirs = context.Pipe()
         handle, name = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".txt")
         os.close(handle)
         self._stacks = Path(name)
         self.process = context.Process(target=_work, args=(theirs, name), name=f"rank {rank}", daemon=True)
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # read by OpenMP before the process could set it
-        try:
-            self.process.start()
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
+        self.process.start()
         theirs.close()
 
     def send(self, message: Any) -> None:
@@ -211,8 +211,7 @@ def _work(connection: Connection, stacks: str) -> None:
 def _serve(connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...], variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
     gc.freeze()  # what is there now is looked through no more when this call's garbage is collected
-    start = time.monotonic()
-    outcome = _outcome(int(variables["RANK"]), start, fn, args)
+    outcome = _outcome(int(variables["RANK"]), fn, args)
     if outcome.error is not None:
         _leave()  # as if its process had ended: nobody may wait for it
     connection.send_bytes(_pickled(outcome))
@@ -224,14 +223,14 @@ def _serve(connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
     connection.send_bytes(pickle.dumps(None))
 
 
-def _outcome(rank: int, start: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+def _outcome(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
     try:
         result = fn(*args)
     except BaseException as error:
         text = traceback.format_exc()
         error.__traceback__ = error.__cause__ = error.__context__ = None  # frames would keep connections open
-        return Outcome(rank, time.monotonic() - start, time.time(), error=error, traceback=text)
-    return Outcome(rank, time.monotonic() - start, time.time(), result=result)
+        return Outcome(rank, time.time(), error=error, traceback=text)
+    return Outcome(rank, time.time(), result=result)
 
 
 def _pickled(outcome: Outcome) -> bytes:
@@ -241,7 +240,7 @@ def _pickled(outcome: Outcome) -> bytes:
         kept = outcome.error if outcome.error is not None else error
         stand_in = RuntimeError(f"{type(kept).__name__}: {kept}")
         text = outcome.traceback or f"the result does not pickle: {error}"
-        return pickle.dumps(Outcome(outcome.rank, outcome.seconds, outcome.ended_at, None, stand_in, text))
+        return pickle.dumps(Outcome(outcome.rank, outcome.ended_at, None, stand_in, text))
 
 
 def _leave() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -408,7 +406,7 @@ def test_a_terminal_of_any_encoding_will_do(encoding: str, run: Run) -> None:
     printed(run("show", "--help", PYTHONIOENCODING=encoding))
 
 
-# --- without torch, and fast ---
+# --- without torch ---
 
 
 @pytest.mark.parametrize(
@@ -420,30 +418,24 @@ def test_a_terminal_of_any_encoding_will_do(encoding: str, run: Run) -> None:
     ],
     ids=str,
 )
-def test_torch_is_not_imported(arguments: Sequence[str], tmp_path: Path) -> None:
+def test_neither_torch_nor_anything_as_large_is_imported(arguments: Sequence[str], tmp_path: Path) -> None:
+    """Which is what an answer would wait for."""
     code = f"""
 import runpy, sys
+before = set(sys.modules)
 sys.argv = ["fxpipe", *{list(arguments)!r}]
 try:
     runpy.run_module("fxpipe", run_name="__main__", alter_sys=True)
 except SystemExit as done:
     assert done.code == 0, done.code
-assert not [name for name in sys.modules if name.split(".")[0] == "torch"]
+found = {{name.split(".")[0] for name in set(sys.modules) - before}} - sys.stdlib_module_names
+assert found <= {{"fxpipe", "tabulate", "wcwidth"}}, found
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_an_answer_takes_less_than_a_second(run: Run) -> None:
-    def seconds() -> float:
-        begin = time.perf_counter()
-        printed(run("show", "1f1b", "--stages", "8", "-m", "32"))
-        return time.perf_counter() - begin
-
-    assert statistics.median(seconds() for _ in range(3)) < 1
 
 
 # --- called as a function ---

@@ -27,7 +27,7 @@ def test_what_takes_long_is_told_while_it_runs_and_at_its_end(
     monkeypatch.setattr(threading, "Timer", lambda *args: _Timer(*args, begun=begun))
     monkeypatch.setattr("sys.stderr", told)
     with progress.progress("capturing a model"), contextlib.redirect_stderr(io.StringIO()):
-        assert begun.wait(10)
+        assert begun.wait(60)
     found = told.getvalue().splitlines()
     assert len(found) == lines
     if lines:

@@ -194,9 +194,11 @@ class Topology:
     def data_mesh(self, zero_scope: str = "node") -> DeviceMesh:
         """This rank's data group as a 2-dimensional ``DeviceMesh``, (replica, shard).
 
-        ``zero_scope="node"``: a row for each node, with its ranks; ``"data"``: one row with the whole group. Made on
-        the first call, which every rank must make, in the same order where there are both. It covers this group
+        Made on the first call, which every rank must make, in the same order where there are both. It covers this group
         alone: no mesh over all ranks could hold the rest, since the next group may straddle two nodes.
+
+        Args:
+            zero_scope: "node": a row for each node, with its ranks; "data": one row with the whole group.
 
         Raises:
             TopologyError: as for ``mesh``, or no such scope.
@@ -244,8 +246,12 @@ class Topology:
     ) -> DistributedSampler[Any]:
         """A sampler for a ``DataLoader``, by which all ranks that work on one replica's data draw the same rows.
 
-        ``shuffle``: in an order drawn from ``seed`` and the epoch, so call ``sampler.set_epoch(epoch)`` in front of
-        each. So that all replicas have as many rows, some are drawn twice; or, with ``drop_last``, left out.
+        Args:
+            dataset: what it draws from; it has a length.
+            shuffle: in an order drawn from ``seed`` and the epoch, so call ``sampler.set_epoch(epoch)`` in front of
+                each.
+            seed: the same on all ranks.
+            drop_last: whether rows are left out so that all replicas have as many; otherwise some are drawn twice.
 
         Raises:
             TopologyError: as for ``data_size``; or the dataset has no length.

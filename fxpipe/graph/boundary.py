@@ -17,11 +17,13 @@ _ignored = False
 def stage_boundary(value: T, *, name: str | None = None) -> T:
     """Marks a place where the model may be cut into pipeline stages.
 
-    ``value`` is a tensor, or any tuple, list or dict that holds tensors: one boundary carries them all, and what is
-    no tensor passes through unchanged. ``name`` names the stage that the boundary opens, the code behind it.
-
     Outside a capture the very same object comes back, at the cost of a function call. In a compiled model the
     boundary costs nothing either: it decides where the graph is cut, and is then erased.
+
+    Args:
+        value: a tensor, or any tuple, list or dict that holds tensors: one boundary carries them all, and what is no
+            tensor passes through unchanged.
+        name: names the stage that the boundary opens, the code behind it.
     """
     if _recorder is None:
         return value

@@ -17,12 +17,13 @@ class Sum(NamedTuple):
     """A loss given as a sum and the number of items that it is over.
 
     Loss and gradients of a step are then Σ total / Σ count over all micro-batches and the data axis: exactly those of
-    the whole batch, whatever was masked where. ``total`` is a 0-dimensional tensor, ``count`` a number or a
-    0-dimensional tensor.
+    the whole batch, whatever was masked where.
     """
 
     total: Tensor
+    """0-dimensional."""
     count: Any
+    """A number, or a 0-dimensional tensor."""
 
 
 @dataclass(frozen=True)

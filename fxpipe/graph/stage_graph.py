@@ -101,6 +101,7 @@ class StageGraph:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
+        """The values that pass between stages, by the stage that makes them."""
         return tuple(edge for stage in self.stages for edge in stage.outputs)
 
     @property
@@ -119,10 +120,12 @@ class StageGraph:
 
     @property
     def output_stage(self) -> int:
+        """The number of the stage that returns the model's result."""
         return next(stage.index for stage in self.stages if stage.returns_result)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The stages' names, in order."""
         return tuple(stage.name for stage in self.stages)
 
     def with_backward(self) -> StageGraph:
@@ -195,13 +198,21 @@ class StageGraph:
     ) -> StageGraph:
         """A stage graph from the user's own callables, for models that nothing can trace.
 
-        ``stages``: name → module or function, in any order. ``edges``: (from, to) pairs. ``inputs``: stage name → the
-        batch inputs that it takes; the model's inputs are these, in order of first mention. A stage is called with
-        its batch inputs and then, in the order of ``edges``, with what the stages before it returned. Exactly one
-        stage has no edge out of it: it returns the loss.
+        A stage is called with its batch inputs and then, in the order of ``edges``, with what the stages before it
+        returned. Exactly one stage has no edge out of it: it returns the loss.
 
         Parameters are named ``<stage name>.<name in the module>``. A function that holds parameters outside of a
         module cannot be seen to have any; give a module.
+
+        Args:
+            stages: name → module or function, in any order.
+            edges: (from, to) pairs of names.
+            inputs: stage name → the batch inputs that it takes; the model's inputs are these, in order of first
+                mention.
+
+        Raises:
+            PartitionError: a name is no stage or cannot be one, an edge is given twice, the edges form a cycle, or not
+                exactly one stage returns the loss.
         """
         order = _ordered(list(stages), edges)
         index = {name: place for place, name in enumerate(order)}

@@ -80,7 +80,8 @@ class Weights:
     def read_into(self, name: str, target: Tensor) -> None:
         """Copies a tensor of the checkpoint into ``target``, which has its shape; of any floating type, on any device.
 
-        CheckpointError where the shapes differ, or where the numbers mean something else in the type of ``target``.
+        Raises:
+            CheckpointError: the shapes differ, or the numbers mean something else in the type of ``target``.
         """
         self.check_fits(name, name, target)
         entry = self._entry(name)

@@ -144,14 +144,21 @@ class ForwardBackward:
     ) -> DistributedOptimizer:
         """``cls(params, **kw)`` of which each rank steps its part. A collective call of all ranks.
 
-        ``params``: parameters or groups of them; a group may name its parameters, by name, by a pattern ("*.bias") or
-        by a predicate ``(name, parameter) -> bool``. None: all. ``offload``: state and step are on the CPU.
-        ``elementwise``: whether ``cls`` steps each element by itself, so that a parameter can be cut; None: only those
-        of torch.optim that are known to. All others get whole tensors, balanced over the ranks by their size. Several
-        optimizers may each have some of the parameters.
+        Several optimizers may each have some of the parameters. With ``zero`` its parameters are gathered beside the
+        next forward: read them through ``forward_backward``, which waits for them. ``torch.distributed.checkpoint``
+        saves it as it comes, see ``DistributedOptimizer``.
 
-        With ``zero`` its parameters are gathered beside the next forward: read them through ``forward_backward``,
-        which waits for them. ``torch.distributed.checkpoint`` saves it as it comes, see ``DistributedOptimizer``.
+        Args:
+            cls: an optimizer of torch, or one like them.
+            params: parameters or groups of them; a group may name its parameters, by name, by a pattern ("*.bias") or
+                by a predicate ``(name, parameter) -> bool``. None: all.
+            offload: whether state and step are on the CPU.
+            elementwise: whether ``cls`` steps each element by itself, so that a parameter can be cut; None: only those
+                of torch.optim that are known to. All others get whole tensors, balanced over the ranks by their size.
+            **kw: what ``cls`` takes besides, such as ``lr``.
+
+        Raises:
+            RunError: ``cls`` is LBFGS or SparseAdam; or a group asks for what is no parameter of the model.
         """
         held = dict(self.module.named_parameters(remove_duplicate=False))
         whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
@@ -196,18 +203,24 @@ class ForwardBackward:
         return self._train([(args, kwargs)], split_evenly=True)
 
     def step_microbatches(self, microbatches: Sequence[Call]) -> Tensor:
-        """The same for micro-batches already split: ``[(args, kwargs), ...]``, each of its own shape."""
+        """A call for micro-batches already split: ``[(args, kwargs), ...]``, each of its own shape."""
         return self._train(microbatches, split_evenly=False)
 
     def evaluate(self, *args: Any, outputs: str = "last", **kwargs: Any) -> Any:
         """Forward only, in eval mode and without gradients: the model's output. A collective call of all ranks.
 
-        It comes back on the ranks of the last stage (``outputs="last"``; None elsewhere) or on all (``"all"``). Rows
-        of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
+        Rows of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
         whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
         ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
-        ``loss_fn`` and ``target=`` given, the output is the loss. RunError where the replicas' outputs have different
-        numbers.
+        ``loss_fn`` and ``target=`` given, the output is the loss.
+
+        Args:
+            *args: a batch, as in a call.
+            **kwargs: its inputs that are given by name.
+            outputs: "last": the output comes back on the ranks of the last stage, and None elsewhere; "all": on all.
+
+        Raises:
+            RunError: the replicas' outputs have different numbers.
         """
         if outputs not in ("last", "all"):
             raise RunError(f'outputs is {outputs!r}; it is "last" or "all"')
@@ -400,7 +413,10 @@ class ForwardBackward:
         """When each action of the last recorded step ran, in seconds. A collective call of a pipe group.
 
         The same kind of object as ``schedule.simulate()`` gives: print it, draw it, or ``fxpipe.compare`` it with a
-        plan. A GPU's work is timed with events, and this call waits for them. RunError where no step was recorded.
+        plan. A GPU's work is timed with events, and this call waits for them.
+
+        Raises:
+            RunError: no step was recorded.
         """
         with self._failing_together(FxpipeError):
             self._check_open()
@@ -424,10 +440,19 @@ class ForwardBackward:
         """Rebuilds the table from the costs measured in the last recorded step, for the steps that follow.
 
         A collective call of all ranks, with the same arguments, between two steps. The costs are each stage's medians
-        and the latency of a hop, over replicas their mean. ``in_flight``, ``memory`` and ``activation_bytes``, which is
-        not measured, are as in ``fxpipe.schedules.build``. The present table stays where it keeps within the limits
-        and the new one would not be 1 % faster. RunError where no step was recorded, ScheduleError where there is no
-        such table, on all ranks alike; then nothing has changed.
+        and the latency of a hop, over replicas their mean. The present table stays where it keeps within the limits and
+        the new one would not be 1 % faster.
+
+        Args:
+            schedule: the family, as in ``fxpipe.schedules.build``.
+            in_flight: the most micro-batches per stage, as there.
+            memory: the most bytes per rank, as there.
+            activation_bytes: what a stage holds per micro-batch in flight, one number or one per stage; it is not
+                measured.
+
+        Raises:
+            RunError: no step was recorded.
+            ScheduleError: there is no such table. Either is raised on all ranks alike, and nothing has changed then.
         """
         with self._failing_together(FxpipeError):
             self._check_open()
@@ -466,8 +491,11 @@ class ForwardBackward:
     # state
 
     def state_dict(self, full: bool = False) -> dict[str, Tensor]:
-        """This rank's parameters and buffers by the model's own names; ``full=True``, called on all ranks, the whole
-        model's on every rank, which a plain model loads."""
+        """This rank's parameters and buffers by the model's own names.
+
+        Args:
+            full: the whole model's on every rank, which a plain model loads; a collective call of all ranks.
+        """
         if not full:
             return self.module.state_dict()
         self._compare_batches(everywhere=False)

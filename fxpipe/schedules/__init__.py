@@ -29,6 +29,7 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
         "greedy": greedy,
     }
 )
+"""Name → family. Every family takes any stage graph and any placement."""
 
 
 @paused()
@@ -47,11 +48,27 @@ def build(
 ) -> Schedule:
     """The verified schedule of that family for a bare stage graph.
 
-    ``family``: a name out of ``SCHEDULES``, or a function of the same kind. ``edges``: pairs of stage numbers.
-    ``placement``: the rank of each stage; None: a rank for each. ``stages``: how many; None: as many as ``placement``
-    has, or as ``edges`` mention. ``backward``: whether each stage has one; None: all do. ``tied``: groups of stages
-    that share a parameter. ``costs``: for families that look at them, F = 1 and B = 2 by default. ``in_flight``: the
-    most micro-batches per stage; ``memory``: the most bytes per rank. ScheduleError where they do not fit each other.
+    Args:
+        family: a name out of ``SCHEDULES``, or a function of the same kind.
+        edges: pairs of stage numbers.
+        microbatches: how many.
+        placement: the rank of each stage; None: a rank for each.
+        stages: how many; None: as many as ``placement`` has, or as ``edges`` mention.
+        backward: whether each stage has one; None: all do.
+        names: the stages' names; None: their numbers.
+        tied: groups of stages that share a parameter.
+        costs: for families that look at them; None: F = 1 and B = 2.
+        in_flight: the most micro-batches per stage, one number or one for each; None: the family's own.
+        memory: the most bytes per rank, one number or one for each; the costs must then have ``activation_bytes``.
+
+    Raises:
+        ScheduleError: they do not fit each other.
+
+    >>> schedule = build("1f1b", edges=[(0, 1), (1, 4), (2, 3), (3, 4)], microbatches=8)
+    >>> schedule.simulate().makespan  # (m + D − 1)(F + B), for a depth D of 3 stages, F = 1 and B = 2
+    30.0
+    >>> build("1f1b", edges=[(0, 1), (1, 2), (2, 3), (3, 4)], microbatches=8).simulate().makespan  # as a chain, D = 5
+    36.0
     """
     limited = with_costs(family, costs, in_flight, memory)
     edges = tuple((int(source), int(target)) for source, target in edges)
@@ -104,8 +121,14 @@ def with_costs(
 ) -> Limited:
     """The family at these costs and within these limits, for ``compile(schedule=...)``; its name stays.
 
-    ``in_flight``: the most micro-batches, one number or one per stage. ``memory``: the most bytes of them, one number
-    or one per rank; the costs must then have ``activation_bytes``.
+    Args:
+        family: a name out of ``SCHEDULES``, or a function of the same kind.
+        costs: what it reckons with; None: those that it is given.
+        in_flight: the most micro-batches, one number or one per stage.
+        memory: the most bytes of them, one number or one per rank; the costs must then have ``activation_bytes``.
+
+    Raises:
+        ScheduleError: there is no such family.
     """
     if isinstance(family, str):
         if family not in SCHEDULES:

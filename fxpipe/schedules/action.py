@@ -21,18 +21,29 @@ class Op(enum.Enum):
 
 
 class Action(NamedTuple):
-    """``Action(2, Op.F, 0)`` prints as ``2F0``: stage 2, forward, micro-batch 0."""
+    """What a stage does with a micro-batch, one cell of a table.
+
+    >>> str(Action(2, Op.F, 0))
+    '2F0'
+    """
 
     stage: int
+    """Its number; it may be on any rank."""
     op: Op
+    """Forward, backward, or one half of a backward."""
     microbatch: int
+    """Its number, from 0."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op.value}{self.microbatch}"
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The action that prints as ``text``; ScheduleError where none does."""
+        """The action that prints as ``text``; ScheduleError where none does.
+
+        >>> Action.parse("2B1") == Action(2, Op.B, 1)
+        True
+        """
         match = re.fullmatch(r"([0-9]{1,18})([FBIW])([0-9]{1,18})", text.strip())
         if match is None:
             raise ScheduleError(f"{text!r} is no action; write <stage><F, B, I or W><micro-batch>, as in 2F0")

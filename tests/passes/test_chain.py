@@ -55,7 +55,7 @@ def test_callbacks_see_every_pass_what_it_was_given_and_what_it_returned() -> No
     assert tuple(step for step, *_ in seen) == passes.default()
     for earlier, later in itertools.pairwise(seen):
         assert earlier[2] is later[1]
-    assert all(0 <= seconds < 60 for *_, seconds in seen)
+    assert all(seconds >= 0 for *_, seconds in seen)
 
 
 # ---- the check ----
@@ -161,13 +161,10 @@ def test_a_broken_program_is_noticed_after_the_pass_that_broke_it(
 
 
 def test_what_the_default_passes_make_is_well_formed_after_every_pass() -> None:
-    seen = 0
     program = captured(Model())
     for step in passes.default():
         program = step(program)
         check(program, step.__name__)  # type: ignore[attr-defined]
-        seen += 1
-    assert seen == 5
     assert program.stage_names == ("first", "behind")
 
 

@@ -19,9 +19,10 @@ from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.passes.chain import chain
 from tests.capturing import run_stages
+from tests.thinned import ALL
 
 BLOCKS = range(8)
-PROGRAMS_A_BLOCK = 100
+PROGRAMS_A_BLOCK = 100 if ALL else 25
 COMPUTING = ("op", "view", "random", "write", "shape", "size", "product")
 NUMBERS = ("shape", "size", "product")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import PartitionError, RunError, stage_boundary
 from tests.harness import assert_same, engine_of, gradients_of
+from tests.thinned import every
 
 TRACERS = ["symbolic", "export", "record"]
 
@@ -64,8 +66,7 @@ def steps(tracer: str) -> tuple[list[Tensor], list[dict[str, Tensor | None]], An
     return losses, gradients, output["image"], stages.placement, stages.names
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("engine", ["local", "strict 1", "distributed"])
+@pytest.mark.parametrize(("engine", "tracer"), every(4, list(product(["local", "strict 1", "distributed"], TRACERS))))
 def test_it_trains_and_evaluates_as_plain_pytorch(engine: str, tracer: str, request: pytest.FixtureRequest) -> None:
     ranks = engine_of(engine, lambda: request.getfixturevalue("pool"))(4, steps, tracer)
     for step, rows in enumerate((16, 10)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -273,18 +274,29 @@ def test_measured_costs_have_the_same_nodes_and_the_ratios_of_backward() -> None
     assert measured["first"].saved == frozenset() or measured.memory
 
 
-def test_measured_costs_tell_a_large_product_from_a_small_one() -> None:
+def test_a_measured_node_costs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which a linear layer takes a second for each number of its weight, and all else nothing."""
+
     class Uneven(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.small, self.large = nn.Linear(16, 1024), nn.Linear(1024, 4096)
+            self.small, self.large = nn.Linear(2, 3), nn.Linear(3, 5)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.large(self.small(x)).sum()
 
-    program = program_of(Uneven(), x=like(64, 16))
-    costs = costs_measured(program, {"x": like(64, 16)})
-    assert costs["large"].forward > 3 * costs["small"].forward
+    program = program_of(Uneven(), x=like(4, 2))
+    now, forward = 0.0, nn.Linear.forward
+
+    def slow(linear: nn.Linear, x: Tensor) -> Tensor:
+        nonlocal now
+        now += linear.weight.numel()
+        return forward(linear, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    costs = costs_measured(program, {"x": like(4, 2)})
+    assert (costs["small"].forward, costs["large"].forward, costs["sum_1"].forward) == (6, 15, 0)
 
 
 def test_a_model_on_the_meta_device_cannot_be_measured() -> None:

@@ -14,6 +14,7 @@ import fxpipe
 from fxpipe import Topology, stage_boundary
 from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import Engine, engine_of, replica_of
+from tests.thinned import pairwise
 from tests.whole.test_bugs_data_axis import refusals
 
 IGNORED = -100
@@ -129,9 +130,9 @@ def having(results: list[Any], topology: Topology, outputs: str) -> list[tuple[i
     return [(place["data"], result) for place, result, has in zip(places, results, mine, strict=True) if has]
 
 
-@pytest.mark.parametrize("outputs", ["last", "all"])
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("kind", ["rows", "loss_weight"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "kind"), pairwise(list(ROWS.values()), ["last", "all"], ["rows", "loss_weight"])
+)
 def test_a_number_is_the_mean_over_all_replicas(
     kind: str, rows: tuple[int, int], outputs: str, two_replicas: Engine
 ) -> None:

@@ -18,6 +18,7 @@ from fxpipe.distributed.strict_transport import current_seat, run_strict
 from fxpipe.run.finite import Extremes
 from tests.harness import engine_of, replica_of
 from tests.pool import Pool
+from tests.thinned import pairwise
 
 THREE = fxpipe.Topology([("pipe", 3)])
 ENGINES = ["local", "strict 1", "distributed"]
@@ -392,9 +393,10 @@ def on_replicas(options: dict[str, Any], flush: str) -> Any:
     return texts
 
 
-@pytest.mark.parametrize("flush", ["", "state_dict on one", "evaluate on all"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("engine", ["strict 2", "distributed"])
+@pytest.mark.parametrize(
+    ("zero", "engine", "flush"),
+    pairwise([0, 1, 2, 3], ["strict 2", "distributed"], ["", "state_dict on one", "evaluate on all"]),
+)
 def test_one_replicas_fault_is_told_once_and_names_it(
     request: pytest.FixtureRequest, engine: str, zero: int, flush: str
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,6 +17,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
 from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
+from tests.work import steps
 
 GRAPHS: dict[str, Bare] = {
     "one stage": bare((), 1),
@@ -171,34 +170,18 @@ def test_the_name_that_was_asked_for_stands_in_the_schedule(name: str) -> None:
     assert build(name, chain(2), 2).name == name
 
 
-TIMED = """
-import time
-from fxpipe.schedules import build
-
-def seconds(m):
-    start = time.process_time()
-    schedule = build({name!r}, [(stage, stage + 1) for stage in range(63)], m)
+def made_and_judged(name: str, stages: int, microbatches: int) -> None:
+    schedule = build(name, chain(stages), microbatches)
     schedule.verify()
     schedule.simulate()
-    return time.process_time() - start
-
-few, many = [seconds(256)], [seconds(1024)]
-while min(many) > 4.5 * min(few) and len(many) < 5:  # the least of several: others use this machine, too
-    few.append(seconds(256))
-    many.append(seconds(1024))
-print(min(few), min(many))
-"""
 
 
 @every_schedule
-def test_a_table_of_64_stages_and_1024_micro_batches_takes_four_times_as_long_as_one_of_256(name: str) -> None:
-    """Processor time to build, verify and simulate, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", TIMED.format(name=name)], capture_output=True, text=True, timeout=100, check=True
-    )
-    few, many = map(float, done.stdout.split())
-    assert many < 4
-    assert many <= 6 * few  # about 4 times, and 16 where a step is quadratic
+def test_a_table_of_four_times_as_many_actions_takes_four_times_the_work(name: str) -> None:
+    """To build, verify and simulate."""
+    work = steps(made_and_judged, name, 16, 64)
+    assert steps(made_and_judged, name, 16, 256) <= 4.5 * work  # 16 times where a step is quadratic
+    assert steps(made_and_judged, name, 64, 64) <= 4.5 * work
 
 
 # --- families of one's own ---

@@ -25,6 +25,7 @@ from fxpipe import Topology, stage_boundary
 from fxpipe.distributed.strict_transport import current_seat, run_strict
 from tests.harness import cut, replica_of
 from tests.pool import Pool
+from tests.thinned import pairwise
 
 VOCABULARY, WIDTH, HIDDEN, ROWS, LENGTH = 11, 7, 13, 6, 3
 LR, STEPS = 1e-3, 20
@@ -191,13 +192,13 @@ every_way = pytest.mark.parametrize("way", WAYS)
 tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
 
 
-@every_way
-@pytest.mark.parametrize("microbatches", [1, 6])
-@tied_or_not
-@pytest.mark.parametrize(("pipe", "data", "order"), SHAPES + LARGE)
+@pytest.mark.parametrize(
+    ("shape", "tied", "microbatches", "way"), pairwise(SHAPES + LARGE, [True, False], [6, 1], list(WAYS))
+)
 def test_parameters_are_those_of_torch(
-    oracles: Any, pipe: int, data: int, order: str, tied: bool, microbatches: int, way: str
+    oracles: Any, shape: tuple[int, int, str], tied: bool, microbatches: int, way: str
 ) -> None:
+    pipe, data, order = shape
     topology = topology_of(pipe, data, order)
     states = on_strict(topology, lambda: trained(topology, tied, microbatches, **WAYS[way]))
     for state in states:
@@ -224,7 +225,7 @@ def test_and_so_they_are_over_gloo(
 
 @pytest.mark.parametrize(
     ("pipe", "data", "order", "tied", "microbatches"),
-    [(*shape, tied, microbatches) for shape in SHAPES for tied in (False, True) for microbatches in (1, 6)]
+    [(*shape, tied, microbatches) for shape, tied, microbatches in pairwise(SHAPES, [False, True], [1, 6])]
     + [(*LARGE[1], True, 6)],  # 8 processes on few cores: the hardest case stands for all
 )
 def test_zero_3_is_fsdp2(
@@ -618,10 +619,9 @@ def put_hooks(named: Iterable[tuple[str, nn.Parameter]], hook: str) -> None:
             HOOKS[hook](parameter)
 
 
-@every_way
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("early", [True, False], ids=["before compile", "after"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "early", "microbatches", "way"), pairwise(list(HOOKS), [True, False], [1, 3], list(WAYS))
+)
 def test_hooks_act_once_and_on_what_they_act_on_in_plain_pytorch(
     hook: str, early: bool, microbatches: int, way: str
 ) -> None:

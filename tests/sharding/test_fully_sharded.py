@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from fxpipe.schedules.action import Op
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.fsdp_gradients import FullyShardedGradients, fully_sharded
 from tests.pool import Pool
+from tests.thinned import every, pairwise
 
 WIDTH, ROWS = 6, 12
 ONE_NODE = Topology([("data", 2)])
@@ -275,23 +277,21 @@ def one_call(kind: str, topology: Topology, microbatches: int, scope: str) -> No
     check(rank, plain_gradients(GRAPHS[kind], rank.transport.data_size, shares, times=2))
 
 
-@pytest.mark.parametrize("kind", GRAPHS)
-@pytest.mark.parametrize(
-    ("topology", "scope"),
-    [
-        (ONE_NODE, "node"),
-        (TWO_NODES, "node"),
-        (TWO_NODES, "data"),
-        (Topology([("data", 2)], 1), "node"),
-        (Topology([("pipe", 2), ("data", 2)]), "node"),
-        (Topology([("data", 2), ("pipe", 2)], 2), "node"),
-    ],
-    ids=lambda value: repr(value),
-)
-@pytest.mark.parametrize("microbatches", [1, 3])
+WHERE = [
+    (ONE_NODE, "node"),
+    (TWO_NODES, "node"),
+    (TWO_NODES, "data"),
+    (Topology([("data", 2)], 1), "node"),
+    (Topology([("pipe", 2), ("data", 2)]), "node"),
+    (Topology([("data", 2), ("pipe", 2)], 2), "node"),
+]
+
+
+@pytest.mark.parametrize(("where", "kind", "microbatches"), pairwise(WHERE, list(GRAPHS), [1, 3]), ids=repr)
 def test_gradients_are_those_of_the_whole_batch(
-    pool: Pool, kind: str, topology: Topology, scope: str, microbatches: int
+    pool: Pool, where: tuple[Topology, str], kind: str, microbatches: int
 ) -> None:
+    topology, scope = where
     pool.run(one_call, kind, topology, microbatches, scope, ranks=topology.world_size)
 
 
@@ -335,8 +335,7 @@ def several_calls(topology: Topology, factor: float | None, syncs: list[bool]) -
     check(rank, plain_gradients(two_stages, rank.transport.data_size, shares))
 
 
-@pytest.mark.parametrize("topology", [ONE_NODE, TWO_NODES], ids=repr)
-@pytest.mark.parametrize("factor", [None, 0.5])
+@pytest.mark.parametrize(("topology", "factor"), [(ONE_NODE, None), (TWO_NODES, 0.5)], ids=repr)
 @pytest.mark.parametrize(
     "syncs", [[True, True], [False, True], [False, False, True, True], [True, False, True]], ids=str
 )
@@ -385,8 +384,9 @@ def trained(topology: Topology, kind: str) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in fresh.items())
 
 
-@pytest.mark.parametrize("kind", GRAPHS)
-@pytest.mark.parametrize("topology", [TWO_NODES, Topology([("pipe", 2), ("data", 2)])], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "topology"), every(2, list(product(GRAPHS, [TWO_NODES, Topology([("pipe", 2), ("data", 2)])])))
+)
 def test_twenty_steps_and_a_checkpoint(pool: Pool, topology: Topology, kind: str) -> None:
     pool.run(trained, topology, kind, ranks=4)
 
@@ -553,9 +553,8 @@ def failing(rank_that_fails: int) -> None:
 
 
 def test_when_a_rank_fails_the_others_end(pool: Pool) -> None:
-    outcomes = pool.outcomes(failing, 1, ranks=2, seconds=30)
+    outcomes = pool.outcomes(failing, 1, ranks=2)
     assert isinstance(outcomes[0].error, fxpipe.RunError), outcomes[0]
-    assert outcomes[0].seconds < 20
 
 
 class Hooked(nn.Module):

@@ -34,6 +34,7 @@ from fxpipe import StageGraph, Topology
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import settle_foreach, whole_of
 from tests.pool import Pool
+from tests.thinned import pairwise
 
 WIDTH, ROWS, PARTS, STEPS = 6, 8, 4, 2
 PIPE_TENSOR = [("pipe", 2), ("tensor", 2)]
@@ -300,20 +301,19 @@ def check_equal(results: Sequence[Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "parallelize", "replicas"),
+    ("axes", "parallelize", "replicas", "last"),
     [
-        (PIPE_TENSOR, tensor_parallel, 1),
-        (PIPE_TENSOR, norms_too, 1),
-        (DATA_TENSOR, tensor_parallel, 2),
-        (DATA_TENSOR, norms_too, 2),
-        (DATA_TENSOR, both, 2),
-        (PIPE_DATA, fully_sharded, 2),
-        (PIPE_DATA, parts_sharded, 2),
-        (PIPE_DATA, sharded_and_checkpointed, 2),
-        (PIPE_DATA, nothing, 2),
+        (PIPE_TENSOR, tensor_parallel, 1, Ends),
+        (PIPE_TENSOR, norms_too, 1, EndsInSum),
+        (DATA_TENSOR, tensor_parallel, 2, EndsInSum),
+        (DATA_TENSOR, norms_too, 2, Ends),
+        (DATA_TENSOR, both, 2, EndsInSum),
+        (PIPE_DATA, fully_sharded, 2, Ends),
+        (PIPE_DATA, parts_sharded, 2, EndsInSum),
+        (PIPE_DATA, sharded_and_checkpointed, 2, Ends),
+        (PIPE_DATA, nothing, 2, EndsInSum),
     ],
 )
-@pytest.mark.parametrize("last", [Ends, EndsInSum])
 def test_training_equals_plain_pytorch(
     pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int, last: type[Block]
 ) -> None:
@@ -386,13 +386,13 @@ def accumulated(axes: list[tuple[str, int]], parallelize: Any, last: Any, sync: 
 
 
 @pytest.mark.parametrize(
-    ("axes", "parallelize", "replicas"), [(PIPE_DATA, fully_sharded, 2), (DATA_TENSOR, tensor_parallel, 2)]
+    ("way", "last", "sync"),
+    pairwise([(PIPE_DATA, fully_sharded, 2), (DATA_TENSOR, tensor_parallel, 2)], [Ends, EndsInSum], [True, False]),
 )
-@pytest.mark.parametrize("last", [Ends, EndsInSum])
-@pytest.mark.parametrize("sync", [True, False])
 def test_gradients_of_several_calls_add_up(
-    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int, last: Any, sync: bool
+    pool: Pool, way: tuple[list[tuple[str, int]], Any, int], last: Any, sync: bool
 ) -> None:
+    axes, parallelize, replicas = way
     graph = graph_of(last)
     for step in range(2):
         parts = [run_of(graph, x) for replica in range(replicas) for x in batch(step, replica).chunk(PARTS)]

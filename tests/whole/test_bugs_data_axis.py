@@ -19,6 +19,7 @@ from fxpipe import Topology, stage_boundary
 from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import replica_of
 from tests.pool import Pool
+from tests.thinned import every
 
 PAIR = Topology([("pipe", 1), ("data", 2)])
 SQUARE = Topology([("pipe", 2), ("data", 2)])
@@ -250,7 +251,7 @@ def random_walk(draw: random.Random, replicas: int, rows: int) -> list[Move]:
 @every_zero
 @pytest.mark.parametrize("total", [False, True], ids=["mean", "sum"])
 @pytest.mark.parametrize("pipe", [1, 2])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", every(4, range(10)))
 def test_any_walk_of_calls_in_which_replicas_use_different_parameters_and_weights_of_zero(
     zero: int, total: bool, pipe: int, seed: int
 ) -> None:
@@ -823,7 +824,7 @@ def what_is_left() -> tuple[bool, list[bool]]:
     torch.distributed.destroy_process_group()
     gc.collect()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     return transport() is not None, [thread.is_alive() for thread in threads]
 
 

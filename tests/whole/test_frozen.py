@@ -16,6 +16,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.schedules.action import Op
 from tests.harness import engine_of
 from tests.pool import Pool
+from tests.thinned import pairwise
 
 WIDTH, ROWS, PARTS, STEPS = 6, 8, 4, 3
 PIPE = [("pipe", 4)]
@@ -122,9 +123,7 @@ def stepped(
     return losses, gradients, sorted(backwards)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize(("name", "engine", "tracer"), pairwise(list(MODELS), ENGINES, TRACERS))
 def test_gradients_are_plain_pytorchs_and_frozen_parameters_have_none(
     engine: str, name: str, tracer: str, request: pytest.FixtureRequest
 ) -> None:

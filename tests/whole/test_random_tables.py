@@ -18,8 +18,9 @@ from fxpipe.schedules import SCHEDULES
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
 from fxpipe.schedules.schedule import Link
 from tests.graphs import random_bare
+from tests.thinned import ALL
 
-TABLES, CYCLES, PARTS = 10_000, 1_000, 20
+TABLES, CYCLES, PARTS = (10_000, 1_000, 20) if ALL else (1_000, 200, 2)
 
 
 def table(seed: int) -> Schedule:

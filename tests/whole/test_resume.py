@@ -5,7 +5,6 @@ The suite runs a third of the grid; ``FXPIPE_ALL=1`` runs all of it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import fxpipe
 from fxpipe.sharding.slices import Slice
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
+from tests.thinned import every
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
 
@@ -268,7 +268,7 @@ RESUMES += [
     (layout, Layout(1, 1, 0, False, plain=True), "one call") for layout in GRID if not layout.precise and layout.zero
 ]
 RESUMES += [(Layout(1, 1, 0, False, plain=True), layout, "one call") for layout in GRID if not layout.precise]
-SHOWN = RESUMES if os.environ.get("FXPIPE_ALL") else RESUMES[::3]
+SHOWN = every(3, RESUMES)
 
 
 @pytest.mark.parametrize(("source", "sink", "order"), SHOWN, ids=lambda value: str(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fxpipe.schedules import Costs, Problem, build, with_costs
 from tests.harness import assert_run, compiled, local, reference, strict, trained
 from tests.models import CASES
 from tests.pool import Pool
+from tests.thinned import every
 
 TABLES_ONLY = ["zb_h1"]
 RUNNABLE = [name for name in fxpipe.SCHEDULES if name not in TABLES_ONLY]
@@ -38,8 +40,7 @@ def table_of(name: str, schedule: str = "1f1b") -> Schedule:
     return compiled(CASES[name], schedule=schedule).schedule
 
 
-@pytest.mark.parametrize("schedule", RUNNABLE)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "schedule"), every(2, list(product(MODELS, reversed(RUNNABLE)))))
 def test_every_family_runs_on_processes_and_changes_no_bit(name: str, schedule: str, pool: Pool) -> None:
     assert_trains(pool, name, schedule)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.harness import (
 )
 from tests.models import CASES, PLAIN, RANDOM, WIDTH, Case, ColumnBatch, Inputs, linear
 from tests.pool import Pool
+from tests.thinned import every
 from tests.whole.test_schedules_run import RUNNABLE
 
 ENGINES = ["local", "strict 0", "strict 1", "distributed"]
@@ -62,15 +64,16 @@ def train_case(name: str, options: Mapping[str, Any]) -> Run:
 # --- three steps, every model, every engine ---
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_three_steps_equal_plain_pytorch(name: str, engine: Engine) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize(("name", "of"), every(3, list(product(CASES, ENGINES))))
+def test_three_steps_equal_plain_pytorch(name: str, of: str, request: pytest.FixtureRequest) -> None:
+    case, engine = CASES[name], engine_of(of, lambda: request.getfixturevalue("pool"))
     runs = engine(case.ranks, train_case, name, {})
     assert_run(runs, reference(case, batches_of(case))[0], case.tolerance)
 
 
-@pytest.mark.parametrize("schedule", RUNNABLE)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "skip of 1 MiB"])
+@pytest.mark.parametrize(
+    ("name", "schedule"), every(3, list(product([name for name in CASES if name != "skip of 1 MiB"], RUNNABLE)))
+)
 def test_no_schedule_changes_a_bit(name: str, schedule: str) -> None:
     case = CASES[name]
     runs = strict(2)(case.ranks, train_case, name, {"schedule": schedule})
@@ -707,7 +710,6 @@ def test_the_reason_reaches_ranks_that_have_compiled_more_models_than_others(poo
     pool.run(train_case, "U-Net", {}, ranks=3)
     for outcome in pool.outcomes(step_without_a_loss, ranks=4):
         assert "the loss must be one number" in str(outcome.error), f"rank {outcome.rank}: {outcome.error}"
-        assert outcome.seconds < 5
 
 
 def step_without_a_loss() -> None:

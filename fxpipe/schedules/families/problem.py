@@ -15,19 +15,18 @@ from fxpipe.schedules.dependency import Dependencies, Link
 
 @dataclass(frozen=True)
 class Problem:
-    """Stages 0 … n−1 with edges between them, each placed on a rank, and a number of micro-batches.
-
-    ``costs``: what families that look at time reckon with. ``in_flight``: the most micro-batches that each stage may
-    hold, where the user says so; ``memory``: the most bytes that each rank may hold of them.
-    """
+    """Stages 0 … n−1 with edges between them, each placed on a rank, and a number of micro-batches."""
 
     edges: tuple[tuple[int, int], ...]
     microbatches: int
     placement: tuple[int, ...]
     backward: tuple[bool, ...]
     costs: Costs
+    """What families that look at time reckon with."""
     in_flight: tuple[int, ...] | None = None
+    """The most micro-batches that each stage may hold, where the user says so."""
     memory: tuple[float, ...] | None = None
+    """The most bytes that each rank may hold of them."""
 
     def check(self) -> None:
         """ScheduleError with the values where this makes no sense."""

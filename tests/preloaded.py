@@ -1,0 +1,15 @@
+"""What worker processes need, imported once, by the server that they are forked from: torch takes seconds to import.
+
+None of it starts a thread or draws a number.
+"""
+
+import torch.distributed.checkpoint
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import torch.export  # noqa: F401
+
+import fxpipe
+
+for name in fxpipe.__all__:
+    getattr(fxpipe, name)
