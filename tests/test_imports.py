@@ -38,20 +38,11 @@ SHOWS_ITSELF = "fxpipe/schedules/schedule.py"
 """Its methods import what shows, checks and simulates its values when they are called, from whatever floor."""
 IMPORTS_LAZILY = "fxpipe/__init__.py"
 """It alone tells a type checker names of fxpipe's own that it does not import."""
-NOT_YET_WITHOUT_TYPE_CHECKING = set(
-    """
-    fxpipe/compiler.py fxpipe/plan/captures.py fxpipe/run/rank_state.py fxpipe/sharding/fsdp_gradients.py
-    fxpipe/sharding/parallelize/apply.py fxpipe/sharding/parallelize/gradients.py
-    fxpipe/sharding/parallelize/stages.py fxpipe/sharding/slices.py
-    """.split()
-)
+NOT_YET_WITHOUT_TYPE_CHECKING = {"fxpipe/plan/captures.py"} | {
+    f"fxpipe/sharding/parallelize/{name}.py" for name in ("apply", "gradients", "stages")
+}
 """Files that another of fxpipe's imports, and that import it for their annotations; the list may only shrink."""
-NOT_YET_UNIQUE = set(
-    """
-    Call Chain Done Given Held Layout Meter ModesNow Outcome Place Plan Problem Recorder Run Source Step Value
-    Work
-    """.split()
-)
+NOT_YET_UNIQUE = {"Recorder", "Step"}
 """Names of classes that two files still use; the list may only shrink."""
 
 PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}

@@ -28,10 +28,10 @@ from fxpipe.graph.like import Like
 from fxpipe.graph.program import Program
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance import NodeCosts, balance, costs_from_shapes
-from fxpipe.plan.balance.block_graph import Work, work_of_program
+from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program
 from fxpipe.plan.balance.candidates import connected
 from fxpipe.plan.balance.segments import least_greatest
-from fxpipe.plan.balance.simulated_layouts import Judge, Layout, without_gaps
+from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout, without_gaps
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
 
@@ -94,7 +94,7 @@ def captured(model: nn.Module, batch: dict[str, object]) -> tuple[Program, NodeC
 class Layers:
     """The layers of a model in the order of the data, as one who cuts by hand sees them."""
 
-    work: Work
+    work: BlockGraph
     layer_of: tuple[int, ...]
     """Block → layer."""
     first: int
@@ -106,7 +106,7 @@ class Layers:
         return len(self.seconds)
 
 
-def layers_of(program: Program, work: Work, first_tower: str, second_tower: str, layer: str) -> Layers:
+def layers_of(program: Program, work: BlockGraph, first_tower: str, second_tower: str, layer: str) -> Layers:
     """Layers by the paths of the modules that nodes were called in; what has none goes with what it is made from."""
     paths = {node.name: _path(node) for node in program.graph.nodes}
     names = [f"{tower}.{layer}.{n}" for tower in (first_tower, second_tower) for n in range(len(paths))]
@@ -217,7 +217,7 @@ def by_hand(judge: Judge, layers: Layers, rank_of_layer: Sequence[int]) -> float
     return min(choices, default=None)
 
 
-def acyclic(work: Work, group_of: Sequence[int], rank_of: Sequence[int]) -> Layout | None:
+def acyclic(work: BlockGraph, group_of: Sequence[int], rank_of: Sequence[int]) -> StageLayout | None:
     """The layout with a stage for each group, numbered in topological order; None where there is none."""
     rank = {group: rank_of[block] for block, group in enumerate(group_of)}
     before: dict[int, set[int]] = {group: set() for group in rank}

@@ -87,7 +87,7 @@ class Starter(Protocol):
         """Nothing is under way any more."""
 
 
-class Chain:
+class ThreadedChain:
     """Collectives that run one after another, each on the thread of its scope."""
 
     def __init__(
@@ -158,11 +158,11 @@ class Threads:
         self._perform, self._look_up = perform, look_up
         self._lanes: dict[Scope, _Lane] = {}
         self._threads: list[threading.Thread] = []
-        self._chains: WeakSet[Chain] = WeakSet()
+        self._chains: WeakSet[ThreadedChain] = WeakSet()
         weakref.finalize(self, _end, self._lanes)
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
-        chain = Chain(steps, what, ended, self._look_up)
+        chain = ThreadedChain(steps, what, ended, self._look_up)
         self._chains.add(chain)
         for place, step in enumerate(steps):
             self._lane(step.scope).put(partial(chain.run, place, self._perform))

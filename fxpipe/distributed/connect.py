@@ -7,7 +7,8 @@ import torch.distributed as dist
 from fxpipe.distributed.processes import init
 from fxpipe.distributed.strict_transport import StrictTransport, current_seat
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import DistributedTransport, LocalTransport, Transport
+from fxpipe.distributed.torch_transport import DistributedTransport
+from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.errors import TopologyError
 
 

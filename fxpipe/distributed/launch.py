@@ -65,7 +65,7 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
 
 
 @dataclass(frozen=True)
-class _Done:
+class _Returned:
     result: Any
 
 
@@ -90,10 +90,10 @@ class _Worker:
         # The process holds the only sending end now, so that its death is the end of the pipe.
         self._sender.close()
 
-    def outcome(self) -> _Done | _Failed:
+    def outcome(self) -> _Returned | _Failed:
         """What the process sent, once the pipe is ready: pickled here by hand, see ``_work``."""
         try:
-            outcome: _Done | _Failed = pickle.loads(self.receiver.recv_bytes())
+            outcome: _Returned | _Failed = pickle.loads(self.receiver.recv_bytes())
         except EOFError:
             self.process.join(_END_SECONDS)
             return _Failed(float("-inf"), f"ended without a result, {_exit(self.process.exitcode)}")
@@ -112,7 +112,7 @@ def _work(sender: Connection, task: bytes) -> None:
     # Ctrl-C reaches the launching process as well, and that one ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    outcome: _Done | _Failed
+    outcome: _Returned | _Failed
     try:
         fn, args = pickle.loads(task)
         init()
@@ -120,7 +120,7 @@ def _work(sender: Connection, task: bytes) -> None:
         if dist.is_initialized():  # fn may have done so itself
             dist.destroy_process_group()
         # Pickled here, for Connection.send would pass tensors as handles that die with this process.
-        message = pickle.dumps(_Done(result))
+        message = pickle.dumps(_Returned(result))
     except BaseException:  # SystemExit, too, is an end without a result
         outcome = _Failed(time.time(), f"failed:\n{traceback.format_exc()}")
         sender.send_bytes(pickle.dumps(outcome))
@@ -187,7 +187,7 @@ def _results(workers: list[_Worker]) -> list[Any]:
         if failures:
             rank = min(failures, key=lambda rank: failures[rank].at)
             raise RunError(f"rank {rank} of {len(workers)} {failures[rank].reason}")
-        results |= {rank: outcome.result for rank, outcome in outcomes.items() if isinstance(outcome, _Done)}
+        results |= {rank: outcome.result for rank, outcome in outcomes.items() if isinstance(outcome, _Returned)}
         pending = [worker for worker in pending if worker.rank not in outcomes]
     return [results[worker.rank] for worker in workers]
 

@@ -32,7 +32,7 @@ Key = tuple[str, Scope]
 """(operation, scope): what a row is about."""
 
 
-class Meter:
+class TrafficMeter:
     """Counts and marks now, and computes nothing until it is asked."""
 
     def __init__(self, clock: Clock) -> None:
@@ -71,7 +71,7 @@ class _Timed:
 
     __slots__ = ("_between", "_keys", "_meter", "_work")
 
-    def __init__(self, work: Work, meter: Meter, keys: Sequence[Key], between: Sequence[Any] = ()) -> None:
+    def __init__(self, work: Work, meter: TrafficMeter, keys: Sequence[Key], between: Sequence[Any] = ()) -> None:
         self._work, self._meter, self._keys, self._between = work, meter, keys, between
 
     def wait(self) -> object:
@@ -91,7 +91,7 @@ class Metered:
     def __init__(self, transport: Transport, topology: Topology, clock: Clock) -> None:
         self._inner = transport
         self._per_node = topology.ranks_per_node or topology.world_size
-        self._meter = Meter(clock)
+        self._meter = TrafficMeter(clock)
         self.pipe_rank: int | None = transport.pipe_rank
         self.data_rank, self.data_size, self.device = transport.data_rank, transport.data_size, transport.device
         self.open, self.ranks = transport.open, transport.ranks

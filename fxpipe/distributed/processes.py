@@ -16,7 +16,7 @@ from fxpipe.errors import RunError, TopologyError
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Where this process stands among all of them, and where they meet."""
 
     rank: int
@@ -57,7 +57,7 @@ def init() -> torch.device:
     return device
 
 
-def torchrun_place(environ: Mapping[str, str]) -> Place | None:
+def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
     """What torchrun's variables say, or None where RANK is not set."""
     if "RANK" not in environ:
         # WORLD_SIZE alone is common in srun scripts; elsewhere it means that somebody expects company.
@@ -75,7 +75,7 @@ def torchrun_place(environ: Mapping[str, str]) -> Place | None:
             f"torchrun, or set {', '.join(required)}"
         )
     world_size = _number(environ, "WORLD_SIZE", 1)
-    return Place(
+    return ProcessPlace(
         rank=_number(environ, "RANK", 0, world_size - 1),
         world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK", 0, world_size - 1),
@@ -84,7 +84,7 @@ def torchrun_place(environ: Mapping[str, str]) -> Place | None:
     )
 
 
-def slurm_place(environ: Mapping[str, str]) -> Place | None:
+def slurm_place(environ: Mapping[str, str]) -> ProcessPlace | None:
     """What SLURM's variables say, or None where this process is not one of several srun tasks."""
     if "SLURM_PROCID" not in environ or _number(environ, "SLURM_NTASKS", 1, default=1) == 1:
         return None
@@ -97,7 +97,7 @@ def slurm_place(environ: Mapping[str, str]) -> Place | None:
         port = _number(environ, "MASTER_PORT", 1, 65535)
     else:
         port = slurm_port(_number(environ, "SLURM_JOB_ID", 0))
-    return Place(
+    return ProcessPlace(
         rank=_number(environ, "SLURM_PROCID", 0, world_size - 1),
         world_size=world_size,
         local_rank=_number(environ, "SLURM_LOCALID", 0, world_size - 1),
@@ -148,7 +148,7 @@ def _number(
     return int(text)
 
 
-def _gpu(place: Place, count: int) -> int:
+def _gpu(place: ProcessPlace, count: int) -> int:
     if place.local_rank < count:
         return place.local_rank
     if place.gpu_may_be_private and count == 1:
@@ -159,7 +159,7 @@ def _gpu(place: Place, count: int) -> int:
     )
 
 
-def _join(place: Place, device: torch.device) -> None:
+def _join(place: ProcessPlace, device: torch.device) -> None:
     cuda = device.type == "cuda"
     host = f"[{place.address}]" if ":" in place.address else place.address  # an IPv6 address
     try:

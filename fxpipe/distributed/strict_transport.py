@@ -91,7 +91,7 @@ class StrictWorld:
         }
         self._draw = random.Random(self.seed)
         self._entered = 0
-        self.queues: dict[tuple[int, int, int], _Queue] = {}
+        self.queues: dict[tuple[int, int, int], _PairQueue] = {}
         self.meetings: dict[tuple[Any, ...], _Meeting] = {}
         self.transports = [0] * self.size
         """How many each rank has made: all make them in the same order, so the number tells them apart."""
@@ -135,7 +135,7 @@ class StrictWorld:
 
 
 @dataclass
-class _Queue:
+class _PairQueue:
     """One directed pair's transfers: sends and receives matched in order."""
 
     sends: deque[_Transfer] = field(default_factory=deque)
@@ -164,7 +164,7 @@ class _Transfer:
 
 
 @dataclass
-class _Chain:
+class _StrictChain:
     """Collectives of one rank that run one after another."""
 
     seat: Seat
@@ -214,7 +214,7 @@ class StrictTransport:
         seat.world.transports[seat.rank] += 1
         self._generation = seat.world.transports[seat.rank]
 
-        self._lanes: dict[Scope, deque[tuple[_Chain, int]]] = {}
+        self._lanes: dict[Scope, deque[tuple[_StrictChain, int]]] = {}
 
     def ranks(self, scope: Scope) -> tuple[int, ...]:
         return tuple(self._ranks[scope])
@@ -226,8 +226,8 @@ class StrictTransport:
         for scope, ranks in groups.items():
             self._ranks[scope] = list(next(group for group in ranks if self._seat.rank in group))
 
-    def _queue(self, pair: Pair) -> _Queue:
-        return self._seat.world.queues.setdefault((self._generation, *self._pairs[pair]), _Queue())
+    def _queue(self, pair: Pair) -> _PairQueue:
+        return self._seat.world.queues.setdefault((self._generation, *self._pairs[pair]), _PairQueue())
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
         transfer = _Transfer(self._seat, buffer, f"rank {self._pairs[pair][1]} to receive")
@@ -260,7 +260,7 @@ class StrictTransport:
         tensor.copy_(self._meet(scope, "broadcast", tensor.clone())[source])
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
-        chain = _Chain(self._seat, steps, what, ended)
+        chain = _StrictChain(self._seat, steps, what, ended)
         for place, step in enumerate(steps):
             self._lanes.setdefault(step.scope, deque()).append((chain, place))
         self._advance()
@@ -287,7 +287,7 @@ class StrictTransport:
                 self._end(scope, [meeting.brought[rank] for rank in members])
 
     @staticmethod
-    def _end(scope: Scope, members: Sequence[tuple[StrictTransport, _Chain]]) -> None:
+    def _end(scope: Scope, members: Sequence[tuple[StrictTransport, _StrictChain]]) -> None:
         perform([chain.steps[chain.done] for _, chain in members])
         for transport, chain in members:
             transport._lanes[scope].popleft()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.parameters.ownership import on_meta
 from fxpipe.parameters.unwritten import mark, marks_left
 from fxpipe.seeds import seeded
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, storage_id
@@ -174,7 +175,7 @@ def _only(model: nn.Module, tensors: Any) -> Iterator[None]:
     """While it is open, all real tensors but these are out of the model, and meta tensors in their place."""
     kept = {id(tensor) for tensor in tensors}
     hidden = [place for place in _held(model) if not place[2].is_meta and id(place[2]) not in kept]
-    stand_ins = {id(tensor): _on_meta(tensor) for _, _, tensor in hidden}
+    stand_ins = {id(tensor): on_meta(tensor) for _, _, tensor in hidden}
     try:
         for module, name, tensor in hidden:
             setattr(module, name, stand_ins[id(tensor)])
@@ -182,11 +183,6 @@ def _only(model: nn.Module, tensors: Any) -> Iterator[None]:
     finally:
         for module, name, tensor in hidden:
             setattr(module, name, tensor)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    meta = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
 @contextlib.contextmanager

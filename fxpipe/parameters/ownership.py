@@ -90,9 +90,10 @@ def release(model: nn.Module, keep: frozenset[str]) -> None:
         for table in (module._parameters, module._buffers):
             for name, tensor in list(table.items()):
                 if tensor is not None and not tensor.is_meta and id(tensor) not in kept:
-                    table[name] = empty.setdefault(id(tensor), _on_meta(tensor))  # type: ignore[assignment]
+                    table[name] = empty.setdefault(id(tensor), on_meta(tensor))  # type: ignore[assignment]
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
+def on_meta(tensor: Tensor) -> Tensor:
+    """Another tensor or parameter like it, without memory."""
     meta = torch.empty_like(tensor, device="meta")
     return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta

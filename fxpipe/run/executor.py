@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from fxpipe.run.finite import Extremes
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
 from fxpipe.seeds import seeded
+from fxpipe.sharding.gradients import Gradients
 from fxpipe.torch_compat import pytree
 
 
@@ -39,19 +40,6 @@ class Step:
     extremes: Extremes | None = None
 
 
-class Parameters(Protocol):
-    """What has to know when this rank uses its parameters."""
-
-    def settle(self, stage: int) -> None:
-        """A forward of this stage begins."""
-
-    def before(self, action: Action) -> None:
-        """A backward begins; of a micro-batch without weight, it is left out."""
-
-    def after(self, action: Action) -> None:
-        """It is over."""
-
-
 @dataclass
 class Executor:
     """Executes one rank's instructions for one step."""
@@ -62,7 +50,8 @@ class Executor:
     exchange: Exchange
     device: torch.device
     step: Step
-    parameters: Parameters
+    parameters: Gradients
+    """What has to know when this rank uses its parameters."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,9 @@ from fxpipe.parameters.weights import Weights
 from fxpipe.plan.planner import Plan, Planner
 from fxpipe.precision import Precision, cast_parameters
 from fxpipe.sharding.data_axis import way_of
+from fxpipe.sharding.gradients import Gradients
 from fxpipe.sharding.parallelize.apply import parallelise_stages, tensor_groups
-from fxpipe.sharding.parallelize.gradients import ParallelGradients
-from fxpipe.sharding.reducer import Reducer, reducer_for
-
-if TYPE_CHECKING:
-    from fxpipe.sharding.fsdp_gradients import FullyShardedGradients
+from fxpipe.sharding.reducer import reducer_for
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Holding:
     """What a rank has of the model."""
 
     module: RankModule
-    reducer: Reducer | ParallelGradients | FullyShardedGradients
+    reducer: Gradients
     precision: Precision | None
     originals: dict[str, Tensor]
     """Parameters as they were before ``precision`` rounded them, by name."""
@@ -173,5 +170,7 @@ def _whole(planner: Planner, topology: Topology, transport: Transport, owners: O
     row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
     way = way_of(wish.zero, transport, wish.precision)
     reducer = reducer_for(plan.graph, row, module, owners, transport, way, wish.capacity)
-    gradients = reducer if parallel is None else parallel.gradients(reducer, transport, owners, planner.module)
+    gradients: Gradients = (
+        reducer if parallel is None else parallel.gradients(reducer, transport, owners, planner.module)
+    )
     return Holding(module, gradients, wish.precision, originals)

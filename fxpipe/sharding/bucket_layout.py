@@ -46,7 +46,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """A bucket: ``size`` elements, padding included. ``root``: the shard rank that has all of it; None: each has an
     equal section."""
 
@@ -63,7 +63,7 @@ class Layout:
         return rank * length, (rank + 1) * length
 
 
-def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tuple[Layout, ...]:
+def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tuple[BucketLayout, ...]:
     """Buckets for items in the order in which their gradients come, over ``ranks`` shard ranks.
 
     A bucket is closed once it holds ``capacity`` bytes (the first one ``first``), and they stand in the order in which
@@ -100,13 +100,13 @@ def _owners(items: Iterable[Item], ranks: int) -> dict[Item, int]:
     return owner
 
 
-def _bucket(kind: Kind, root: int | None, items: Sequence[Item], ranks: int) -> Layout:
+def _bucket(kind: Kind, root: int | None, items: Sequence[Item], ranks: int) -> BucketLayout:
     step = max(ALIGNMENT // kind.element, 1)
     slots, end = [], 0
     for item in items:
         slots.append(Slot(item.name, end, item.numel))
         end = _up(end + item.numel, step)
-    return Layout(kind, tuple(slots), end if root is not None else _up(end, step * ranks), root)
+    return BucketLayout(kind, tuple(slots), end if root is not None else _up(end, step * ranks), root)
 
 
 def _up(count: int, step: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.parameters.dtensors import local
+from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
 from fxpipe.sharding.flat_bucket import Piece
 
 
@@ -64,33 +64,24 @@ def gradient_of(piece: Piece) -> Tensor | None:
     gradient = piece.gradient() if piece.parameter.grad is not None else None
     if gradient is None:
         return None
-    if (piece.start, piece.stop) != (0, piece.parameter.numel()):
-        gradient = local(gradient)
-    return gradient.detach()
+    return (gradient if piece.is_whole else local(gradient)).detach()
 
 
 def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """This rank's norm, in float64, where powers and their sums lose nothing that float32 has."""
     parts = [torch.nn.utils.get_total_norm(group, order) for group in _alike(g for g in gradients if g.numel())]
-    whole = [_full(part).double() for part in parts]
+    whole = [whole_of(part).double() for part in parts]
     if not whole:
         return torch.zeros((), dtype=torch.float64, device=device)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(whole[0].device) for part in whole]), order)
     return norm
 
 
-def _full(norm: Tensor) -> Tensor:
-    """A DTensor's norm over all of its mesh."""
-    full_tensor = getattr(norm, "full_tensor", None)
-    full: Tensor = norm if full_tensor is None else full_tensor()
-    return full
-
-
 def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     """Plain tensors apart from DTensors, and these by mesh and placement."""
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        key = (getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None))
+        key = (gradient.device_mesh, gradient.placements) if is_dtensor(gradient) else None
         groups.setdefault(key, []).append(gradient)
     return list(groups.values())
 

@@ -15,7 +15,7 @@ from fxpipe.precision import Precision
 
 
 @dataclass(frozen=True)
-class Way:
+class GradientSums:
     """How gradients are summed.
 
     ``zero``: what is sharded. ``shards``: the size of the shard group; ``rank``: this rank's place in it.
@@ -64,13 +64,13 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     }
 
 
-def way_of(zero: int, transport: Transport, precision: Precision | None) -> Way:
+def way_of(zero: int, transport: Transport, precision: Precision | None) -> GradientSums:
     """How this rank's gradients are summed."""
     wire = precision.reduce if precision is not None else None
     if transport.data_size == 1:
-        return Way(0, 1, 0, 1, wire)
+        return GradientSums(0, 1, 0, 1, wire)
     shard = transport.ranks("shard")
-    return Way(zero, len(shard), shard.index(transport.rank), len(transport.ranks("replica")), wire)
+    return GradientSums(zero, len(shard), shard.index(transport.rank), len(transport.ranks("replica")), wire)
 
 
 def check_zero(zero: int, zero_scope: str, bucket_cap_mb: float) -> None:

@@ -10,39 +10,29 @@ import copy
 import functools
 import math
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
-from fxpipe.errors import CheckpointError, RunError, nearest
+from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision
 from fxpipe.sharding.clip import gradient_of
-from fxpipe.sharding.data_axis import Way
 from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces
 from fxpipe.sharding.optimizer_state import (
-    MASTER,
-    Entry,
-    group_options,
-    initial_state,
-    is_initial,
+    OptimizerMaker,
+    TargetStates,
+    check_saves_all,
+    read_state_dict,
     refuse_torchs_helpers,
-    shown,
-    taken,
 )
 from fxpipe.sharding.parameter_groups import comparable, first_names, options_of, resolve_groups, whole_groups
-from fxpipe.sharding.reducer import Claim
-from fxpipe.sharding.slices import Slice
 from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
-from fxpipe.torch_compat import version_of
-
-Maker = Callable[..., torch.optim.Optimizer]
-"""A class of optimizers, or what stands for one: ``Maker(groups, **kw)``."""
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -56,23 +46,12 @@ REFUSED = {
 }
 
 
-class Store(Protocol):
-    """Who has parameters and gradients; ``fxpipe.sharding.reducer.Reducer`` is one."""
-
-    way: Way
-
-    def claim(self, names: Iterable[str], whole: bool) -> Claim: ...
-    def pieces(self) -> list[Piece]: ...
-    def publish(self, claim: Claim) -> None: ...
-    def settle(self) -> None: ...
-
-
-def is_elementwise(cls: Maker) -> bool:
+def is_elementwise(cls: OptimizerMaker) -> bool:
     """Whether this very class is known to step each element by itself."""
     return _class_of(cls) in ELEMENTWISE
 
 
-def check_class(cls: Maker, copies: bool) -> None:
+def check_class(cls: OptimizerMaker, copies: bool) -> None:
     """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
     made = _class_of(cls)
     for refused, why in REFUSED.items():
@@ -80,7 +59,7 @@ def check_class(cls: Maker, copies: bool) -> None:
             raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")
 
 
-def _class_of(cls: Maker) -> Any:
+def _class_of(cls: OptimizerMaker) -> Any:
     while isinstance(cls, functools.partial):
         cls = cls.func
     return cls
@@ -112,10 +91,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        cls: Maker,
+        cls: OptimizerMaker,
         params: Any,
         kw: Mapping[str, Any],
-        store: Store,
+        store: Gradients,
         transport: Transport,
         *,
         held: Mapping[str, Tensor],
@@ -128,7 +107,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cause: Callable[[], str] = str,
     ) -> None:
         self._inner: torch.optim.Optimizer | None = None
-        self._cls, self._kw = cls, dict(kw)
         self._store, self._transport = store, transport
         self._held, self._all = held, held if whole is None else whole
         self._names: dict[int, list[str]] = {}
@@ -140,8 +118,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._elementwise = is_elementwise(cls) if elementwise is None else elementwise
         self._cause = cause
         self._originals = {} if originals is None else originals
-        self._copies: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # masters that state dicts have copies of
-        self._claims: list[Claim] = []
+        self._states = TargetStates(functools.partial(cls, **kw), precision is not None)
+        self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self._steps = self.skipped_steps = 0
@@ -149,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(self._resolved(params), {})
         self._targets = self._claim(self.param_groups)
         given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
-        self._inner = settle_foreach(cls(given, **self._kw))
+        self._inner = settle_foreach(cls(given, **kw))
         self._is_lazy = not self._inner.state
         self.state, self.defaults = self._inner.state, self._inner.defaults
         self._exchange(self._inner.param_groups, self.param_groups)
@@ -329,20 +307,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CheckpointError: the optimizer keeps what belongs to no parameter, or to a whole one of which ranks step
                 slices.
         """
+        assert self._inner is not None
         refuse_torchs_helpers()
-        foreign = next((key for key in self.state if not isinstance(key, Tensor)), None)
-        if foreign is not None:
-            raise CheckpointError(
-                f"the optimizer's state has {foreign!r}, which belongs to no parameter; keep it in its parameter groups"
-            )
-        self._check_own_state()
+        check_saves_all(self._inner)
         entries = {
-            self._name(target): shown(self._name(target), self._entry(group, target), target)
+            name: self._states.show(name, self.state.get(target.tensor), options_of(group), target)
             for group, targets in zip(self.param_groups, self._targets, strict=True)
             for target in targets
             if target.tensor.numel() or target.whole  # not a shard of none of its rows
+            for name in [self._name_of(target.piece.parameter)]
         }
-        self._note_copies(entries)
         return {
             "state": {name: entry for name, entry in entries.items() if entry},
             "param_groups": [
@@ -350,53 +324,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for names, group in zip(self._group_names, self.param_groups, strict=True)
             ],
         }
-
-    def _check_own_state(self) -> None:
-        """CheckpointError where the inner optimizer saves more than it has by parameter and group."""
-        inner = self._inner
-        if inner is None or type(inner).state_dict is torch.optim.Optimizer.state_dict:
-            return
-        further = [key for key in inner.state_dict() if key not in ("state", "param_groups")]
-        if further:
-            raise CheckpointError(
-                f"{type(inner).__name__}.state_dict() has {further[0]!r} beside 'state' and 'param_groups', which "
-                "would be lost; keep it in the state of its parameters, or in its parameter groups"
-            )
-
-    def _name(self, target: Target) -> str:
-        return self._name_of(target.piece.parameter)
-
-    def _entry(self, group: Mapping[str, Any], target: Target) -> Entry:
-        """What a state dict has of a parameter: nothing where it is frozen and has never been stepped."""
-        state = self.state.get(target.tensor)
-        if not state and not target.piece.parameter.requires_grad:
-            return self._master(target)
-        return {**(state or self._initial(group, target)), **self._master(target)}
-
-    def _initial(self, group: Mapping[str, Any], target: Target) -> Entry:
-        return initial_state(self._cls, self._kw, options_of(group), target.tensor)
-
-    def _has_master(self, target: Target) -> bool:
-        return self._precision is not None and target.tensor.is_floating_point()
-
-    def _master(self, target: Target) -> Entry:
-        if not self._has_master(target):
-            return {}
-        with torch.inference_mode(False):  # so that what is written is counted, see ``_is_unread``
-            return {MASTER: target.tensor if target.master else target.tensor.detach().clone()}
-
-    def _note_copies(self, entries: Mapping[str, Entry]) -> None:
-        for target in self._flat:
-            if not target.master and MASTER in (entry := entries.get(self._name(target), {})):
-                self._copies[self._name(target)] = weakref.ref(entry[MASTER]), _version_of(entry[MASTER])
-
-    def _is_unread(self, name: str, value: Any) -> bool:
-        """Whether this is a copy of a parameter that a state dict had, and nobody has written anything into it: the
-        checkpoint had none (``allow_partial_load``), and the parameter may have been loaded since."""
-        if name not in self._copies or not isinstance(value, Tensor):
-            return False
-        copied, version = self._copies[name]
-        return copied() is value and _version_of(value) == version
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.
@@ -409,54 +336,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         assert self._inner is not None
         refuse_torchs_helpers()
-        options, entries = self._checked(state_dict)
+        saved, found = read_state_dict(state_dict, self._group_names, self._all)
+        own = [options_of(group) for group in self.param_groups]
+        options = [{**mine, **new} for mine, new in zip(own, found, strict=True)]  # those not saved as they are
+        loaded = [
+            (target, self._states.load(name, saved.get(name, {}), new, mine, target, self._is_lazy))
+            for mine, new, targets in zip(own, options, self._targets, strict=True)
+            for target in targets
+            for name in [self._name_of(target.piece.parameter)]
+        ]
         self._store.settle()  # what the step before has sent may still be on its way
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        masters: list[tuple[Target, Tensor]] = []
-        for group, targets in zip(options, self._targets, strict=True):
-            for target in targets:
-                entry, initial = entries.get(self._name(target), {}), self._initial(group, target)
-                if MASTER in entry:
-                    masters.append((target, entry.pop(MASTER)))
-                if not self._is_lazy:
-                    state[target.tensor] = entry or initial
-                elif entry and not is_initial(entry, initial):
-                    state[target.tensor] = entry
+        masters = [(target, one.master) for target, one in loaded if one.master is not None]
         with torch.no_grad():
             for target, values in masters:
                 target.tensor.copy_(values)
         self._exact = [(target, values) for target, values in masters if not target.master]
+        state = defaultdict(dict, {target.tensor: one.state for target, one in loaded if one.state is not None})
         self._inner.__setstate__({"state": state, "param_groups": self._inner.param_groups})
         self.state = self._inner.state
         self._exchange(copy.deepcopy(options), self.param_groups)
-
-    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Entry]]:
-        """Hyperparameters by group, those that were not saved as they are, and this rank's entries by name."""
-        lacking = [key for key in ("state", "param_groups") if key not in state_dict]
-        if lacking:
-            raise CheckpointError(f"the state dict has no {lacking[0]!r}; load what optimizer.state_dict() gave")
-        saved, groups = state_dict["state"], state_dict["param_groups"]
-        found = group_options(groups, self._group_names, lambda name: self._all[name].requires_grad)
-        options = [{**options_of(group), **new} for group, new in zip(self.param_groups, found, strict=True)]
-        unknown = [name for name in saved if name not in self._all]
-        if unknown:
-            raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), list(self._all))}")
-        entries = {
-            self._name(target): self._taken(saved.get(self._name(target), {}), group, new, target)
-            for group, new, targets in zip(self.param_groups, options, self._targets, strict=True)
-            for target in targets
-        }
-        return options, entries
-
-    def _taken(
-        self, saved: Mapping[str, Any], group: Mapping[str, Any], new: Mapping[str, Any], target: Target
-    ) -> Entry:
-        """A copy of an entry saved under the hyperparameters ``new``, for a target of this group."""
-        name, master = self._name(target), {MASTER: target.tensor} if self._has_master(target) else {}
-        saved = {k: v for k, v in saved.items() if k != MASTER or not self._is_unread(name, v)}
-        like = self._initial(new, target)
-        asked = like if len(saved) > len(master) else self._initial(group, target)
-        return taken(name, saved, {**like, **master}, {**asked, **master}, target)
 
     def reload(self, values: Mapping[str, Tensor] | None = None) -> None:
         """To be called after somebody has written parameters: masters follow them.
@@ -470,8 +368,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for target, exact in self._exact:
                 assert self._precision is not None
                 target.tensor.copy_(merged(exact, target.tensor, self._precision.compute))
-
-
-def _version_of(value: Tensor) -> int:
-    """How often a tensor, or this rank's part of it, has been written to."""
-    return version_of(value.local if isinstance(value, Slice) else local(value))

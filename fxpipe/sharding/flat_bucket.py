@@ -13,8 +13,8 @@ from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.sharding.bucket_layout import Layout, Slot
-from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.bucket_layout import BucketLayout, Slot
+from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.torch_compat import version_of
 
 
@@ -35,6 +35,10 @@ class Piece:
     gradient: Callable[[], Tensor | None]
     """The summed gradient, shaped like ``data``; None where nobody used the parameter."""
 
+    @property
+    def is_whole(self) -> bool:
+        return (self.start, self.stop) == (0, self.parameter.numel())
+
 
 @dataclass(eq=False)
 class FlatBucket:
@@ -44,9 +48,9 @@ class FlatBucket:
     which later ones are added to, but which must not be summed again.
     """
 
-    layout: Layout
+    layout: BucketLayout
     parameters: Sequence[nn.Parameter]
-    way: Way
+    way: GradientSums
     transport: Transport
     claim: int = 0
     part: Tensor | None = None

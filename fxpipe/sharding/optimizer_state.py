@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.sharding.slices import Slice, memory_order
 from fxpipe.sharding.stepped_piece import Target
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, version_of
+
+OptimizerMaker = Callable[..., torch.optim.Optimizer]
+"""A class of optimizers, or what stands for one: ``cls(groups, **kw)``."""
 
 MASTER = "master"
 """The key of a parameter in the type that it is stepped in."""
@@ -29,7 +33,89 @@ Entry = dict[str, Any]
 """What an optimizer keeps of one parameter, by its own keys."""
 
 
-def initial_state(cls: Callable[..., Any], kw: Mapping[str, Any], options: Mapping[str, Any], like: Tensor) -> Entry:
+class Loaded(NamedTuple):
+    """What a state dict has for a target. ``state``: None for one that was never stepped, and has none before it is."""
+
+    state: Entry | None
+    master: Tensor | None
+
+
+class TargetStates:
+    """The states of one optimizer's targets, as state dicts show them.
+
+    ``make``: makes an optimizer of groups. ``masters``: whether parameters are stepped in a precision of their own.
+    """
+
+    def __init__(self, make: OptimizerMaker, masters: bool) -> None:
+        self._make, self._masters = make, masters
+        self._copies: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # masters that state dicts have copies of
+
+    def show(self, name: str, state: Entry | None, options: Mapping[str, Any], target: Target) -> Entry:
+        """A target's entry of a state dict: nothing where it is frozen and has never been stepped."""
+        entry = dict(state or {})
+        if not state and target.piece.parameter.requires_grad:
+            entry = initial_state(self._make, options, target.tensor)
+        if self._has_master(target):
+            with torch.inference_mode(False):  # so that what is written is counted, see ``_is_unread``
+                entry[MASTER] = target.tensor if target.master else target.tensor.detach().clone()
+        entry = {
+            key: pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), value)
+            for key, value in entry.items()
+        }
+        if MASTER in entry and not target.master:
+            self._copies[name] = weakref.ref(entry[MASTER]), _version_of(entry[MASTER])
+        return entry
+
+    def _has_master(self, target: Target) -> bool:
+        return self._masters and target.tensor.is_floating_point()
+
+    def load(
+        self,
+        name: str,
+        saved: Mapping[str, Any],
+        options: Mapping[str, Any],
+        own: Mapping[str, Any],
+        target: Target,
+        lazy: bool,
+    ) -> Loaded:
+        """A copy of an entry, where and of the types that this optimizer has its own.
+
+        ``options``: those that were saved. ``own``: this optimizer's, under which a checkpoint is asked for entries, so
+        that it cannot have more. ``lazy``: whether the optimizer makes a target's state when it first steps it.
+        """
+        saved = {key: value for key, value in saved.items() if key != MASTER or not self._is_unread(name, value)}
+        initial = initial_state(self._make, options, target.tensor)
+        like = {**initial, MASTER: target.tensor} if self._has_master(target) else initial
+        keys = saved.keys() - {MASTER}  # none where it was frozen
+        fits = (
+            keys == initial.keys() if keys else initial.keys() == initial_state(self._make, own, target.tensor).keys()
+        )
+        if not fits or MASTER in saved.keys() - like.keys():
+            raise CheckpointError(
+                f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
+                f"{_listed(like)}; make it of the same class, with the same arguments and precision=, and load again"
+            )
+        entry = {key: _taken(f"{key} of {name}", value, like[key], target) for key, value in saved.items()}
+        master = entry.pop(MASTER, None)
+        if lazy:
+            return Loaded(None if not entry or is_initial(entry, initial) else entry, master)
+        return Loaded(entry or initial, master)
+
+    def _is_unread(self, name: str, value: Any) -> bool:
+        """Whether this is a copy of a parameter that a state dict had, and nobody has written anything into it: the
+        checkpoint had none (``allow_partial_load``), and the parameter may have been loaded since."""
+        if name not in self._copies or not isinstance(value, Tensor):
+            return False
+        copied, version = self._copies[name]
+        return copied() is value and _version_of(value) == version
+
+
+def _version_of(value: Tensor) -> int:
+    """How often a tensor, or this rank's part of it, has been written to."""
+    return version_of(value.local if isinstance(value, Slice) else local(value))
+
+
+def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor) -> Entry:
     """The state of a tensor like this one that has never been stepped, under the names that a first step gives it.
 
     Optimizers make their state in the first step, which for a gradient of 0 leaves zeros; what counts steps, or has
@@ -38,7 +124,7 @@ def initial_state(cls: Callable[..., Any], kw: Mapping[str, Any], options: Mappi
     if not (like.is_floating_point() or like.is_complex()):
         return {}
     scratch = torch.zeros_like(like)
-    optimizer = cls([{**options, "params": [scratch]}], **kw)
+    optimizer = make([{**options, "params": [scratch]}])
     if not optimizer.state:
         zeros = torch.zeros_like(scratch)
         scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
@@ -67,14 +153,6 @@ def _equal(value: Any, other: Any) -> bool:
     return not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other)
 
 
-def shown(name: str, entry: Entry, target: Target) -> Entry:
-    """An entry for a state dict: what has a slice's elements becomes a slice of the whole."""
-    return {
-        key: pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), value)
-        for key, value in entry.items()
-    }
-
-
 def _shown(name: str, value: Tensor, target: Target) -> Tensor:
     if target.whole or not value.ndim:
         return value
@@ -86,22 +164,6 @@ def _shown(name: str, value: Tensor, target: Target) -> Tensor:
         )
     parameter = target.piece.parameter
     return Slice(value.view(-1), target.piece.start, parameter.shape, memory_order(parameter))
-
-
-def taken(name: str, saved: Mapping[str, Any], like: Entry, asked: Entry, target: Target) -> Entry:
-    """A copy of a saved entry, where and of the types that this optimizer has its own.
-
-    ``like``: an entry under the options that were saved. ``asked``: under the optimizer's own, which are what a
-    checkpoint is asked for, so that it cannot have more.
-    """
-    keys = set(saved) - {MASTER}  # none where it was frozen
-    wrong = keys != set(like) - {MASTER} if keys else set(like) != set(asked)
-    if wrong or MASTER in set(saved) - set(like):
-        raise CheckpointError(
-            f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
-            f"{_listed(like)}; make it of the same class, with the same arguments and precision=, and load again"
-        )
-    return {key: _taken(f"{key} of {name}", value, like[key], target) for key, value in saved.items()}
 
 
 def _listed(entry: Mapping[str, Any]) -> str:
@@ -143,6 +205,41 @@ def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:
     if target.whole or not mine.ndim or is_dtensor(mine):
         return value if value.shape == mine.shape else None
     return target.part_of(value) if value.shape == target.piece.parameter.shape else None
+
+
+def check_saves_all(optimizer: torch.optim.Optimizer) -> None:
+    """CheckpointError where an optimizer keeps, or saves, more than it has by parameter and group."""
+    foreign = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
+    if foreign is not None:
+        raise CheckpointError(
+            f"the optimizer's state has {foreign!r}, which belongs to no parameter; keep it in its parameter groups"
+        )
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    further = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if further:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.state_dict() has {further[0]!r} beside 'state' and 'param_groups', which "
+            "would be lost; keep it in the state of its parameters, or in its parameter groups"
+        )
+
+
+def read_state_dict(
+    state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]], parameters: Mapping[str, Tensor]
+) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """The entries of a state dict by name, and its hyperparameters for groups of these names.
+
+    CheckpointError where it does not fit a model of these parameters.
+    """
+    lacking = [key for key in ("state", "param_groups") if key not in state_dict]
+    if lacking:
+        raise CheckpointError(f"the state dict has no {lacking[0]!r}; load what optimizer.state_dict() gave")
+    saved = state_dict["state"]
+    options = group_options(state_dict["param_groups"], groups, lambda name: parameters[name].requires_grad)
+    unknown = [name for name in saved if name not in parameters]
+    if unknown:
+        raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), list(parameters))}")
+    return saved, options
 
 
 def group_options(

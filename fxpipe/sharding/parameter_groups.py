@@ -1,4 +1,4 @@
-"""Groups: an optimizer's parameter groups, out of parameters, names, patterns and predicates."""
+"""Parameter groups: an optimizer's parameter groups, out of parameters, names, patterns and predicates."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         raise TypeError("params is a tensor; write [tensor], or groups of parameters")
     entries = list(held) if params is None else _listed(params)
     groups: list[Any] = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
-    book = _Book(held, whole)
+    index = ParameterIndex(held, whole)
     resolved: list[dict[str, Any]] = []
-    home: dict[int, int] = {}
+    home: dict[str | int, int] = {}
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
             raise TypeError(f"parameter group {number} is of type {type(group).__name__}, not a dict")
-        found = {book.identity(name, tensor): (name, tensor) for name, tensor in book.find(group["params"], number)}
+        listed = index.find(group["params"], number)
+        found = {id(tensor) if name is None else name: (name, tensor) for name, tensor in listed}
         for identity, (name, _) in found.items():
             if home.setdefault(identity, number) != number:
                 raise ValueError(
                     f"some parameters appear in more than one parameter group: {name or 'one without a name'} "
                     f"is in groups {home[identity]} and {number}"
                 )
-        mine = {id(here): here for name, tensor in found.values() if (here := book.here(name, tensor)) is not None}
+        mine = {id(here): here for name, tensor in found.values() if (here := index.here(name, tensor)) is not None}
         resolved.append({**group, "params": list(mine.values())})
     if groups and all(_is_pair(entry) for group in groups for entry in _listed(group["params"])):
         for group in resolved:  # with names, as torch keeps them
-            group["params"] = [(book.name_of(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [(index.name_of(parameter), parameter) for parameter in group["params"]]
     return resolved
 
 
@@ -103,19 +104,14 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], Tensor)
 
 
-class _Book:
+class ParameterIndex:
     """Who is who in the whole model: its parameters, by names and by identity."""
 
     def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-        self._held, self._whole = held, {**whole, **held}
-        self._canonical: dict[str, str] = {}
-        first: dict[int, str] = {}
-        for name, tensor in {**held, **whole}.items():
-            self._canonical[name] = first.setdefault(id(tensor), name)
-        self._names = {id(tensor): self._canonical[name] for name, tensor in {**whole, **held}.items()}
-        self._names |= {id(tensor): self._canonical[name] for name, tensor in whole.items()}
+        self._whole = {**whole, **held}
+        self._canonical = first_names({**held, **whole})
+        self._names = {id(t): self._canonical[name] for each in (held, whole) for name, t in each.items()}
         self._here = {self._canonical[name]: tensor for name, tensor in held.items()}
-        self._numbers: dict[str, int] = {}
 
     def find(self, params: Any, group: int) -> list[tuple[str | None, Tensor]]:
         """What a group's entries mean: name and parameter, over the whole model."""
@@ -148,10 +144,6 @@ class _Book:
                 )
             found += [(self._canonical[name], self._whole[name]) for name in names]
         return found
-
-    def identity(self, name: str | None, tensor: Tensor) -> int:
-        """The same for all names and stand-ins of a parameter."""
-        return id(tensor) if name is None else -1 - self._numbers.setdefault(name, len(self._numbers))
 
     def here(self, name: str | None, tensor: Tensor) -> Tensor | None:
         """The parameter itself, if this rank holds it."""

@@ -16,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fxpipe.distributed.collective import Collective, Work
+from fxpipe.distributed.collective import Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
@@ -32,8 +32,9 @@ from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.bucket_layout import Item, Kind, lay_out
-from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import FlatBucket, Piece
+from fxpipe.sharding.gradients import GradientsBase, OptimizerPieces, WhoUsed, last_backwards
 
 FIRST_BUCKET_MB = 1.0
 """The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
@@ -50,16 +51,8 @@ class Shared:
     owners: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What one optimizer steps."""
-
-    number: int
-    pieces: tuple[Piece, ...]
-
-
-class Reducer:
-    """All gradients of one rank.
+class Reducer(GradientsBase):
+    """``Gradients`` of parameters that a rank holds whole.
 
     ``shared``: the parameters that others hold, too, in the order in which their gradients come. ``alone``: the rest.
     """
@@ -69,11 +62,11 @@ class Reducer:
         shared: Sequence[Shared],
         alone: Mapping[str, nn.Parameter],
         transport: Transport,
-        way: Way,
+        way: GradientSums,
         capacity: int,
     ) -> None:
-        self._shared, self._alone, self._transport, self.way = list(shared), dict(alone), transport, way
-        self._capacity = capacity
+        super().__init__(alone, transport, way, {})
+        self._shared, self._capacity = list(shared), capacity
         self._buckets: list[FlatBucket] = []
         self._hooks: dict[str, Any] = {}
         self._claims: set[int] = set()
@@ -83,11 +76,10 @@ class Reducer:
         self._complete: set[FlatBucket] = set()  # those on their way for good
         self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all ranks
         self._awaited: dict[FlatBucket, set[int]] = {}  # what the backward that runs has still to give to a bucket
-        self._asked: tuple[Work, Tensor] | None = None
+        self._asked: WhoUsed | None = None
         self._add_buckets(self._shared, 0, whole=False)
 
     def close(self) -> None:
-        """Leaves the parameters alone."""
         for hook in self._hooks.values():
             hook.remove()
 
@@ -121,10 +113,9 @@ class Reducer:
             bucket: {stage for slot in bucket.layout.slots for stage in stages[slot.name]} for bucket in self._buckets
         }
 
-    def claim(self, names: Iterable[str], whole: bool) -> Claim:
-        """These parameters, for one optimizer to step, which takes them from any that had them before.
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
+        """With ``whole``, parameters are balanced over the ranks by size.
 
-        ``whole``: each parameter is stepped by one rank of the shard group, which has all of it, balanced by size.
         RunError where gradients are there already: with zero=1 or 2 they would have to move to other ranks.
         """
         wanted = set(names)
@@ -133,10 +124,8 @@ class Reducer:
         if self.way.sharded:
             number = 1 + max(self._claims, default=0)
             self._lay_out_anew(mine, number, whole)
-        pieces = [_piece(name, parameter) for name, parameter in self._alone.items() if name in wanted]
-        pieces += [piece for bucket in self._buckets for piece in bucket.pieces() if piece.name in wanted]
         self._claims.add(number)
-        return Claim(number, tuple(pieces))
+        return OptimizerPieces(number, tuple(piece for piece in self.pieces() if piece.name in wanted))
 
     def _lay_out_anew(self, mine: Sequence[Shared], claim: int, whole: bool) -> None:
         """Gives these parameters buckets of their own; what is left of those that they leave is nobody's."""
@@ -152,44 +141,30 @@ class Reducer:
         self._add_buckets(mine, claim, whole)
 
     def pieces(self) -> list[Piece]:
-        """This rank's part of all parameters."""
-        alone = [_piece(name, parameter) for name, parameter in self._alone.items()]
-        return alone + [piece for bucket in self._buckets for piece in bucket.pieces()]
-
-    @property
-    def shards(self) -> bool:
-        """Whether the ranks of a shard group have different pieces."""
-        return self.way.sharded and self.way.shards > 1
+        return super().pieces() + [piece for bucket in self._buckets for piece in bucket.pieces()]
 
     # a call
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
-        """A call begins that runs this row of the graphs' stages. ``sync``: whether gradients are summed in it.
-        ``scales``: whether they will be multiplied by a factor, once it is known."""
         self._listen()
-        self._lasts = {action.stage: action for action in row if action.op is not Op.F}
+        self._lasts = last_backwards(row)
         self._sync = sync
         self._hold = sync and scales and self._unsummed
         self._live = [bucket for bucket in self._buckets if bucket.trains]
         self._queue = list(self._live)
         self._complete.clear()
         if self._asked is not None:
-            self._asked[0].wait()  # which nobody may have done
+            self._asked.wait()  # which nobody may have done
             self._asked = None
         for bucket in self._live:
             bucket.begin(scales)
-        alone = [(parameter, parameter.grad) for parameter in self._alone.values()] if scales else []
-        self._earlier = [(parameter, gradient) for parameter, gradient in alone if gradient is not None]
-        for parameter, _ in self._earlier:
-            parameter.grad = None
+        self._set_earlier_aside(scales)
 
     def watch(self, stopwatch: Stopwatch) -> None:
-        """``stopwatch``: what times the sums of this call."""
         for bucket in self._live:
             bucket.stopwatch = stopwatch
 
     def before(self, action: Action) -> None:
-        """A backward begins."""
         self._last = self._lasts[action.stage] == action and self._sync and not self._hold
         if self.way.zero == 2 or self._last:
             mine = [bucket for bucket in self._live if bucket.layout.kind.stage == action.stage]
@@ -232,7 +207,7 @@ class Reducer:
         self._go()
 
     def flush(self) -> None:
-        """All backwards are over: starts what is left, and asks who has used what."""
+        """Asks, too, who has used what."""
         last = self._sync and not self._hold
         for bucket in self._live:
             reduced = self.way.zero == 2 and bucket.layout.kind.stage in self._lasts  # behind each of its backwards
@@ -240,24 +215,17 @@ class Reducer:
                 self._start(bucket, last)
         self._queue.clear()
         self._awaited.clear()
-        self._asked = self._ask() if self._sync or self.way.zero == 2 else None
-
-    def _ask(self) -> tuple[Work, Tensor] | None:
-        """Starts finding the parameters that any rank has used; waited for only where this one has not used all."""
-        buckets = sorted(self._live, key=lambda bucket: bucket.layout.kind.owners)
-        flags = torch.tensor([used for b in buckets for used in b.present], dtype=torch.uint8, device="cpu")
-        flags = flags.to(self._transport.device)
-        steps = [Collective("maximum", "flags", flags)] if self._transport.data_size > 1 else []
-        start = 0
-        for bucket in buckets:
-            stop = start + len(bucket.present)
-            if bucket.layout.kind.owners:
-                steps.append(Collective("maximum", bucket.layout.kind.owners, flags[start:stop]))
-            start = stop
-        return (self._transport.start(steps, "which parameters were used"), flags) if steps else None
+        if self._sync or self.way.zero == 2:
+            self._asked = WhoUsed(
+                {
+                    slot.name: (bucket.layout.kind.owners, used)
+                    for bucket in self._live
+                    for slot, used in zip(bucket.layout.slots, bucket.present, strict=True)
+                },
+                self._transport,
+            )
 
     def end(self, factor: Tensor | None) -> None:
-        """Sums are done when it returns. ``factor``: what this call's gradients are multiplied by; None for 1."""
         if self._hold or not self._sync:
             for bucket in self._live:
                 bucket.wait()
@@ -274,43 +242,28 @@ class Reducer:
             bucket.finish(self._sync)
         self._unsummed = not self._sync
         self._complete.clear()
-        self._scale_alone(factor)
+        self._scale(factor)
+        self._add_earlier()
 
     def _hear(self) -> None:
-        if self._asked is None or all(all(bucket.present) for bucket in self._live):
-            return
-        work, flags = self._asked
-        work.wait()
-        used = iter(flags.tolist())
-        for bucket in sorted(self._live, key=lambda bucket: bucket.layout.kind.owners):
-            bucket.present = [bool(next(used)) for _ in bucket.present]
+        """Waits only where this rank has not used all."""
+        if self._asked is not None and not all(all(bucket.present) for bucket in self._live):
+            used = self._asked.wait()
+            for bucket in self._live:
+                bucket.present = [slot.name in used for slot in bucket.layout.slots]
 
-    def _scale_alone(self, factor: Tensor | None) -> None:
-        if factor is not None:
-            for parameter in self._alone.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        for parameter, gradient in self._earlier:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-    def evaluating(
-        self, graphs: Sequence[StageGraph], row: Sequence[Action]
-    ) -> contextlib.AbstractContextManager[None]:
-        """A forward-only call."""
+    def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def clear(self) -> None:
-        """Drops all gradients."""
+        super().clear()
         self._unsummed = False
         for bucket in self._buckets:
             bucket.forget()
-        for parameter in self._alone.values():
-            parameter.grad = None
 
     # behind the optimizer
 
-    def publish(self, claim: Claim) -> None:
-        """Its pieces have been stepped: starts bringing them to the ranks that use them."""
+    def publish(self, claim: OptimizerPieces) -> None:
         if claim.number not in self._claims:
             raise RunError("another optimizer has been made for the same parameters since; step that one")
         for bucket in self._buckets:
@@ -319,7 +272,6 @@ class Reducer:
                 self._gathering.append((bucket, work))
 
     def settle(self, stage: int | None = None) -> None:
-        """Waits until a stage's parameters, or all, are what the optimizers have made of them."""
         if not self._gathering:
             return
         left = []
@@ -350,18 +302,13 @@ def _kind(one: Shared, whole: bool) -> Kind:
     )
 
 
-def _piece(name: str, parameter: nn.Parameter) -> Piece:
-    """A parameter that nobody else has."""
-    return Piece(name, parameter, 0, parameter.numel(), parameter.detach(), True, lambda: parameter.grad)
-
-
 def reducer_for(
     graph: StageGraph,
     row: Sequence[Action],
     module: nn.Module,
     owners: Ownership,
     transport: Transport,
-    way: Way,
+    way: GradientSums,
     capacity: int,
 ) -> Reducer:
     """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors are left to others."""

@@ -91,13 +91,9 @@ def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | 
     return next((originals[name] for name in names if name in originals), None)
 
 
-def _is_whole(piece: Piece) -> bool:
-    return (piece.start, piece.stop) == (0, piece.parameter.numel())
-
-
 def _data(piece: Piece) -> Tensor:
     """A piece's memory; of a DTensor that ranks share, this rank's shard."""
-    return piece.data.detach() if _is_whole(piece) else local(piece.data.detach())
+    return piece.data.detach() if piece.is_whole else local(piece.data.detach())
 
 
 def _part(original: Tensor, piece: Piece) -> Tensor:

@@ -1,4 +1,4 @@
-"""Buffers that forward sets, ``self.ema = 0.9 * self.ema + 0.1 * x``, which a graph writes in place instead."""
+"""Attributes that forward sets; the buffers among them, ``self.ema = 0.9 * self.ema + x``, a graph writes in place."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ from torch import Tensor, nn
 
 from fxpipe.trace.patching import patched, refuse
 from fxpipe.trace.user_line import current_line
+
+
+@contextlib.contextmanager
+def watching_attributes(paths: Mapping[int, str], takes: Callable[[nn.Module, str, Any, str], bool]) -> Iterator[None]:
+    """While it is open, ``takes(module, name, value, path)`` hears of each attribute of the model that forward sets.
+
+    Unless that returns True, the attribute is set as ever. ``paths``: a submodule's path by the identity of its
+    ``__dict__``, which torch.export's stand-in for a module shares with it.
+    """
+    original = nn.Module.__setattr__
+
+    def guarded(module: nn.Module, name: str, value: Any) -> None:
+        path = paths.get(id(vars(module)))
+        if path is None or not takes(module, name, value, path):
+            original(module, name, value)
+
+    with patched(nn.Module, "__setattr__", guarded):
+        yield
 
 
 @dataclass(frozen=True)
@@ -29,20 +47,21 @@ def _anywhere(line: str) -> contextlib.AbstractContextManager[None]:
 
 
 class AssignedBuffers:
-    """The buffers that forward has set. Whoever watches ``__setattr__`` hands them over."""
+    """The buffers that forward has set. Whoever watches attributes hands them over."""
 
     def __init__(self) -> None:
         self.count = 0
         """How many times forward has set one."""
         self._assigned: dict[tuple[int, str], _Assigned] = {}
 
-    def assign(self, module: nn.Module, name: str, value: Tensor, path: str) -> None:
-        """What reads the buffer from now on gets the new tensor; the old one is written at the end.
+    def assign(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        """Whether a new tensor is set as a buffer: what reads it from now on gets that; the old is written at the end.
 
         ``path``: what the user calls the buffer. TraceError where the new tensor does not fit into the old one.
         """
-        before = module._buffers[name]
-        assert before is not None
+        before = vars(module).get("_buffers", {}).get(name)
+        if not isinstance(before, Tensor) or not isinstance(value, Tensor) or value is before:
+            return False
         if (value.shape, value.dtype) != (before.shape, before.dtype):
             raise refuse(
                 f"forward sets the buffer {path} of {before.dtype} {list(before.shape)} to a tensor of {value.dtype} "
@@ -50,10 +69,10 @@ class AssignedBuffers:
                 "keep its shape and type",
             )
         self.count += 1
-        # by the table, which torch.export's stand-in for a module shares with it
-        key = id(module._buffers), name
+        key = id(module._buffers), name  # by the table, as above
         self._assigned.setdefault(key, _Assigned(module._buffers, name, before, current_line()))
         module._buffers[name] = value
+        return True
 
     def write(self, at: Callable[[str], contextlib.AbstractContextManager[None]] = _anywhere) -> None:
         """Only now, since whoever has read the old tensor still holds it in the model. ``at``: as if on that line."""
@@ -69,35 +88,3 @@ class AssignedBuffers:
         for assigned in self._assigned.values():
             assigned.table[assigned.name] = assigned.before
         self._assigned.clear()
-
-
-class WatchedAttributes:
-    """Watches a model while it is recorded. ``paths``: a submodule's path by the identity of its ``__dict__``."""
-
-    def __init__(self, paths: Mapping[int, str], is_ours: Callable[[], bool]) -> None:
-        self.buffers = AssignedBuffers()
-        self.lines: dict[str, str] = {}
-        """Where forward has set an attribute last, by its name in the model."""
-        self._paths, self._is_ours = paths, is_ours
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        original = nn.Module.__setattr__
-
-        def guarded(module: nn.Module, name: str, value: Any) -> None:
-            path = self._paths.get(id(vars(module)))
-            full = f"{path}.{name}" if path else name
-            if path is not None and self._is_ours():
-                self.lines[full] = current_line()
-            buffer = vars(module).get("_buffers", {}).get(name)
-            is_set = isinstance(buffer, Tensor) and isinstance(value, Tensor) and value is not buffer
-            if path is None or not is_set or not self._is_ours():
-                original(module, name, value)
-            else:
-                self.buffers.assign(module, name, value, full)
-
-        try:
-            with patched(nn.Module, "__setattr__", guarded):
-                yield
-        finally:
-            self.buffers.put_back()

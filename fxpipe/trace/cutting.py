@@ -28,7 +28,7 @@ def cutting(module: nn.Module, cuts: Mapping[str, Cut], may_lack: bool = False) 
     It belongs inside ``recording``, and around the call of the model: one for each run of it. Classes are patched, and
     put back. TraceError where a named submodule was never called, unless forward ``may_lack`` it.
     """
-    plan = _Plan(module, cuts)
+    plan = _CutCalls(module, cuts)
     with contextlib.ExitStack() as stack:
         for owner in plan.classes:
             stack.enter_context(patched(owner, "__call__", plan.call_of(owner)))
@@ -49,7 +49,7 @@ class _Named:
 
 
 @dataclass
-class _Plan:
+class _CutCalls:
     """Who is cut where, and what is the model's own: parameters and buffers cross no boundary.
 
     Submodules are told by the dict of their attributes: torch.export calls stand-ins that share it.

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 from fxpipe.errors import TraceError
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR
-from fxpipe.trace.user_line import current_line
+from fxpipe.trace.user_line import current_line, definition
 
 KEEPS = "tracer='record' keeps it"
-
+ONCE = "which would happen once, while tracing"
+DRAWN = (
+    "Python's, NumPy's or torch's random numbers are drawn or seeded {where}, and what was drawn would be the same "
+    "ever after"
+)
 
 BACKWARD = torch.autograd.backward
 """As it is outside of a capture: models may have bound it before."""
@@ -24,6 +29,13 @@ def refuse(fact: str, instead: str) -> TraceError:
     """The error for something that happens at the user's current line."""
     line = current_line()
     return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
+
+
+def refuse_changes(root: nn.Module, changes: Iterable[str], instead: str, line: str = "") -> None:
+    """TraceError for the first of the attributes that forward has changed; ``line``: where it did, if that is known."""
+    for name in changes:
+        at = line or definition(type(root).forward)
+        raise TraceError(f"forward changes {type(root).__name__}.{name}, {ONCE}; {instead}\n{at}")
 
 
 def refuse_backward(*args: Any, **kwargs: Any) -> Any:

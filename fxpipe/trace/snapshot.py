@@ -177,6 +177,13 @@ class RandomState:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def rewind(self) -> bool:
+        """Puts the generators back to where they stood; whether they had moved."""
+        moved = RandomState() != self
+        if moved:
+            self.restore()
+        return moved
+
     def restore(self) -> None:
         random.setstate(self._python)
         if self._numpy is not None:

@@ -1,37 +1,23 @@
-"""init and launch: what the environment means, and that no process is left behind."""
+"""init: what the environment means, and where processes meet."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import fxpipe
-from fxpipe.distributed.launch import launch
-from fxpipe.distributed.processes import Place, _gpu, first_host, init, slurm_place, slurm_port, torchrun_place
+from fxpipe.distributed.processes import ProcessPlace, _gpu, first_host, init, slurm_place, slurm_port, torchrun_place
 from fxpipe.errors import FxpipeError, RunError, TopologyError
+from tests.distributed.environment import LAUNCHER_PREFIXES, TORCHRUN, clean_environment
 
 SECONDS = 200.0  # for anything that starts processes; each imports torch
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "MASTER_ADDR": "host0",
-    "MASTER_PORT": "29500",
-}
-LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "8",
@@ -52,11 +38,11 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun_s_variables_say_where_a_process_stands() -> None:
-    assert torchrun_place(TORCHRUN) == Place(5, 8, 1, "host0", 29500)
+    assert torchrun_place(TORCHRUN) == ProcessPlace(5, 8, 1, "host0", 29500)
 
 
 def test_slurm_s_variables_say_where_a_process_stands() -> None:
-    assert slurm_place(SLURM) == Place(5, 8, 1, "gpu07", slurm_port(1234567), gpu_may_be_private=True)
+    assert slurm_place(SLURM) == ProcessPlace(5, 8, 1, "gpu07", slurm_port(1234567), gpu_may_be_private=True)
 
 
 def test_a_step_meets_on_its_own_first_host() -> None:
@@ -181,17 +167,17 @@ def test_ports_of_jobs_are_unprivileged_and_not_ephemeral() -> None:
 
 @pytest.mark.parametrize(("local_rank", "count", "gpu"), [(0, 1, 0), (3, 4, 3)])
 def test_the_gpu_is_that_of_the_local_rank(local_rank: int, count: int, gpu: int) -> None:
-    assert _gpu(Place(7, 8, local_rank, "host0", 29500), count) == gpu
+    assert _gpu(ProcessPlace(7, 8, local_rank, "host0", 29500), count) == gpu
 
 
 def test_an_srun_task_that_sees_one_gpu_owns_it() -> None:
-    assert _gpu(Place(7, 8, 3, "host0", 29500, gpu_may_be_private=True), 1) == 0
+    assert _gpu(ProcessPlace(7, 8, 3, "host0", 29500, gpu_may_be_private=True), 1) == 0
 
 
 @pytest.mark.parametrize("private", [False, True])
 def test_a_local_rank_without_a_gpu_is_refused(private: bool) -> None:
     with pytest.raises(TopologyError, match="local rank 5 has no GPU, for this process sees 4"):
-        _gpu(Place(7, 8, 5, "host0", 29500, private), 4)
+        _gpu(ProcessPlace(7, 8, 5, "host0", 29500, private), 4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -232,18 +218,6 @@ dist.all_reduce(total)
 sys.stdout.write(f"{dist.get_rank()} {dist.get_world_size()} {dist.get_backend()} {device} {total.item()}\\n")
 dist.destroy_process_group()
 """
-
-
-def clean_environment(**variables: str) -> dict[str, str]:
-    """This process's environment without any launcher's variables, and without GPUs."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in TORCHRUN and not name.startswith(LAUNCHER_PREFIXES)
-    }
-    root = str(Path(fxpipe.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, [root, inherited.get("PYTHONPATH")]))
-    return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
 
 
 def run_all(script: str, environs: list[dict[str, str]]) -> list[str]:
@@ -331,159 +305,5 @@ def test_processes_that_cannot_meet_say_where_they_tried(monkeypatch: pytest.Mon
     assert not dist.is_initialized()
 
 
-# --- launch ---
-
-
-def report(scale: int, values: torch.Tensor) -> tuple[int, torch.Tensor, dict[str, Any]]:
-    """A rank's own part, computed with the others, and what it found around it."""
-    rank = dist.get_rank()
-    total = values * rank
-    dist.all_reduce(total)
-    around = {
-        "threads": torch.get_num_threads(),
-        "local rank": os.environ["LOCAL_RANK"],
-        "device": init().type,
-        "world": dist.get_world_size(),
-    }
-    return rank * scale, total, around
-
-
-def test_launch_returns_the_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before, children = dict(os.environ), set(multiprocessing.active_children())
-    results = launch(report, 3, 10, torch.tensor([1.0, 2.0]))
-    assert [scaled for scaled, _, _ in results] == [0, 10, 20]
-    for rank, (_, total, around) in enumerate(results):
-        assert total.tolist() == [3.0, 6.0]
-        assert around["threads"] == 1
-        assert around["local rank"] == str(rank)
-        assert around["world"] == 3
-        assert around["device"] == ("cuda" if torch.cuda.device_count() >= 3 else "cpu")
-    assert dict(os.environ) == before
-    assert not set(multiprocessing.active_children()) - children
-
-
-def fail_in_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("rank one has had enough")
-    threading.Event().wait(10 * SECONDS)
-
-
-def fail_because_rank_1_fails() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("rank one has had enough")
-    dist.recv(torch.zeros(1), src=1)
-
-
-def die_in_rank_1() -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.recv(torch.zeros(1), src=1)
-
-
-def leave_in_rank_1() -> None:
-    if dist.get_rank() == 1:
-        sys.exit("rank one leaves")
-    threading.Event().wait(10 * SECONDS)
-
-
-@pytest.mark.parametrize(
-    ("fn", "says"),
-    [
-        (
-            fail_in_rank_1,
-            ["rank 1 of 2 failed:\nTraceback", "in fail_in_rank_1", "ValueError: rank one has had enough"],
-        ),
-        (fail_because_rank_1_fails, ["rank 1 of 2 failed", "ValueError: rank one has had enough"]),
-        (die_in_rank_1, ["rank 1 of 2 ended without a result, killed by signal 9"]),
-        (leave_in_rank_1, ["rank 1 of 2 failed", "SystemExit: rank one leaves"]),
-    ],
-)
-def test_a_failing_rank_ends_the_launch(fn: Any, says: list[str]) -> None:
-    children = set(multiprocessing.active_children())
-    with pytest.raises(RunError) as caught:
-        launch(fn, 2)
-    for part in says:
-        assert part in str(caught.value)
-    assert not set(multiprocessing.active_children()) - children
-
-
-class Unpicklable:
-    def __reduce__(self) -> str:
-        raise TypeError("this does not travel")
-
-
-def return_what_does_not_pickle() -> Unpicklable:
-    return Unpicklable()
-
-
-def test_a_result_that_does_not_pickle_is_a_failure_of_its_rank() -> None:
-    with pytest.raises(RunError, match=r"rank 0 of 1 failed:(.|\n)*this does not travel"):
-        launch(return_what_does_not_pickle, 1)
-
-
-def test_a_function_that_does_not_pickle_is_refused() -> None:
-    with pytest.raises(RunError, match=r"<lambda> and its arguments cannot be sent .* at the top of a module"):
-        launch(lambda: None, 2)
-
-
-@pytest.mark.parametrize("nproc", [0, -1])
-def test_no_process_is_no_launch(nproc: int) -> None:
-    with pytest.raises(TopologyError, match=f"nproc={nproc}"):
-        launch(fail_in_rank_1, nproc)
-
-
 def test_the_errors_are_fxpipe_s() -> None:
     assert issubclass(RunError, FxpipeError)
-
-
-# --- no orphans ---
-
-# Each rank reports to the test over a connection, whose end then tells the test that the rank has ended.
-HANG = """
-import socket, sys, time
-from fxpipe.distributed.launch import launch
-
-def hang(port):
-    line = socket.create_connection(("127.0.0.1", port))
-    line.sendall(b"!")
-    line.settimeout(600)
-    line.recv(1)
-
-if __name__ == "__main__":
-    launch(hang, 2, int(sys.argv[1]))
-"""
-
-
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        server.settimeout(SECONDS)
-        yield server
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_launching_process(
-    tmp_path: Path, listener: socket.socket, number: signal.Signals
-) -> None:
-    script = tmp_path / "hang.py"
-    script.write_text(HANG)
-    command = [sys.executable, str(script), str(listener.getsockname()[1])]
-    launcher = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
-    try:
-        lines = [listener.accept()[0] for _ in range(2)]
-        for line in lines:
-            line.settimeout(SECONDS)
-            assert line.recv(1) == b"!"
-        launcher.send_signal(number)
-        for line in lines:
-            assert line.recv(1) == b""
-            line.close()
-        _, errors = launcher.communicate(timeout=SECONDS)
-    finally:
-        launcher.kill()
-        launcher.wait(SECONDS)
-    assert launcher.returncode == -number
-    assert ("KeyboardInterrupt" in errors) is (number == signal.SIGINT)

@@ -20,14 +20,14 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.passes.analysis.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
 from fxpipe.plan.balance import Balanced, Hardware, NodeCosts, balance, costs_from_shapes, place_stages
-from fxpipe.plan.balance.block_graph import Block, Value, Work, work_of_program, work_of_stages
+from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
 from fxpipe.plan.balance.candidates import numbered
 from fxpipe.plan.balance.coarsen import coarsened
-from fxpipe.plan.balance.node_costs import Held
+from fxpipe.plan.balance.node_costs import HeldParameter
 from fxpipe.plan.balance.orders import orders, towers
 from fxpipe.plan.balance.search import search
 from fxpipe.plan.balance.segments import Line, Room, cut, least_bound, least_greatest, lightest
-from fxpipe.plan.balance.simulated_layouts import Judge, Layout
+from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
 from fxpipe.plan.placement import place
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
@@ -427,7 +427,7 @@ def test_given_stages_are_placed_by_cost_and_not_by_parameters(ranks: int) -> No
     found, graph = given_stages(FiveStages(), ranks)
     assert sorted(set(found.placement)) == list(range(ranks))
     judge = Judge(work_of_stages(found.program, costs_of_program(found.program)), with_costs("1f1b"), 8, None)
-    by_parameters = judge.outcome(Layout(tuple(range(5)), place(graph, ranks, None)))
+    by_parameters = judge.outcome(StageLayout(tuple(range(5)), place(graph, ranks, None)))
     assert by_parameters is not None
     assert found.makespan <= by_parameters.seconds
     if 1 < ranks < 4:
@@ -442,7 +442,7 @@ def test_given_stages_and_every_placement_of_them() -> None:
     found, _ = given_stages(FiveStages(), 2)
     judge = Judge(work_of_stages(found.program, costs_of_program(found.program)), with_costs("1f1b"), 8, None)
     every = [
-        judge.outcome(Layout(tuple(range(5)), ranks))
+        judge.outcome(StageLayout(tuple(range(5)), ranks))
         for ranks in itertools.product(range(2), repeat=5)
         if len(set(ranks)) == 2 and ranks[0] == 0
     ]
@@ -485,9 +485,9 @@ def test_blocks_are_every_node_once_and_acyclic() -> None:
         names = [node for block in found.nodes for node in block]
         expected = [n.name for n in program.graph.nodes if is_compute(n) and n.name not in program.copied]
         assert sorted(names) == sorted(expected)
-        work = Work(
+        work = BlockGraph(
             tuple(plain_block(0.0) for _ in found.nodes),
-            tuple(Value(s, t, 0) for _, s, t in found.values),
+            tuple(BlockValue(s, t, 0) for _, s, t in found.values),
             found.result,
             {},
             {},
@@ -545,23 +545,23 @@ def work_of(
     tied: Sequence[tuple[int, ...]] = (),
     size: int = 8,
     result: tuple[int, ...] = (),
-) -> Work:
+) -> BlockGraph:
     """A work of blocks of so many seconds; the last makes the result, or ``result``. ``tied``: groups that share a
     parameter of that size."""
-    held = {key: Held(str(key), size, size // 4, True) for key in range(len(tied))}
+    held = {key: HeldParameter(str(key), size, size // 4, True) for key in range(len(tied))}
     made = [
         plain_block(time, frozenset(key for key, group in enumerate(tied) if number in group))
         for number, time in enumerate(seconds)
     ]
     values = tuple(
-        Value(source, tuple(target for start, target in edges if start == source), size)
+        BlockValue(source, tuple(target for start, target in edges if start == source), size)
         for source in range(len(seconds))
         if any(start == source for start, _ in edges)
     )
-    return Work(tuple(made), values, result or (len(seconds) - 1,), {}, held, Hardware(link=1e6, latency=0.0))
+    return BlockGraph(tuple(made), values, result or (len(seconds) - 1,), {}, held, Hardware(link=1e6, latency=0.0))
 
 
-def random_work(draw: random.Random, count: int) -> Work:
+def random_work(draw: random.Random, count: int) -> BlockGraph:
     edges = [(a, b) for a in range(count) for b in range(a + 1, count) if draw.random() < 0.4 or b == count - 1]
     return work_of([draw.choice([1.0, 2.0, 5.0]) for _ in range(count)], edges)
 
@@ -576,7 +576,7 @@ def test_orders_are_topological_and_complete() -> None:
             assert all(place_of[v.source] < place_of[target] for v in work.values for target in v.targets)
 
 
-def two_towers() -> Work:
+def two_towers() -> BlockGraph:
     """0-1-2 and 3-4-5 meet in 6."""
     return work_of([1.0] * 7, [(0, 1), (1, 2), (2, 6), (3, 4), (4, 5), (5, 6)])
 
@@ -650,7 +650,7 @@ def test_segments_fit_their_room_with_what_they_hold_in_flight() -> None:
         Block(b.nodes, b.forward, b.backward, 0.0, frozenset({n}), b.parameters, True)
         for n, b in enumerate(work.blocks)
     ]
-    work = Work(tuple(kept), work.values, work.result, dict.fromkeys(range(6), 100), {}, work.hardware)
+    work = BlockGraph(tuple(kept), work.values, work.result, dict.fromkeys(range(6), 100), {}, work.hardware)
     line = Line(work, tuple(range(6)))
     assert cut(line, 2, 6.0, room=Room(400, 8)) == (2, 6)  # 2 blocks × 2 in flight, 4 × 1
     assert cut(line, 2, 6.0, room=Room(300, 8)) is None
@@ -662,7 +662,7 @@ def test_the_lightest_cut_is_that_of_the_least_fullest_rank() -> None:
         count = draw.randint(2, 8)
         sizes = {number: draw.choice([1, 10, 100]) for number in range(count)}
         kept = [Block(("",), 1.0, 2.0, 0.0, frozenset({number}), frozenset(), True) for number in range(count)]
-        line = Line(Work(tuple(kept), (), (count - 1,), sizes, {}), tuple(range(count)))
+        line = Line(BlockGraph(tuple(kept), (), (count - 1,), sizes, {}), tuple(range(count)))
         segments = draw.randint(1, count)
 
         def fullest(ends: tuple[int, ...], line: Line = line) -> float:
@@ -695,7 +695,7 @@ def test_no_cut_in_program_order_is_better() -> None:
         judge = Judge(work, with_costs("1f1b"), 6, None)
         for ends in cut_choices(count, ranks):
             stage_of = tuple(sum(block >= end for end in ends) for block in range(count))
-            outcome = judge.outcome(Layout(stage_of, tuple(range(ranks))))
+            outcome = judge.outcome(StageLayout(stage_of, tuple(range(ranks))))
             assert outcome is not None
             assert found.best.seconds <= outcome.seconds * 1.0001
 
@@ -703,7 +703,7 @@ def test_no_cut_in_program_order_is_better() -> None:
 def test_a_parameter_on_two_ranks_costs_its_sum() -> None:
     work = work_of([1.0, 1.0], [(0, 1)], tied=[(0, 1)], size=10**6)
     judge = Judge(work, with_costs("1f1b"), 4, None)
-    apart = judge.outcome(Layout((0, 1), (0, 1)))
+    apart = judge.outcome(StageLayout((0, 1), (0, 1)))
     assert apart is not None
     assert apart.seconds == pytest.approx(apart.schedule.simulate(apart.costs).makespan + 10**6 / 1e6)
     assert apart.peak_bytes == (16 * 250_000, 16 * 250_000)
@@ -712,15 +712,18 @@ def test_a_parameter_on_two_ranks_costs_its_sum() -> None:
 def test_a_step_takes_no_less_than_its_busiest_link() -> None:
     """Two values of 5 MB from rank 0 to rank 1 in each of 4 micro-batches, over a link of 1 MB a second."""
     work = work_of([1.0, 1.0, 1.0], [(0, 2), (1, 2)], size=5 * 10**6)
-    outcome = Judge(work, with_costs("1f1b"), 4, None).outcome(Layout((0, 1, 2), (0, 0, 1)))
+    outcome = Judge(work, with_costs("1f1b"), 4, None).outcome(StageLayout((0, 1, 2), (0, 0, 1)))
     assert outcome is not None
     assert outcome.seconds == 4 * 10
 
 
 def test_no_cut_is_made_whose_message_takes_longer_than_a_segment() -> None:
     """Between the blocks 1 and 2 as much passes as would take 50 seconds; the cut there would be the most even."""
-    blocks_, values = work_of([1.0] * 4, []).blocks, [Value(0, (1,), 8), Value(1, (2,), 50 * 10**6), Value(2, (3,), 8)]
-    work = Work(blocks_, tuple(values), (3,), {}, {}, Hardware(link=1e6, latency=0.0))
+    blocks_, values = (
+        work_of([1.0] * 4, []).blocks,
+        [BlockValue(0, (1,), 8), BlockValue(1, (2,), 50 * 10**6), BlockValue(2, (3,), 8)],
+    )
+    work = BlockGraph(blocks_, tuple(values), (3,), {}, {}, Hardware(link=1e6, latency=0.0))
     line = Line(work, (0, 1, 2, 3))
     assert least_greatest(line.time, 2) == pytest.approx(2.0)
     assert least_bound(line, 2) == pytest.approx(3.0)

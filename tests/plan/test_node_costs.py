@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from fxpipe.graph.like import Like
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.program import Program
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance import Hardware, NodeCosts, costs_from_shapes, costs_measured
+from fxpipe.plan.balance import Hardware, NodeCosts, costs_from_shapes
 from fxpipe.trace import Request, capture
 
 PLAIN = Hardware(flops=1.0, flops_16=1.0, bandwidth=1e30, launch=0.0)
@@ -257,54 +256,10 @@ def test_the_model_is_left_as_it_was() -> None:
     program = program_of(model, input=like(5, 8))
     state = torch.get_rng_state()
     costs_from_shapes(program, {"input": like(5, 8)})
-    costs_measured(program, {"input": like(5, 8)})
     assert torch.equal(torch.get_rng_state(), state)
     for name, tensor in model.state_dict(keep_vars=True).items():
         assert id(tensor) == before[name][0]
         assert torch.equal(tensor, before[name][1])
-
-
-def test_measured_costs_have_the_same_nodes_and_the_ratios_of_backward() -> None:
-    program = program_of(Mixed(), x=like(5, 8))
-    told, measured = (make(program, {"x": like(5, 8)}) for make in (costs_from_shapes, costs_measured))
-    assert told.nodes.keys() == measured.nodes.keys()
-    assert measured["first"].forward > 0
-    ratio = told["first"].backward / told["first"].forward
-    assert measured["first"].backward == pytest.approx(ratio * measured["first"].forward)
-    assert measured["first"].saved == frozenset() or measured.memory
-
-
-def test_a_measured_node_costs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which a linear layer takes a second for each number of its weight, and all else nothing."""
-
-    class Uneven(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small, self.large = nn.Linear(2, 3), nn.Linear(3, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.large(self.small(x)).sum()
-
-    program = program_of(Uneven(), x=like(4, 2))
-    now, forward = 0.0, nn.Linear.forward
-
-    def slow(linear: nn.Linear, x: Tensor) -> Tensor:
-        nonlocal now
-        now += linear.weight.numel()
-        return forward(linear, x)
-
-    monkeypatch.setattr(nn.Linear, "forward", slow)
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    costs = costs_measured(program, {"x": like(4, 2)})
-    assert (costs["small"].forward, costs["large"].forward, costs["sum_1"].forward) == (6, 15, 0)
-
-
-def test_a_model_on_the_meta_device_cannot_be_measured() -> None:
-    with torch.device("meta"):
-        model = Two()
-    program = program_of(model, x=like(5, 8))
-    with pytest.raises(PartitionError, match=r"first\.weight is on the meta device.*costs from shapes"):
-        costs_measured(program, {"x": like(5, 8)})
 
 
 def test_an_input_without_an_example_is_named() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fxpipe.sharding.bucket_layout import ALIGNMENT, Item, Kind, Layout, lay_out
+from fxpipe.sharding.bucket_layout import ALIGNMENT, BucketLayout, Item, Kind, lay_out
 
 PLAIN = Kind(stage=0, owners=(), whole=False, element=4)
 WHOLE = Kind(stage=0, owners=(), whole=True, element=4)
@@ -17,7 +17,7 @@ def items(sizes: list[int], kind: Kind = PLAIN) -> list[Item]:
     return [Item(f"p{place}", size, kind) for place, size in enumerate(sizes)]
 
 
-def names(layouts: tuple[Layout, ...]) -> list[list[str]]:
+def names(layouts: tuple[BucketLayout, ...]) -> list[list[str]]:
     return [[slot.name for slot in layout.slots] for layout in layouts]
 
 

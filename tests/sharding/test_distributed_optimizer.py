@@ -19,11 +19,11 @@ from torch.optim import lr_scheduler
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import CheckpointError, RunError
 from fxpipe.precision import Precision, cast_parameters
-from fxpipe.sharding.data_axis import Way
+from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.distributed_optimizer import ELEMENTWISE, DistributedOptimizer, is_elementwise
 from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.gradients import OptimizerPieces
 from fxpipe.sharding.parameter_groups import resolve_groups
-from fxpipe.sharding.reducer import Claim
 from fxpipe.sharding.slices import Slice
 
 STEPS = 5
@@ -39,13 +39,13 @@ class Halves:
     def __init__(self, parameters: dict[str, nn.Parameter], rank: int = 0, ranks: int = 2) -> None:
         self._parameters, self._rank, self._ranks = parameters, rank, ranks
         self._whole: set[str] = set()
-        self.published: list[Claim] = []
-        self.way = Way(zero=1 if ranks > 1 else 0, shards=ranks, rank=rank, replicas=1)
+        self.published: list[OptimizerPieces] = []
+        self.way = GradientSums(zero=1 if ranks > 1 else 0, shards=ranks, rank=rank, replicas=1)
 
-    def claim(self, names: Iterable[str], whole: bool) -> Claim:
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         wanted = set(names)
         self._whole = self._whole | wanted if whole else self._whole - wanted
-        return Claim(1, tuple(piece for piece in self.pieces() if piece.name in wanted))
+        return OptimizerPieces(1, tuple(piece for piece in self.pieces() if piece.name in wanted))
 
     def pieces(self) -> list[Piece]:
         found = []
@@ -67,7 +67,7 @@ class Halves:
 
         return Piece(name, parameter, start, stop, part(parameter.detach()), True, gradient)
 
-    def publish(self, claim: Claim) -> None:
+    def publish(self, claim: OptimizerPieces) -> None:
         self.published.append(claim)
 
     def settle(self) -> None:

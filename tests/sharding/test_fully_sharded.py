@@ -162,7 +162,7 @@ class Rank:
         values: dict[Any, Any] = {}
         sends: list[Any] = []
         parts = x.chunk(len(shares))
-        self.gradients.begin([self.graph], row, sync)
+        self.gradients.begin([self.graph], row, sync, scales=True)
         for action in row:
             if action.op is Op.F:
                 self.gradients.settle(action.stage)
@@ -400,9 +400,8 @@ def evaluated() -> None:
     for graph in (rank.graph, other):
         x = rank.part(batch())
         row = [action for action in rank.schedule.rows[0] if action.op is Op.F]
-        rank.gradients.begin([graph], rank.schedule.rows[0], training=False)
         values: dict[Any, Any] = {}
-        with torch.no_grad():
+        with rank.gradients.evaluating([graph], rank.schedule.rows[0]), torch.no_grad():
             for action in row:
                 rank.gradients.settle(action.stage)
                 part, stage = x.chunk(2)[action.microbatch], graph[action.stage]
@@ -411,7 +410,6 @@ def evaluated() -> None:
                 values |= {(e, action.microbatch): v for e, v in zip(stage.outputs, outputs, strict=False)}
                 if stage.returns_result:
                     torch.testing.assert_close(outputs[-1], plain(captured(reference.module.eval()), part).detach())
-        rank.gradients.end()
         for module in (model, *(stage.module for stage in graph)):
             assert all(isinstance(p, DTensor) for p in module.parameters())
         assert all(p.grad is None for p in rank.module.parameters())

@@ -2,7 +2,6 @@
 
 from fxpipe.plan.balance.choose import Balanced, balance, place_stages
 from fxpipe.plan.balance.hardware import Hardware
-from fxpipe.plan.balance.measured_costs import costs_measured
 from fxpipe.plan.balance.node_costs import CostUnknown, NodeCost, NodeCosts, costs_from_shapes
 
 __all__ = [
@@ -13,6 +12,5 @@ __all__ = [
     "NodeCosts",
     "balance",
     "costs_from_shapes",
-    "costs_measured",
     "place_stages",
 ]

@@ -1,4 +1,4 @@
-"""Work: a graph of blocks with what each takes, which is all that a balance looks at.
+"""A graph of blocks with what each takes, which is all that a balance looks at.
 
 A block is the smallest piece that may be placed: a few nodes of a program, or a stage whose cut is given already.
 """
@@ -13,7 +13,7 @@ from functools import cached_property
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.passes.analysis.blocks import blocks
 from fxpipe.plan.balance.hardware import Hardware
-from fxpipe.plan.balance.node_costs import Held, NodeCosts
+from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Value:
+class BlockValue:
     """A value that one block makes and others use."""
 
     source: int
@@ -44,16 +44,16 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockGraph:
     """Blocks and the values between them; acyclic, numbered in any order."""
 
     blocks: tuple[Block, ...]
-    values: tuple[Value, ...]
+    values: tuple[BlockValue, ...]
     result: tuple[int, ...]
     """The blocks that make the model's result."""
     memory: Mapping[int, int]
     """Bytes of what blocks keep, by key."""
-    held: Mapping[int, Held]
+    held: Mapping[int, HeldParameter]
     """The parameters, by key."""
     hardware: Hardware = field(default_factory=Hardware)
 
@@ -92,7 +92,7 @@ class Work:
     def saved_bytes(self, saved: Iterable[int]) -> int:
         return sum(map(self.memory.__getitem__, saved))
 
-    def merged(self, group_of: Sequence[int]) -> Work:
+    def merged(self, group_of: Sequence[int]) -> BlockGraph:
         """The same work with blocks put together: ``group_of`` says which new block each becomes a part of."""
         groups: list[list[int]] = [[] for _ in range(1 + max(group_of))]
         for block, group in enumerate(group_of):
@@ -102,34 +102,21 @@ class Work:
             source = group_of[value.source]
             targets = tuple(sorted({group_of[target] for target in value.targets} - {source}))
             if targets:
-                values.append(Value(source, targets, value.size))
-        merged = tuple(self.together(group) for group in groups)
+                values.append(BlockValue(source, targets, value.size))
+        merged = tuple(_together([self.blocks[number] for number in group]) for group in groups)
         result = tuple(sorted({group_of[block] for block in self.result}))
-        return Work(merged, tuple(values), result, self.memory, self.held, self.hardware)
-
-    def together(self, group: Sequence[int]) -> Block:
-        """Several blocks as one."""
-        parts = [self.blocks[number] for number in group]
-        return Block(
-            tuple(name for part in parts for name in part.nodes),
-            sum(part.forward for part in parts),
-            sum(part.backward for part in parts),
-            sum(part.weight for part in parts),
-            frozenset[int]().union(*(part.saved for part in parts)),
-            frozenset[int]().union(*(part.parameters for part in parts)),
-            any(part.trains for part in parts),
-        )
+        return BlockGraph(merged, tuple(values), result, self.memory, self.held, self.hardware)
 
 
-def work_of_program(program: Program, costs: NodeCosts) -> Work:
+def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
     """The finest work: what a cut may separate. The program has no boundaries."""
     cut = blocks(program)
-    values = tuple(Value(source, targets, costs[name].bytes_out) for name, source, targets in cut.values)
+    values = tuple(BlockValue(source, targets, costs[name].bytes_out) for name, source, targets in cut.values)
     made = tuple(_block(names, costs) for names in cut.nodes)
-    return Work(made, values, cut.result, costs.memory, costs.parameters, costs.hardware)
+    return BlockGraph(made, values, cut.result, costs.memory, costs.parameters, costs.hardware)
 
 
-def work_of_stages(program: Program, costs: NodeCosts) -> Work:
+def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     """A block for each stage of a program that is cut, by number, with its own copies of copied nodes."""
     stages = 1 + max(program.stage_of.values())
     members = [_members(program, stage) for stage in range(stages)]
@@ -142,10 +129,10 @@ def work_of_stages(program: Program, costs: NodeCosts) -> Work:
             if source is not None and source != place:
                 uses.setdefault(made_by(operand).name, {})[place or 0] = None
     values = tuple(
-        Value(program.stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()
+        BlockValue(program.stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()
     )
     made = tuple(_block(names, costs) for names in members)
-    return Work(made, values, (program.output_stage or 0,), costs.memory, costs.parameters, costs.hardware)
+    return BlockGraph(made, values, (program.output_stage or 0,), costs.memory, costs.parameters, costs.hardware)
 
 
 def _members(program: Program, stage: int) -> tuple[str, ...]:
@@ -161,7 +148,15 @@ def _members(program: Program, stage: int) -> tuple[str, ...]:
 
 
 def _block(names: tuple[str, ...], costs: NodeCosts) -> Block:
-    parts = [costs[name] for name in names]
+    return _of(names, [costs[name] for name in names])
+
+
+def _together(parts: Sequence[Block]) -> Block:
+    """Several blocks as one."""
+    return _of(tuple(name for part in parts for name in part.nodes), parts)
+
+
+def _of(names: tuple[str, ...], parts: Sequence[NodeCost | Block]) -> Block:
     return Block(
         names,
         sum(part.forward for part in parts),

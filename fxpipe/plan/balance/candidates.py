@@ -8,17 +8,13 @@ from dataclasses import dataclass
 
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.analysis.union import Union
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.orders import Order, orders, towers
-from fxpipe.plan.balance.segments import Cuts, Line, Room, balanced, cut, least_greatest, lightest
-from fxpipe.plan.balance.simulated_layouts import Layout
+from fxpipe.plan.balance.segments import Cuts, Line, Room, balanced, lightest, segments_of
+from fxpipe.plan.balance.simulated_layouts import StageLayout
 
-ALLOCATIONS = 6
-"""Of the ways to give whole ranks to each tower, so many are tried: those of the least greatest segment."""
 CRUMB = 0.01
 """What takes no more than this part of the greatest part of its segment is no stage of its own."""
-MOST_ALLOCATIONS = 3000
-"""No more are looked at."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class Rules:
     room: Room | None
 
 
-def recipes(work: Work, rules: Rules) -> Iterator[Recipe]:
-    """For each order: balanced segments, whole ranks for each tower, balanced bytes, and two segments a rank."""
+def recipes(work: BlockGraph, rules: Rules) -> Iterator[Recipe]:
+    """For each order: balanced segments, those of the least memory where that is limited, and two segments a rank."""
     found = towers(work)
     ways: list[tuple[tuple[int, ...] | None, str]] = [(None, "")]
     if not rules.keep:
@@ -56,21 +52,15 @@ def recipes(work: Work, rules: Rules) -> Iterator[Recipe]:
         ways.append((tuple(number.get(block, len(found)) for block in range(len(work))), ", towers apart"))
     for order in orders(work):
         line = Line(work, order)
-        for cuts, rank_of, what in _cuts(line, found, rules):
+        for cuts, rank_of, what in _cuts(line, rules.ranks, rules.room):
             for kinds, how in ways:
                 yield Recipe(order, cuts, rank_of, kinds, what + how)
 
 
-def _cuts(line: Line, found: Sequence[frozenset[int]], rules: Rules) -> Iterator[tuple[Cuts, tuple[int, ...], str]]:
-    ranks, room = rules.ranks, rules.room
+def _cuts(line: Line, ranks: int, room: Room | None) -> Iterator[tuple[Cuts, tuple[int, ...], str]]:
     one_each = tuple(range(ranks))
     for cuts in balanced(line, ranks, room):
         yield cuts, one_each, f"{ranks} segments"
-    for cuts in _towers_apart(line, found, rules):
-        yield cuts, one_each, f"{ranks} segments, whole ranks for each tower"
-    light = cut(line, ranks, least_greatest(line.static, ranks), line.static)
-    if light is not None:
-        yield light, one_each, f"{ranks} segments of equal bytes"
     least = lightest(line, ranks, room.microbatches) if room is not None else None
     if least is not None:
         yield least, one_each, f"{ranks} segments of the least memory"
@@ -79,67 +69,17 @@ def _cuts(line: Line, found: Sequence[frozenset[int]], rules: Rules) -> Iterator
             yield cuts, one_each * 2, f"{2 * ranks} segments in laps"
 
 
-def _towers_apart(line: Line, found: Sequence[frozenset[int]], rules: Rules) -> Iterator[Cuts]:
-    """Cuts at the ends of towers, each of which gets so many ranks of its own."""
-    ends = _ends(line, found)
-    if len(ends) < 2 or len(ends) > rules.ranks:
-        return
-    starts = [0, *ends[:-1]]
-    choices = itertools.islice(_compositions(rules.ranks, len(ends)), MOST_ALLOCATIONS)
-    greatest: dict[tuple[int, int], float] = {}
-    ranked = []
-    for choice in choices:
-        if any(count > end - start for count, start, end in zip(choice, starts, ends, strict=True)):
-            continue
-        for place, count in enumerate(choice):
-            if (place, count) not in greatest:
-                greatest[place, count] = least_greatest(line.time, count, starts[place], ends[place])
-        ranked.append((max(greatest[place, count] for place, count in enumerate(choice)), choice))
-    for bound, choice in sorted(ranked)[:ALLOCATIONS]:
-        parts = []
-        for place, count in enumerate(choice):
-            behind = sum(choice[place + 1 :])
-            parts.append(cut(line, count, bound, None, rules.room, starts[place], ends[place], behind))
-        if all(part is not None for part in parts):
-            yield tuple(position for part in parts for position in part or ())
-
-
-def _ends(line: Line, found: Sequence[frozenset[int]]) -> list[int]:
-    """Where in the line the towers end, and the line itself; what joins them belongs to the last."""
-    number = {block: place for place, tower in enumerate(found) for block in tower}
-    ends = []
-    last = None
-    for position, block in enumerate(line.order):
-        tower = number.get(block)
-        if tower is not None and tower != last:
-            if last is not None:
-                ends.append(position)
-            last = tower
-    return [*ends, len(line.order)]
-
-
-def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """The ways to write a number as an ordered sum of so many positive ones."""
-    for bars in itertools.combinations(range(1, total), parts - 1):
-        yield tuple(b - a for a, b in itertools.pairwise((0, *bars, total)))
-
-
-def layout_of(work: Work, recipe: Recipe, keep: bool) -> Layout:
+def layout_of(work: BlockGraph, recipe: Recipe, keep: bool) -> StageLayout:
     """The layout that a recipe makes."""
-    segment_of = [0] * len(work)
-    start = 0
-    for segment, end in enumerate(recipe.cuts):
-        for position in range(start, end):
-            segment_of[recipe.order[position]] = segment
-        start = end
+    segment_of = segments_of(recipe.order, recipe.cuts)
     if keep:
         ranks = tuple(recipe.rank_of[segment] for segment in segment_of)
-        return Layout(tuple(range(len(work))), ranks, recipe.origin)
-    whole = Layout(tuple(segment_of), recipe.rank_of, recipe.origin)
+        return StageLayout(tuple(range(len(work))), ranks, recipe.origin)
+    whole = StageLayout(tuple(segment_of), recipe.rank_of, recipe.origin)
     return whole if recipe.kinds is None else _apart(work, recipe, segment_of, recipe.kinds) or whole
 
 
-def _apart(work: Work, recipe: Recipe, segment_of: Sequence[int], kinds: Sequence[int]) -> Layout | None:
+def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], kinds: Sequence[int]) -> StageLayout | None:
     """A stage for each connected part of a kind in a segment; crumbs go with the largest. None where that makes stages
     that wait for each other."""
     parts = connected(work, list(zip(segment_of, kinds, strict=True)))
@@ -160,10 +100,10 @@ def _apart(work: Work, recipe: Recipe, segment_of: Sequence[int], kinds: Sequenc
     if number is None:
         return None
     stages = tuple(number[group] for group in group_of)
-    return Layout(stages, tuple(ranks[group] for group in number), recipe.origin)
+    return StageLayout(stages, tuple(ranks[group] for group in number), recipe.origin)
 
 
-def numbered(work: Work, group_of: Sequence[int], order: Sequence[int]) -> dict[int, int] | None:
+def numbered(work: BlockGraph, group_of: Sequence[int], order: Sequence[int]) -> dict[int, int] | None:
     """Group → its place in topological order, the one first that begins first in ``order``; None where there is none.
 
     The result's own order is that of the places.
@@ -177,7 +117,7 @@ def numbered(work: Work, group_of: Sequence[int], order: Sequence[int]) -> dict[
     return found if len(found) == len(first) else None
 
 
-def connected(work: Work, class_of: Sequence[Hashable]) -> Union[int]:
+def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
     """The parts that values connect without leaving a class."""
     parts = Union(range(len(work)))
     for value in work.values:

@@ -12,7 +12,7 @@ from fxpipe.plan.balance.block_graph import work_of_program, work_of_stages
 from fxpipe.plan.balance.coarsen import coarsened
 from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.plan.balance.search import Found, search
-from fxpipe.plan.balance.simulated_layouts import Layout, Outcome, without_gaps
+from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, StageLayout, without_gaps
 from fxpipe.schedules import Family, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
@@ -25,8 +25,8 @@ class Balanced:
     program: Program
     placement: tuple[int, ...]
     """The rank of each stage."""
-    outcome: Outcome
-    others: tuple[Outcome, ...]
+    outcome: LayoutOutcome
+    others: tuple[LayoutOutcome, ...]
     """The best layouts that were found in other ways, the best first."""
     what: str
     """What the costs are from, and what a parameter is reckoned at, in words."""
@@ -111,9 +111,9 @@ def place_stages(
     return _balanced(program, found.best.layout, found, costs)
 
 
-def _balanced(program: Program, layout: Layout, found: Found, costs: NodeCosts) -> Balanced:
+def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCosts) -> Balanced:
     what = (
-        f"costs from {costs.origin}; {costs.hardware.bytes_per_parameter:g} bytes for each trained parameter: value, "
+        f"costs from shapes; {costs.hardware.bytes_per_parameter:g} bytes for each trained parameter: value, "
         "gradient and the optimizer's two moments"
     )
     return Balanced(program, layout.rank_of, found.best, found.others, what)

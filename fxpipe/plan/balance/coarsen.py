@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.candidates import connected
-from fxpipe.plan.balance.orders import depth_first, towers
-from fxpipe.plan.balance.segments import Line
+from fxpipe.plan.balance.orders import topological, towers
+from fxpipe.plan.balance.segments import Line, segments_of
 
 GRAINS = 256
 """As many pieces as a work is cut into at least, where it has as many blocks."""
 GRAINS_A_RANK = 24
 
 
-def coarsened(work: Work, ranks: int) -> tuple[int, ...]:
+def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
     """For each block the piece that it becomes a part of; pieces are acyclic, and connected.
 
     The blocks stand in a line, which is cut once in each of many intervals of equal time, where the fewest bytes
@@ -21,15 +21,9 @@ def coarsened(work: Work, ranks: int) -> tuple[int, ...]:
     grains = max(GRAINS, GRAINS_A_RANK * ranks)
     if len(work) <= grains:
         return tuple(range(len(work)))
-    line = Line(work, depth_first(work, lambda block: (block,)))
+    line = Line(work, topological(work))
     ends = sorted({*_cheapest(line, grains), *_borders(line)})
-    piece_of = [0] * len(work)
-    start = 0
-    for piece, end in enumerate([*ends, len(work)]):
-        for position in range(start, end):
-            piece_of[line.order[position]] = piece
-        start = end
-    parts = connected(work, piece_of)
+    parts = connected(work, segments_of(line.order, [*ends, len(work)]))
     number: dict[int, int] = {}
     return tuple(number.setdefault(parts.find(block), len(number)) for block in range(len(work)))
 

@@ -22,7 +22,7 @@ from fxpipe.graph.like import Like
 from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.graph.program import Program, is_assertion, where
 from fxpipe.plan.balance.hardware import Hardware
-from fxpipe.plan.balance.operator_costs import Meter
+from fxpipe.plan.balance.operator_costs import OperatorMeter
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import FakeModel, fake_model
@@ -53,7 +53,7 @@ class NodeCost:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter: its bytes, and whether it is trained."""
 
     name: str
@@ -69,10 +69,9 @@ class NodeCosts:
     nodes: Mapping[str, NodeCost]
     memory: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     """Bytes of what is kept for backward, by key; parameters are not among it."""
-    parameters: Mapping[int, Held] = field(default_factory=lambda: MappingProxyType({}))
+    parameters: Mapping[int, HeldParameter] = field(default_factory=lambda: MappingProxyType({}))
     """The model's parameters, tied ones once."""
     hardware: Hardware = field(default_factory=Hardware)
-    origin: str = "shapes"
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
@@ -104,15 +103,15 @@ def costs_from_shapes(
     missing = [name for name in program.inputs if name not in example]
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
-    with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
-        run = _Run(program, fake, example, hardware or Hardware())
+    with _left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
+        run = _CostingRun(program, fake, example, hardware or Hardware())
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
         return run.costs()
 
 
 @contextmanager
-def left_as_it_is(module: nn.Module) -> Iterator[None]:
+def _left_as_it_is(module: nn.Module) -> Iterator[None]:
     """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
     snapshot, random = Snapshot(module), RandomState()
     try:
@@ -122,7 +121,7 @@ def left_as_it_is(module: nn.Module) -> Iterator[None]:
         random.restore()
 
 
-class _Run:
+class _CostingRun:
     """One run of a program on fake tensors, node by node."""
 
     def __init__(self, program: Program, fake: FakeModel, example: Mapping[str, Any], hardware: Hardware) -> None:
@@ -131,7 +130,7 @@ class _Run:
         self.inputs = fake.inputs(example)
         self.found: dict[str, NodeCost] = {}
         self.memory: dict[int, int] = {}
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldParameter] = {}
         self._storages: list[Any] = []  # keeps them, so that no two ever have the same id
         self._saved: set[int] = set()
         self._packed: set[int] = set()
@@ -139,11 +138,13 @@ class _Run:
         self._numbers = {id(parameter): number for number, parameter in enumerate(names.values())}
         for name, parameter in names.items():
             size = parameter.numel() * parameter.element_size()
-            self.held[self._numbers[id(parameter)]] = Held(name, size, parameter.numel(), parameter.requires_grad)
+            self.held[self._numbers[id(parameter)]] = HeldParameter(
+                name, size, parameter.numel(), parameter.requires_grad
+            )
         tensors = [*names.values(), *program.module.buffers()]
         self._own = {id(tensor.untyped_storage()) for tensor in tensors}
         self._storages += [tensor.untyped_storage() for tensor in tensors]
-        self.meter = Meter(hardware, lambda tensor: id(tensor.untyped_storage()) in self._own)
+        self.meter = OperatorMeter(hardware, lambda tensor: id(tensor.untyped_storage()) in self._own)
 
     def costs(self) -> NodeCosts:
         return NodeCosts(self.found, self.memory, self.held, self.hardware)
@@ -181,8 +182,8 @@ class _Run:
         self.meter.clear()
         self._saved, self._packed = set(), set()
         try:
-            with modes_of(node), self.meter:
-                self.values[node] = call_node(self.program, node, self.values)
+            with _modes_of(node), self.meter:
+                self.values[node] = _call_node(self.program, node, self.values)
             cost = self._measured()
         except Exception as error:
             cost = self._guessed(node, error)
@@ -209,7 +210,7 @@ class _Run:
         if "val" not in node.meta:
             raise CostUnknown(
                 f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
-                "is not known; balance by hand with boundaries= and placement=, or measure the costs"
+                "is not known; balance by hand with boundaries= and placement="
             ) from error
         self.values[node] = pytree.tree_map_only(Tensor, lambda t: self._like(Like.of(t)), node.meta["val"])
         made = _tensors(self.values[node])
@@ -239,7 +240,7 @@ class _Run:
         return [*module.parameters(), *(self.program.attribute(name) for name in effects.reads)]
 
 
-def call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+def _call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Runs one node on the values of those before it; not an assertion, which need not hold for made-up numbers."""
     if is_assertion(node):
         return None
@@ -253,7 +254,7 @@ def call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) ->
 
 
 @contextmanager
-def modes_of(node: fx.Node) -> Iterator[None]:
+def _modes_of(node: fx.Node) -> Iterator[None]:
     """The modes in which forward runs a node."""
     modes = node.meta.get("modes")
     if modes is None:

@@ -22,7 +22,7 @@ _GATHERS = ("embedding", "index_select", "gather", "index")
 """Operators that read no more of their first argument than they return."""
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what the operators take that run while it is open; ``clear`` begins anew.
 
     ``is_weight``: whether a tensor is, or shares the memory of, a parameter. The gradients of those are what an action

@@ -7,10 +7,12 @@ freedom that is left: an order for each permutation of the towers, and for each 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 
 Order = tuple[int, ...]
 Key = Callable[[int], tuple[float, ...]]
@@ -22,13 +24,13 @@ SMALL = 0.02
 """What takes less than this part of the whole makes no tower."""
 
 
-def orders(work: Work) -> list[Order]:
+def orders(work: BlockGraph) -> list[Order]:
     """Topological orders, all different, the program's own first."""
     found = dict.fromkeys(depth_first(work, key) for key in _keys(work))
     return list(found)
 
 
-def depth_first(work: Work, key: Key) -> Order:
+def depth_first(work: BlockGraph, key: Key) -> Order:
     """The blocks, each behind all that it needs, which are visited in the order of their keys."""
     done: dict[int, None] = {}
     used = {source for sources in work.sources for source in sources}
@@ -48,7 +50,7 @@ def depth_first(work: Work, key: Key) -> Order:
     return tuple(done)
 
 
-def towers(work: Work) -> list[frozenset[int]]:
+def towers(work: BlockGraph) -> list[frozenset[int]]:
     """The large parts of a work that do not depend on each other, in front of what joins them; by first block.
 
     Blocks differ in the sources of the graph that they depend on. What depends on the sources of two large parts, of
@@ -75,7 +77,7 @@ def _joins(bits: int, large: Sequence[int]) -> bool:
     return any(one & two not in (one, two) for one, two in itertools.combinations(inside, 2))
 
 
-def _keys(work: Work) -> Iterator[Key]:
+def _keys(work: BlockGraph) -> Iterator[Key]:
     """Program order and its reverse, the longest way first and last, and the towers in every order."""
     way = _ways(work)
     yield lambda block: (block,)
@@ -84,16 +86,10 @@ def _keys(work: Work) -> Iterator[Key]:
     yield lambda block: (way[block], block)
     found = towers(work)
     if 2 <= len(found) <= TOWERS:
-        bits = [_union(_entries(work), tower) for tower in found]
+        reached = _entries(work)
+        bits = [functools.reduce(operator.or_, map(reached.__getitem__, tower)) for tower in found]
         for permutation in itertools.permutations(bits):
-            yield _by_tower(_entries(work), permutation)
-
-
-def _union(reached: Sequence[int], tower: frozenset[int]) -> int:
-    bits = 0
-    for block in tower:
-        bits |= reached[block]
-    return bits
+            yield _by_tower(reached, permutation)
 
 
 def _by_tower(reached: Sequence[int], permutation: Sequence[int]) -> Key:
@@ -108,7 +104,7 @@ def _by_tower(reached: Sequence[int], permutation: Sequence[int]) -> Key:
     return key
 
 
-def _entries(work: Work) -> list[int]:
+def _entries(work: BlockGraph) -> list[int]:
     """For each block the sources of the graph that it depends on, a bit each."""
     reached = [0] * len(work)
     count = 0
@@ -121,7 +117,7 @@ def _entries(work: Work) -> list[int]:
     return reached
 
 
-def _ways(work: Work) -> list[float]:
+def _ways(work: BlockGraph) -> list[float]:
     """The longest path that ends in each block, in seconds."""
     ways = [0.0] * len(work)
     for block in topological(work):
@@ -130,6 +126,6 @@ def _ways(work: Work) -> list[float]:
     return ways
 
 
-def topological(work: Work) -> Order:
+def topological(work: BlockGraph) -> Order:
     """Any topological order."""
     return depth_first(work, lambda block: (block,))

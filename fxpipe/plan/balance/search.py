@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.errors import PartitionError, ScheduleError
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.candidates import Recipe, Rules, layout_of, recipes
 from fxpipe.plan.balance.segments import Room
-from fxpipe.plan.balance.simulated_layouts import Judge, Layout, Outcome
+from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, StageLayout
 from fxpipe.schedules import Limited
 
 ACTIONS = 150_000
@@ -35,11 +35,11 @@ STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 class Found:
     """The best layout, and the best ones that were found in other ways."""
 
-    best: Outcome
-    others: tuple[Outcome, ...]
+    best: LayoutOutcome
+    others: tuple[LayoutOutcome, ...]
 
 
-def search(work: Work, ranks: int, microbatches: int, family: Limited, memory: float | None, keep: bool) -> Found:
+def search(work: BlockGraph, ranks: int, microbatches: int, family: Limited, memory: float | None, keep: bool) -> Found:
     """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open.
 
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
@@ -60,19 +60,19 @@ def search(work: Work, ranks: int, microbatches: int, family: Limited, memory: f
     return _finally(judge, ranked, microbatches)
 
 
-def _tried(work: Work, rules: Rules) -> Iterator[Recipe]:
+def _tried(work: BlockGraph, rules: Rules) -> Iterator[Recipe]:
     """With a limit of memory, what is cut to fit it, and what happens to."""
     yield from recipes(work, rules)
     if rules.room is not None:
         yield from recipes(work, dataclasses.replace(rules, room=None))
 
 
-def _merit(outcome: Outcome) -> tuple[float, float, int]:
+def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
     """Less is better: time, to a part in ten thousand; then bytes; then stages."""
     return float(f"{outcome.seconds:.4g}"), outcome.most_bytes, outcome.layout.stages
 
 
-def _simulated(judge: Judge, layouts: Iterable[Layout]) -> list[Outcome]:
+def _simulated(judge: Judge, layouts: Iterable[StageLayout]) -> list[LayoutOutcome]:
     """The outcomes of layouts, the best first, until enough has been simulated.
 
     The next one is that of the least lower bound, times what the bound was found to fall short by among those that
@@ -80,7 +80,7 @@ def _simulated(judge: Judge, layouts: Iterable[Layout]) -> list[Outcome]:
     """
     waiting = _by_way(judge, layouts)
     short = dict.fromkeys(waiting, 1.0)
-    found: list[Outcome] = []
+    found: list[LayoutOutcome] = []
     while waiting and (not found or judge.actions < ACTIONS):
         way = min(waiting, key=lambda way: (judge.staged(waiting[way][-1]).lower_bound * short[way], way))
         layout = waiting[way].pop()
@@ -98,9 +98,9 @@ def _simulated(judge: Judge, layouts: Iterable[Layout]) -> list[Outcome]:
     return found
 
 
-def _by_way(judge: Judge, layouts: Iterable[Layout]) -> dict[str, list[Layout]]:
+def _by_way(judge: Judge, layouts: Iterable[StageLayout]) -> dict[str, list[StageLayout]]:
     """How layouts came about → those layouts, the one of the least lower bound last."""
-    found: dict[str, list[Layout]] = {}
+    found: dict[str, list[StageLayout]] = {}
     for layout in sorted(layouts, key=lambda layout: -judge.staged(layout).lower_bound):
         found.setdefault(layout.origin, []).append(layout)
     return found
@@ -115,7 +115,7 @@ def _no_fit(judge: Judge, memory: float | None) -> PartitionError | ScheduleErro
     )
 
 
-def _different(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _different(outcomes: Sequence[LayoutOutcome]) -> list[LayoutOutcome]:
     """The best of different ways."""
     count: Counter[str] = Counter()
     found = []
@@ -126,7 +126,7 @@ def _different(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return found[:IMPROVED]
 
 
-def _improved(judge: Judge, recipe: Recipe, outcome: Outcome, keep: bool, until: int) -> Outcome:
+def _improved(judge: Judge, recipe: Recipe, outcome: LayoutOutcome, keep: bool, until: int) -> LayoutOutcome:
     """Moves cuts, and then stages, as long as it helps and no more than so many actions have been simulated."""
     best, progress = outcome, True
     while progress and judge.actions < until:
@@ -142,7 +142,7 @@ def _improved(judge: Judge, recipe: Recipe, outcome: Outcome, keep: bool, until:
     return _moved(judge, best, until)
 
 
-def _neighbours(work: Work, recipe: Recipe) -> Iterator[Recipe]:
+def _neighbours(work: BlockGraph, recipe: Recipe) -> Iterator[Recipe]:
     """The same recipe with one cut elsewhere, or two next to each other: those of the heaviest segments first."""
     cuts, starts = recipe.cuts, (0, *recipe.cuts[:-1])
     weight = [
@@ -166,7 +166,7 @@ def _with_cuts(recipe: Recipe, moved: Mapping[int, int]) -> Iterator[Recipe]:
         yield dataclasses.replace(recipe, cuts=cuts)
 
 
-def _moved(judge: Judge, best: Outcome, until: int) -> Outcome:
+def _moved(judge: Judge, best: LayoutOutcome, until: int) -> LayoutOutcome:
     """Moves single stages to other ranks, as long as it helps."""
     progress = True
     while progress and judge.actions < until:
@@ -175,7 +175,9 @@ def _moved(judge: Judge, best: Outcome, until: int) -> Outcome:
             if judge.actions >= until:
                 break
             origin = best.layout.origin
-            layout = Layout(best.layout.stage_of, rank_of, origin if "moved" in origin else f"{origin}, stages moved")
+            layout = StageLayout(
+                best.layout.stage_of, rank_of, origin if "moved" in origin else f"{origin}, stages moved"
+            )
             candidate = _if_better(judge, layout, best)
             if candidate is not None:
                 best, progress = candidate, True
@@ -183,7 +185,7 @@ def _moved(judge: Judge, best: Outcome, until: int) -> Outcome:
     return best
 
 
-def _exchanges(layout: Layout) -> Iterator[tuple[int, ...]]:
+def _exchanges(layout: StageLayout) -> Iterator[tuple[int, ...]]:
     """The ranks of the stages with one stage elsewhere, where its rank keeps another, or two stages changed."""
     rank_of = layout.rank_of
     ranks = 1 + max(rank_of)
@@ -202,7 +204,7 @@ def _exchanges(layout: Layout) -> Iterator[tuple[int, ...]]:
                 yield tuple(changed)
 
 
-def _if_better(judge: Judge, layout: Layout, best: Outcome) -> Outcome | None:
+def _if_better(judge: Judge, layout: StageLayout, best: LayoutOutcome) -> LayoutOutcome | None:
     """A layout's outcome where it fits and is better; simulated only where its lower bound does not rule that out."""
     if judge.staged(layout).lower_bound >= best.seconds:
         return None
@@ -212,10 +214,10 @@ def _if_better(judge: Judge, layout: Layout, best: Outcome) -> Outcome | None:
     return outcome
 
 
-def _by_origin(ranked: Iterable[Outcome]) -> list[Outcome]:
+def _by_origin(ranked: Iterable[LayoutOutcome]) -> list[LayoutOutcome]:
     """The best of each way of finding a layout."""
-    found: dict[str, Outcome] = {}
-    seen: set[Layout] = set()
+    found: dict[str, LayoutOutcome] = {}
+    seen: set[StageLayout] = set()
     for outcome in ranked:
         if outcome.layout.origin not in found and outcome.layout not in seen:
             found[outcome.layout.origin] = outcome
@@ -223,7 +225,7 @@ def _by_origin(ranked: Iterable[Outcome]) -> list[Outcome]:
     return list(found.values())
 
 
-def _finally(judge: Judge, ranked: list[Outcome], microbatches: int) -> Found:
+def _finally(judge: Judge, ranked: list[LayoutOutcome], microbatches: int) -> Found:
     """The best with all micro-batches, where they were chosen with fewer; its table verified."""
     exact = Judge(judge.work, judge.family, microbatches, judge.memory)
     again = [exact.outcome(outcome.layout) for outcome in ranked[: 1 + RUNNERS_UP]]

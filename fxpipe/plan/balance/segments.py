@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.orders import Order
 
 Cuts = tuple[int, ...]
@@ -26,7 +27,7 @@ SLACK = (1.0, 1.01, 1.03, 1.06, 1.12, 1.25)
 class Line:
     """An order of blocks as a line: what stands before each position, and what crosses it."""
 
-    work: Work
+    work: BlockGraph
     order: Order
 
     @cached_property
@@ -80,55 +81,40 @@ class Room:
         return min(self.microbatches, 1 + behind)
 
 
-def least_greatest(weights: Sequence[float], segments: int, start: int = 0, end: int | None = None) -> float:
+def least_greatest(weights: Sequence[float], segments: int) -> float:
     """The least possible weight of the greatest of so many segments; ``weights``: their sums before each position."""
-    stop = len(weights) - 1 if end is None else end
-    low = max((weights[i + 1] - weights[i] for i in range(start, stop)), default=0.0)
-    low = max(low, (weights[stop] - weights[start]) / segments)
-    high = weights[stop] - weights[start]
+    high = weights[-1]
+    low = max((b - a for a, b in pairwise(weights)), default=0.0)
+    low = max(low, high / segments)
     for _ in range(40):
         if high - low <= 1e-6 * high:
             break
         middle = (low + high) / 2
-        if _greedy(weights, middle, start, stop) <= segments:
+        if _greedy(weights, middle) <= segments:
             high = middle
         else:
             low = middle
     return high
 
 
-def _greedy(weights: Sequence[float], bound: float, start: int, stop: int) -> int:
+def _greedy(weights: Sequence[float], bound: float) -> int:
     """How many segments it takes if each is as long as the bound allows."""
-    count, begin = 1, weights[start]
-    for position in range(start, stop):
-        if weights[position + 1] - begin > bound:
-            count, begin = count + 1, weights[position]
+    count, begin = 1, weights[0]
+    for before, behind in pairwise(weights):
+        if behind - begin > bound:
+            count, begin = count + 1, before
     return count
 
 
-def cut(
-    line: Line,
-    segments: int,
-    bound: float,
-    weights: Sequence[float] | None = None,
-    room: Room | None = None,
-    start: int = 0,
-    end: int | None = None,
-    behind: int = 0,
-) -> Cuts | None:
-    """The cut into so many segments, none heavier than the bound, over whose hops the least time passes; or None.
-
-    ``weights``: sums before each position, of seconds where nothing else is said. ``behind``: the number of segments
-    behind the last, on which depends how many micro-batches each holds.
-    """
-    stop = len(line.order) if end is None else end
-    limit = _Limit(line, line.time if weights is None else weights, bound * (1 + 1e-9), room)
-    cost = {start: 0.0}
+def cut(line: Line, segments: int, bound: float, room: Room | None = None) -> Cuts | None:
+    """The cut into so many segments, none longer than the bound, over whose hops the least time passes; or None."""
+    stop = len(line.order)
+    limit = _Limit(line, bound * (1 + 1e-9), room)
+    cost = {0: 0.0}
     back: list[dict[int, int]] = []
     for number in range(1, segments + 1):
         left = segments - number
-        ends = range(start + number, (stop if not left else stop - left) + 1)
-        cost, chosen = _one_more(limit, cost, start, ends, behind + left)
+        cost, chosen = _one_more(limit, cost, range(number, stop - left + 1), left)
         back.append(chosen)
     if stop not in cost:
         return None
@@ -140,22 +126,21 @@ def cut(
 
 @dataclass(frozen=True)
 class _Limit:
-    """What a segment may weigh and take."""
+    """What a segment may take, in seconds and in bytes."""
 
     line: Line
-    weights: Sequence[float]
     bound: float
     room: Room | None
 
     def exceeded(self, start: int, end: int, behind: int) -> bool:
-        if self.weights[end] - self.weights[start] > self.bound:
+        if self.line.time[end] - self.line.time[start] > self.bound:
             return True
         room = self.room
         return room is not None and self.line.memory(start, end, room.in_flight(behind)) > room.most
 
 
 def _one_more(
-    limit: _Limit, cost: Mapping[int, float], start: int, ends: range, behind: int
+    limit: _Limit, cost: Mapping[int, float], ends: range, behind: int
 ) -> tuple[dict[int, float], dict[int, int]]:
     """For each end of one more segment the least sum of hops, and where that segment begins; ``cost``: the least sums
     of the segments before. Of possible beginnings those are kept in a window that nothing cheaper stands behind."""
@@ -167,7 +152,7 @@ def _one_more(
     for position in ends:
         for new in range(entered, position):
             if new in cost:
-                price = cost[new] + (hop(line.crossing[new]) if new > start else 0.0)
+                price = cost[new] + (hop(line.crossing[new]) if new else 0.0)
                 while window and window[-1][0] >= price:
                     window.pop()
                 window.append((price, new))
@@ -239,6 +224,15 @@ def balanced(line: Line, segments: int, room: Room | None = None) -> Iterator[Cu
         if cuts is not None and cuts not in found:
             found[cuts] = None
             yield cuts
+
+
+def segments_of(order: Order, ends: Sequence[int]) -> list[int]:
+    """Block → the segment that it stands in."""
+    found = [0] * len(order)
+    for segment, (start, end) in enumerate(pairwise((0, *ends))):
+        for block in order[start:end]:
+            found[block] = segment
+    return found
 
 
 def _sums(numbers: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpipe.errors import ScheduleError
-from fxpipe.plan.balance.block_graph import Work
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.in_flight import peak_bytes
@@ -17,7 +17,7 @@ from fxpipe.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """``stage_of``: block → stage, in topological order of the stages. ``rank_of``: stage → rank."""
 
     stage_of: tuple[int, ...]
@@ -31,11 +31,11 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LayoutOutcome:
     """What a layout comes to. ``seconds``: the makespan, or what the busiest link takes if that is more, and the sums
     of tied gradients that follow."""
 
-    layout: Layout
+    layout: StageLayout
     seconds: float
     schedule: Schedule
     costs: Costs
@@ -55,7 +55,7 @@ class Outcome:
 class Staged:
     """A layout with what each of its stages takes."""
 
-    def __init__(self, work: Work, layout: Layout, microbatches: int) -> None:
+    def __init__(self, work: BlockGraph, layout: StageLayout, microbatches: int) -> None:
         self.work, self.layout, self.microbatches = work, layout, microbatches
         count = layout.stages
         self.forward, self.backward_seconds, self.weight = [0.0] * count, [0.0] * count, [0.0] * count
@@ -159,25 +159,25 @@ class Judge:
     ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to.
     """
 
-    def __init__(self, work: Work, family: Limited, microbatches: int, memory: float | None) -> None:
+    def __init__(self, work: BlockGraph, family: Limited, microbatches: int, memory: float | None) -> None:
         self.work, self.family, self.microbatches, self.memory = work, family, microbatches, memory
         self.least_bytes = float("inf")
         self.actions = 0
         """How many actions have been simulated, a measure of the work done that is the same on every machine."""
         self.refused: ScheduleError | None = None
         """The last layout for which the family had no table."""
-        self._outcomes: dict[Layout, Outcome | None] = {}
-        self._staged: dict[Layout, Staged] = {}
+        self._outcomes: dict[StageLayout, LayoutOutcome | None] = {}
+        self._staged: dict[StageLayout, Staged] = {}
 
-    def staged(self, layout: Layout) -> Staged:
+    def staged(self, layout: StageLayout) -> Staged:
         if layout not in self._staged:
             self._staged[layout] = Staged(self.work, layout, self.microbatches)
         return self._staged[layout]
 
-    def fits(self, outcome: Outcome) -> bool:
+    def fits(self, outcome: LayoutOutcome) -> bool:
         return self.memory is None or outcome.most_bytes <= self.memory
 
-    def outcome(self, layout: Layout) -> Outcome | None:
+    def outcome(self, layout: StageLayout) -> LayoutOutcome | None:
         """What a layout comes to; None where the family has no table for it."""
         if layout not in self._outcomes:
             try:
@@ -186,7 +186,7 @@ class Judge:
                 self.refused, self._outcomes[layout] = error, None
         return self._outcomes[layout]
 
-    def _simulated(self, layout: Layout) -> Outcome:
+    def _simulated(self, layout: StageLayout) -> LayoutOutcome:
         staged = self.staged(layout)
         family = dataclasses.replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
@@ -209,10 +209,12 @@ class Judge:
         peaks = tuple(static + most for static, most in zip(staged.static_bytes, held, strict=True))
         self.least_bytes = min(self.least_bytes, max(peaks))
         seconds = staged.whole(schedule.simulate(staged.costs).makespan)
-        return Outcome(layout, seconds, schedule, staged.costs, peaks)
+        return LayoutOutcome(layout, seconds, schedule, staged.costs, peaks)
 
 
-def without_gaps(stage_of: Sequence[int], rank_of: Sequence[int], origin: str) -> Layout:
+def without_gaps(stage_of: Sequence[int], rank_of: Sequence[int], origin: str) -> StageLayout:
     """A layout whose stages are numbered without gaps, in the order of their numbers."""
     number = {stage: place for place, stage in enumerate(sorted(set(stage_of)))}
-    return Layout(tuple(number[stage] for stage in stage_of), tuple(rank_of[stage] for stage in sorted(number)), origin)
+    return StageLayout(
+        tuple(number[stage] for stage in stage_of), tuple(rank_of[stage] for stage in sorted(number)), origin
+    )

@@ -27,7 +27,7 @@ from fxpipe.sharding.parallelize.stages import Parallel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fxpipe.sharding.parallelize.fsdp_stage import ShardedStage
+    from fxpipe.sharding.fsdp import FsdpStage
 
 Parallelize = Callable[[nn.Module, "DeviceMesh | None"], None]
 
@@ -97,12 +97,11 @@ def parallelise_stages(
     return Parallel({index: copied.without_tensors() for index, copied in copies.items()}, sharded)
 
 
-def _sharded(copies: Mapping[int, StageCopy]) -> dict[int, ShardedStage]:
+def _sharded(copies: Mapping[int, StageCopy]) -> dict[int, FsdpStage]:
     """By stage, what FSDP2 manages in it."""
-    from fxpipe.sharding.parallelize.fsdp_stage import sharded_stages  # it imports FSDP2, which takes its time
+    from fxpipe.sharding.fsdp import sharded_stages  # it imports FSDP2, which takes its time
 
-    found = sharded_stages([copied.module for copied in copies.values()])
-    return {index: sharded for index, sharded in zip(copies, found, strict=True) if sharded is not None}
+    return sharded_stages({stage: copied.module for stage, copied in copies.items()})
 
 
 def _changed(copied: StageCopy) -> dict[int, Tensor]:
@@ -110,10 +109,7 @@ def _changed(copied: StageCopy) -> dict[int, Tensor]:
     stage = copied.stage
     changed: dict[int, Tensor] = {}
     for name, old in stage.tensors.items():
-        try:
-            new = copied.held(name)
-        except AttributeError:
-            new = None
+        new = copied.held(name)
         if not isinstance(new, Tensor) or isinstance(new, nn.Parameter) != isinstance(old, nn.Parameter):
             raise RunError(
                 f"parallelize has left stage {stage.name} with {_kind(new)} in place of {_kind(old)} {name}; keep "

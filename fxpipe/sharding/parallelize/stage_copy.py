@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 from torch import fx, nn
@@ -30,11 +30,14 @@ class StageCopy:
     twins: tuple[tuple[nn.Module, nn.Module], ...]
 
     def held(self, name: str) -> Any:
-        """What the copy now has under one of the model's names; AttributeError where that is nothing.
+        """What the copy now has under one of the model's names; None where that is nothing.
 
         Wrappers of modules hand on what they have not, so that the name need not tell of them.
         """
-        return reduce(getattr, name.removeprefix(self.prefix).split("."), self.module)
+        try:
+            return attrgetter(name.removeprefix(self.prefix))(self.module)
+        except AttributeError:
+            return None
 
     def without_tensors(self) -> StageCopy:
         """The same, holding on to no tensor that has been replaced."""
@@ -61,7 +64,7 @@ def copy_of(stage: Stage, graph: StageGraph) -> StageCopy:
     for node in module.graph.nodes:
         if node.op not in ("get_attr", "call_module") or node.target in root:
             continue
-        found = _found(module, node.target)
+        found = attrgetter(node.target)(module)
         if isinstance(found, nn.Module):
             root[node.target] = _copied(found, memo, node.target)
             twins |= {id(original): (original, twin) for original, twin in _twins(found, memo)}
@@ -70,10 +73,6 @@ def copy_of(stage: Stage, graph: StageGraph) -> StageCopy:
     copied = fx.GraphModule(root, copy.deepcopy(module.graph), class_name=type(module).__name__)
     copied.training = module.training
     return StageCopy(stage, copied, "", tuple(twins.values()))
-
-
-def _found(module: nn.Module, target: str) -> Any:
-    return reduce(getattr, target.split("."), module)
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], name: str) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from functools import reduce
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
@@ -25,13 +25,13 @@ from fxpipe.sharding.reducer import Reducer
 from fxpipe.torch_compat import pytree
 
 if TYPE_CHECKING:
-    from fxpipe.sharding.parallelize.fsdp_stage import ShardedStage
+    from fxpipe.sharding.fsdp import FsdpStage
 
 
 class Parallel:
     """The stages of this rank, as ``parallelize`` has made them."""
 
-    def __init__(self, copies: Mapping[int, StageCopy], sharded: Mapping[int, ShardedStage]) -> None:
+    def __init__(self, copies: Mapping[int, StageCopy], sharded: Mapping[int, FsdpStage]) -> None:
         self._copies, self._sharded = dict(copies), dict(sharded)
         self._adopted: dict[int, Stage] = {}  # a captured stage's module → the stage that runs in its place
         self._captures = 0
@@ -46,12 +46,12 @@ class Parallel:
         return dataclasses.replace(graph, stages=stages)
 
     def _adopt(self, stage: Stage) -> Stage:
-        if isinstance(stage.function, _Call) or not isinstance(stage.module, nn.Module):
+        if isinstance(stage.function, _StageFunction) or not isinstance(stage.module, nn.Module):
             return stage  # done, or idle: what it works on is absent from the batch
         home = self._copies[stage.index]
         key = id(stage.module)
         if key not in self._adopted:
-            function = _Call(stage.name, home.module, self._code(stage, home), max(len(stage.outputs), 1))
+            function = _StageFunction(stage.name, home.module, self._code(stage, home), max(len(stage.outputs), 1))
             self._adopted[key] = dataclasses.replace(stage, function=function)
         return dataclasses.replace(stage, function=self._adopted[key].function)
 
@@ -70,13 +70,12 @@ class Parallel:
     def gradients(self, inner: Reducer, transport: Transport, owners: Ownership, model: nn.Module) -> ParallelGradients:
         """The gradients of this rank: plain parameters are ``inner``'s, DTensors are summed beside it."""
         rank = transport.pipe_rank
-        mine = owners.names[rank] if rank is not None else None
-        spread = {name for name, parameter in model.named_parameters() if is_dtensor(parameter)}
-        parameters = {n: p for n, p in model.named_parameters() if n in spread and (mine is None or n in mine)}
-        return ParallelGradients(inner, parameters, self._sharded, transport, owners, list(self._copies.values()))
+        mine = {n: p for n, p in model.named_parameters() if rank is None or n in owners.names[rank]}
+        spread = {name: mine[name] for name in mine if is_dtensor(mine[name])}
+        return ParallelGradients(inner, spread, self._sharded, transport, owners, list(self._copies.values()))
 
 
-class _Call:
+class _StageFunction:
     """A stage's function: a call of its module, so that hooks on it run, too.
 
     ``code``: the forward of the capture that it is for; None: the module's own, whose result goes out ``uses`` times.
@@ -135,7 +134,7 @@ def _move_in(stage: Stage, home: StageCopy, number: int) -> None:
         if node.op not in ("get_attr", "call_module"):
             continue
         target = str(node.target)
-        value = reduce(getattr, target.split("."), module)
+        value = attrgetter(target)(module)
         if _is_of_model(stage, home, node, value):
             if target not in first:
                 _check_there(stage, home, node)
@@ -166,10 +165,7 @@ def _paths(stage: Stage) -> set[str]:
 
 def _check_there(stage: Stage, home: StageCopy, node: fx.Node) -> None:
     """What a later capture calls must be a module that ``parallelize`` has seen."""
-    try:
-        there = reduce(getattr, str(node.target).split("."), home.module)
-    except AttributeError:
-        there = None
+    there = home.held(str(node.target))
     if there is None or (node.op == "call_module" and type(there) is nn.Module):
         raise RunError(
             f"this kind of batch runs {node.target} of stage {stage.name} as a whole, which the first kind took apart, "

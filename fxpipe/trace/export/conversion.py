@@ -83,7 +83,7 @@ class Traced:
 
 
 @dataclass
-class _ModesNow:
+class _ModesInGraph:
     """Follows the modes through a graph. ``with`` blocks are numbered where they are entered."""
 
     cached: Iterator[bool]
@@ -130,7 +130,7 @@ class _Conversion:
     def __init__(self, traced: Traced) -> None:
         self._traced = traced
         self._graph = fx.Graph()
-        self._modes = _ModesNow(iter(traced.cached))
+        self._modes = _ModesInGraph(iter(traced.cached))
         self._constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._parts: dict[tuple[Any, ...], fx.Node] = {}

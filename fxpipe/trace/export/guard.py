@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.torch_compat import AUTOCAST_CACHE, RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
-from fxpipe.trace.attributes import AssignedBuffers
-from fxpipe.trace.patching import KEEPS, no_checkpoints, patched, refuse
+from fxpipe.trace.attributes import AssignedBuffers, watching_attributes
+from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, no_checkpoints, patched, refuse, refuse_changes
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 from fxpipe.trace.user_line import definition, is_torchs
 
@@ -27,6 +27,7 @@ _ASKED = "_cache_asked"
 PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, type(None))
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 """Where transformers notes that it has put forward hooks on its layers, which it does in a model's first call."""
+_RETURN_IT = "return the value instead, or keep it in a buffer (register_buffer)"
 _CACHES = frozenset({_HOOKS_INSTALLED, *RECURRENT_CACHES})
 """What libraries keep in a module for speed, and make anew where it does not fit: torch.nn's recurrent layers too."""
 
@@ -41,7 +42,7 @@ class TracingGuard:
         self._undo: list[Callable[[], None]] = []
         self._snapshots: dict[nn.Module, Snapshot] = {}
         self._owned = {storage_of(parameter) for parameter in module.parameters()}
-        self._random = RandomState()
+        self.random = RandomState()
         self.cached_regions: list[bool] = []
         """Of each region of autocast that forward has entered: whether a weight is cast once in it."""
 
@@ -57,14 +58,7 @@ class TracingGuard:
         finally:
             for snapshot in self._snapshots.values():
                 snapshot.restore()
-            self.rewind()
-
-    def rewind(self) -> bool:
-        """Puts the random state back; returns whether it had moved."""
-        moved = RandomState() != self._random
-        if moved:
-            self._random.restore()
-        return moved
+            self.random.rewind()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -74,10 +68,11 @@ class TracingGuard:
             with contextlib.ExitStack() as stack:
                 for owner, name, value in self._patches():
                     stack.enter_context(patched(owner, name, value))
+                stack.enter_context(watching_attributes(self._paths, self._take_attribute))
                 stack.enter_context(no_checkpoints())
                 yield
             for root, snapshot in self._snapshots.items():
-                _refuse_changes(root, snapshot)
+                refuse_changes(root, _unexpected(root, snapshot), _RETURN_IT)
             self._buffers.write()
         finally:
             self._buffers.put_back()
@@ -86,7 +81,6 @@ class TracingGuard:
 
     def _patches(self) -> list[tuple[Any, str, Any]]:
         return [
-            (nn.Module, "__setattr__", self._guarded_setattr()),
             (nn.Module, "__delattr__", self._guarded_delattr()),
             (torch.autocast, "__init__", _noting_cache(torch.autocast.__init__)),
             (torch.autocast, "__enter__", self._noting_region(torch.autocast.__enter__)),
@@ -109,25 +103,15 @@ class TracingGuard:
 
     # attributes
 
-    def _guarded_setattr(self) -> Callable[[nn.Module, str, Any], None]:
-        original = nn.Module.__setattr__
-
-        def guarded(module: nn.Module, name: str, value: Any) -> None:
-            path = self._paths.get(id(vars(module)))
-            if path is None:
-                original(module, name, value)
-            elif name in _CACHES:
-                self._undo.append(_putting_back(vars(module), name))
-                original(module, name, value)
-            elif isinstance(module._buffers.get(name), Tensor) and isinstance(value, Tensor):
-                self._buffers.assign(module, name, value, _joined(path, name))
-            elif not _is_unchanged(module, name, value):
-                raise refuse(
-                    f"forward sets {_joined(path, name)}, which would happen once, while tracing",
-                    "return the value instead, or keep it in a buffer (register_buffer)",
-                )
-
-        return guarded
+    def _take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        if name in _CACHES:
+            self._undo.append(_putting_back(vars(module), name))
+            return False
+        if not self._buffers.assign(module, name, value, _joined(path, name)) and not _is_unchanged(
+            module, name, value
+        ):
+            raise refuse(f"forward sets {_joined(path, name)}, {ONCE}", _RETURN_IT)
+        return True
 
     def _guarded_delattr(self) -> Callable[[nn.Module, str], None]:
         original = nn.Module.__delattr__
@@ -135,10 +119,7 @@ class TracingGuard:
         def guarded(module: nn.Module, name: str) -> None:
             path = self._paths.get(id(vars(module)))
             if path is not None:
-                raise refuse(
-                    f"forward deletes {_joined(path, name)}, which would happen once, while tracing",
-                    "delete it outside of forward",
-                )
+                raise refuse(f"forward deletes {_joined(path, name)}, {ONCE}", "delete it outside of forward")
             original(module, name)
 
         return guarded
@@ -281,34 +262,29 @@ def _refuse_backward_hooks(root: nn.Module) -> None:
             )
 
 
-def _refuse_changes(root: nn.Module, snapshot: Snapshot) -> None:
+def _unexpected(root: nn.Module, snapshot: Snapshot) -> Iterator[str]:
+    """What forward has changed, and must not."""
     expected = ["_parameters", "_buffers", *_CACHES]  # fake tensors are in the tables now
     if any(_HOOKS_INSTALLED in vars(part) for part in root.modules()):
         expected += ["_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"]
-    changed = next((name for name in snapshot.changes() if name.rpartition(".")[2] not in expected), None)
-    if changed is not None:
-        raise TraceError(
-            f"forward changes {type(root).__name__}.{changed}, which would happen once, while tracing; return the "
-            f"value instead, or keep it in a buffer (register_buffer)\n{definition(type(root).forward)}"
-        )
+    return (name for name in snapshot.changes() if name.rpartition(".")[2] not in expected)
 
 
 class RandomWatch(TorchFunctionMode):
     """Refuses at the first operation after random numbers were drawn outside of traced operations."""
 
-    def __init__(self, guard: TracingGuard) -> None:
+    def __init__(self, random: RandomState) -> None:
         super().__init__()
-        self._guard = guard
+        self._random = random
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._guard.rewind():
+        if self._random.rewind():
             raise random_numbers_drawn()
         return function(*args, **(kwargs or {}))
 
 
 def random_numbers_drawn() -> TraceError:
     return refuse(
-        "Python's, NumPy's or torch's random numbers are drawn or seeded outside of torch's operations, and what was "
-        "drawn would be the same ever after",
+        DRAWN.format(where="outside of torch's operations"),
         "draw with torch (torch.rand(4)), or pass the number in as an input",
     )

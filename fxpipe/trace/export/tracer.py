@@ -42,7 +42,7 @@ def export(request: Request) -> Program:
     guard = TracingGuard(request.module, request.loss_module)
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
-            call = _Call(request, guard, fake.inputs(request.example))
+            call = _ExportedCall(request, guard, fake.inputs(request.example))
             exported = _exported(call)
         program = call.traced(exported).program()
     check_boundaries(program.graph, call.boundaries)
@@ -60,7 +60,7 @@ def _refuse_objects(example: Mapping[str, Any]) -> None:
                 )
 
 
-def _exported(call: _Call) -> torch.export.ExportedProgram:
+def _exported(call: _ExportedCall) -> torch.export.ExportedProgram:
     printed = io.StringIO()  # where it fails, torch.export prints all that it has of the graph
     try:
         with within(call.request.autocast), modes_as_operations(), contextlib.redirect_stderr(printed):
@@ -70,7 +70,7 @@ def _exported(call: _Call) -> torch.export.ExportedProgram:
     except Exception as error:
         raise TraceError(_explain(error)) from error
     sys.stderr.write(printed.getvalue())
-    if call.guard.rewind():
+    if call.guard.random.rewind():
         raise _where_drawn(call)
     return exported
 
@@ -86,17 +86,17 @@ def _explain(error: Exception) -> str:
     return f"torch.export cannot follow the model: {type(error).__name__}: {error}{at}"
 
 
-def _where_drawn(call: _Call) -> TraceError:
+def _where_drawn(call: _ExportedCall) -> TraceError:
     """Runs the call once more, watched, to find the line."""
     try:
-        with RandomWatch(call.guard):
+        with RandomWatch(call.guard.random):
             call.run(call.request.module, call.values)
     except TraceError as error:
         return error
     return random_numbers_drawn()
 
 
-class _Call:
+class _ExportedCall:
     """The call that is exported: from the tensors among the inputs to the tensors of the result."""
 
     def __init__(self, request: Request, guard: TracingGuard, values: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class _Call:
 class _Root(nn.Module):
     """What torch.export is given. It calls a stand-in for this module, so nothing is kept here."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _ExportedCall) -> None:
         super().__init__()
         self.model = call.request.module
         self._flat = call.flat

@@ -16,20 +16,21 @@ from torch import Tensor, nn
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import Like
 from fxpipe.torch_compat import pytree
-from fxpipe.trace.attributes import WatchedAttributes
-from fxpipe.trace.fake import is_fake, outside, unrecorded
+from fxpipe.trace.attributes import AssignedBuffers, watching_attributes
+from fxpipe.trace.fake import outside, unrecorded
 from fxpipe.trace.patching import patched
-from fxpipe.trace.record.differentiated import leads_around
 from fxpipe.trace.record.emit import effects_of
+from fxpipe.trace.record.frame import Frame, collapse, enter
 from fxpipe.trace.record.functions import functions_watched
 from fxpipe.trace.record.methods import Name, kept_method, method_in
 from fxpipe.trace.record.opaque import Applied, Method
-from fxpipe.trace.record.recorder import Frame, NeedsValues, Recorder
-from fxpipe.trace.record.rehearsal import Given, Rehearsed, rehearse
-from fxpipe.trace.record.tape import PLAIN, Operation, Source, Touched, paths, tensors
+from fxpipe.trace.record.recorder import NeedsValues, Recorder
+from fxpipe.trace.record.rehearsal import GivenBack, Rehearsed, rehearse
+from fxpipe.trace.record.tape import Touched, tensors
 from fxpipe.trace.record.touched import PythonState
+from fxpipe.trace.record.whole import Wholes, held_by
 from fxpipe.trace.snapshot import storage_of
-from fxpipe.trace.user_line import definition
+from fxpipe.trace.user_line import current_line, definition
 
 
 class Calls:
@@ -63,16 +64,14 @@ class Calls:
         """Attributes that were changed inside of calls that are kept whole, which change them in every step."""
         self.reset: dict[str, str] = {}
         """Plain attributes in submodules that are kept whole, as something else has set them, and the lines where."""
-        self._tables = {id(table): dict(table) for part in module.modules() for table in _tables(part)}
         self._thread = threading.get_ident()
-        self._attributes = WatchedAttributes(self._paths, self._is_ours)
-        self._buffers = self._attributes.buffers
+        self.lines: dict[str, str] = {}
+        """Where forward has set an attribute last, by its name in the model."""
+        self._buffers = AssignedBuffers()
         stand_ins = [*module.named_parameters(), *module.named_buffers()]
         self._real_of = {id(tensor): real[name] for name, tensor in stand_ins}
-        self.storages: dict[int, str] = {}
-        """The memory of the model's tensors, and their first names."""
-        for name, tensor in stand_ins:
-            self.storages.setdefault(storage_of(tensor), name)
+        self._wholes = Wholes(recorder, module, self._paths, self._buffers, self.lines)
+        self.storages = self._wholes.storages
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -85,17 +84,13 @@ class Calls:
                 owner = type(self._root.get_submodule(path))
                 stack.enter_context(patched(owner, name, self._method_of(owner, name)))
             stack.enter_context(functions_watched(self._recorder, self._is_ours, self._apply))
-            stack.enter_context(self._attributes.watched())
+            stack.callback(self._buffers.put_back)
+            stack.enter_context(watching_attributes(self._paths, self._note_attribute))
             stack.enter_context(self._recorder.blocks.counting())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(patched(torch, "_check_tensor_all_with", _unchecked))
             yield
             self._check_backward_hooks("", self._root)
-
-    @property
-    def lines(self) -> Mapping[str, str]:
-        """Where forward has set an attribute last, by its name in the model."""
-        return self._attributes.lines
 
     def write_buffers(self) -> None:
         """Writes the buffers that forward has set."""
@@ -104,6 +99,13 @@ class Calls:
     def _is_ours(self) -> bool:
         recorder = self._recorder
         return threading.get_ident() == self._thread and not recorder.paused and not recorder.is_running
+
+    def _note_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        if not self._is_ours():
+            return False
+        full = f"{path}.{name}" if path else name
+        self.lines[full] = current_line()
+        return self._buffers.assign(module, name, value, full)
 
     # submodules
 
@@ -123,7 +125,7 @@ class Calls:
         self, path: str, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         recorder = self._recorder
-        frame = recorder.enter(path, module, args, kwargs, self._buffers.count)
+        frame = enter(recorder, path, module, args, kwargs, self._buffers.count)
         frame.reset = {**self.reset, **self.reset_in(module)}
         around, recorder.stack = recorder.stack, {**recorder.stack, path: type(module)}
         try:
@@ -137,7 +139,7 @@ class Calls:
             recorder.stack = around
         recorder.check_random()
         is_stateful = self._look_at_state(frame, touched)
-        if self._is_whole(frame, result, touched, is_stateful) and self._may_be_kept(frame):
+        if self._wholes.is_whole(frame, result, touched, is_stateful) and self._may_be_kept(frame):
             return self._keep_whole(frame, result, touched, is_stateful)
         self._check_backward_hooks(path, module)
         return result
@@ -164,7 +166,7 @@ class Calls:
             result = pytree.tree_map_only(Tensor, lambda leaf: self._as_made(frame, leaf), result)
         if reads_later:  # hooks may keep what the call is given, and read it in backward
             effects = replace(effects, unread=())
-        recorder.collapse(frame, frame.path, result, touched, effects, kept=bool(effects.writes or hooked or not made))
+        collapse(recorder, frame, frame.path, result, touched, effects, kept=bool(effects.writes or hooked or not made))
         return result
 
     def _as_made(self, frame: Frame, tensor: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ class Calls:
         self, path: str, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A method that cannot be recorded, as one call; NeedsValues where it cannot be that, either."""
-        frame = self._recorder.enter(f"{path}.{name}".lstrip("."), None, args, kwargs, self._buffers.count)
+        frame = enter(self._recorder, f"{path}.{name}".lstrip("."), None, args, kwargs, self._buffers.count)
         kept = kept_method(module, name, path, self._cuts)
         frame.module, frame.reset = kept, dict(self.reset)
         target = f"{name}_{len(self.opaque)}"
@@ -226,7 +228,7 @@ class Calls:
         recorder = self._recorder
         inner = functools.partial(apply, function)
         name = f"{function.__name__}_{len(self.opaque)}"
-        frame = recorder.enter(function.__name__, None, args, kwargs, self._buffers.count)
+        frame = enter(recorder, function.__name__, None, args, kwargs, self._buffers.count)
         self.opaque[name] = Applied(function)
         try:
             with recorder.touched.noting() as touched:
@@ -234,9 +236,9 @@ class Calls:
                 touched.reads |= {storage_of(tensor) for tensor in frame.tensors}  # backward may, by what ctx keeps
         except NeedsValues as error:
             return self._rehearsed(frame, inner, args, kwargs, name, error)
-        if self._is_whole(frame, result, touched, is_stateful=False):
+        if self._wholes.is_whole(frame, result, touched, is_stateful=False):
             effects = effects_of(touched, frame.tensors, result, self.storages)
-            recorder.collapse(frame, name, result, touched, effects, kept=False)
+            collapse(recorder, frame, name, result, touched, effects, kept=False)
         else:
             recorder.problem(
                 f"torch.autograd.Function {function.__name__} is applied in a way that cannot be recorded: it uses or "
@@ -259,7 +261,12 @@ class Calls:
         """The result of a call that cannot run on fake tensors; the error where it cannot be kept whole either."""
         recorder = self._recorder
         once = error.asked or not error.tried  # an error of the user's would be met again and again
-        if not self._is_untouched(frame) or self._is_swapped(frame) or frame.path in self._descend or not once:
+        if (
+            not self._wholes.is_untouched(frame)
+            or self._wholes.is_swapped(frame)
+            or frame.path in self._descend
+            or not once
+        ):
             raise error
         error.tried = True
         recorder.paused = True
@@ -282,68 +289,26 @@ class Calls:
             raise again from failure
         finally:
             recorder.paused = False
-        if not self._is_untouched(frame) or self._writes_elsewhere(frame, found.touched):
+        if not self._wholes.is_untouched(frame) or self._wholes.writes_elsewhere(frame, found.touched):
             raise error
         self.reset = frame.reset
         found.touched.draws_random |= any(states)
         if isinstance(frame.module, Method):  # of the parts that it uses, it may use more another time
-            used = (part for part in frame.module.parts.children() if self._held_by(part) & found.touched.reads)
-            found.touched.reads |= set().union(*map(self._held_by, used))
+            used = (part for part in frame.module.parts.children() if held_by(part) & found.touched.reads)
+            found.touched.reads |= set().union(*map(held_by, used))
         result = self._faked(frame, found)
         effects = effects_of(found.touched, frame.tensors, (), self.storages)
         effects = replace(effects, shares=found.shares, unread=(), is_rehearsed=True)
-        recorder.collapse(frame, target, result, found.touched, effects, kept=True)
+        collapse(recorder, frame, target, result, found.touched, effects, kept=True)
         return result
 
     def _faked(self, frame: Frame, found: Rehearsed) -> Any:
         def faked(leaf: Any) -> Any:
-            if isinstance(leaf, Given):  # on other values it may be something else
+            if isinstance(leaf, GivenBack):  # on other values it may be something else
                 return self._as_made(frame, frame.tensors[leaf.place])
             return self._recorder.fake.made(leaf) if isinstance(leaf, Like) else leaf
 
-        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (Like, Given)))
-
-    # what can be kept whole
-
-    def _is_untouched(self, frame: Frame) -> bool:
-        """Whether a call has done nothing yet that forbids to keep it whole."""
-        return (frame.boundaries, frame.assigned) == (self._recorder.boundaries, self._buffers.count) and frame.opaque
-
-    def _is_whole(self, frame: Frame, result: Any, touched: Touched, is_stateful: bool) -> bool:
-        """Whether a call can be one operation: tensors and plain values go in and out, by arguments and result.
-
-        ``is_stateful``: whether a plain value that it returns may be another one in the next step.
-        """
-        return (
-            self._is_untouched(frame)
-            and not self._is_swapped(frame)
-            and not self._recorder.hooked.keys() & frame.given
-            and not (is_stateful and any(not isinstance(leaf, (Tensor, type(None))) for _, leaf in paths(result)))
-            and frame.place.modes == self._recorder.place().modes
-            and touched.reads & set(self.storages) <= self._reachable(frame)
-            and not self._writes_elsewhere(frame, touched)
-            and self._is_closed(frame)
-            and not self._differentiates_around(frame)
-            and all(self._can_leave(frame, leaf) for _, leaf in paths(result))
-        )
-
-    def _is_swapped(self, frame: Frame) -> bool:
-        """Whether the submodule holds other tensors than the model has given it: ``torch.func.functional_call``."""
-        if frame.module is None:
-            return False
-        return any(
-            tensor is not self._tables[id(table)].get(name)
-            and f"{path}.{name}" not in self.lines  # a buffer that is set
-            for path, part in self._parts_of(frame.module)
-            for table in _tables(part)
-            for name, tensor in table.items()
-        )
-
-    def _parts_of(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The submodules of a module that the model has had from the start, with their paths in the model."""
-        for part in module.modules():
-            if id(vars(part)) in self._paths:
-                yield self._paths[id(vars(part))], part
+        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (Like, GivenBack)))
 
     # what no operation shows
 
@@ -362,53 +327,9 @@ class Calls:
         """Plain attributes in a submodule that are not what they were before the capture, and the lines where set."""
         return {
             name: self.lines.get(name, "")
-            for name, value in plain_attributes(self._parts_of(module)).items()
+            for name, value in plain_attributes(self._wholes.parts_of(module)).items()
             if name not in self.excused and self._before.get(name) != value
         }
-
-    def _reachable(self, frame: Frame) -> set[int]:
-        """The memory that a call may read: what its submodule holds, and what it is given."""
-        return self._own(frame) | {storage_of(tensor) for tensor in frame.tensors}
-
-    def _own(self, frame: Frame) -> set[int]:
-        return set() if frame.module is None else self._held_by(frame.module)
-
-    def _held_by(self, module: nn.Module) -> set[int]:
-        return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
-
-    def _writes_elsewhere(self, frame: Frame, touched: Touched) -> bool:
-        foreign = (set(self.storages) - self._own(frame)) | {storage_of(tensor) for tensor in frame.tensors}
-        return bool(touched.writes & foreign)
-
-    def _is_closed(self, frame: Frame) -> bool:
-        """Whether its operations use no value from outside that it was not given."""
-        recorder = self._recorder
-        given = {recorder.value_of(tensor).key for tensor in frame.tensors}
-        for operation in recorder.tape[frame.start :]:
-            for value in operation.values if isinstance(operation, Operation) else ():
-                maker = value.maker
-                inside = maker.kind == "get_attr" if isinstance(maker, Source) else maker.serial >= frame.serial
-                if not inside and value.key not in given:
-                    return False
-        return True
-
-    def _differentiates_around(self, frame: Frame) -> bool:
-        """Whether it takes a gradient by what reaches it in more than one way."""
-        recorder = self._recorder
-        by = recorder.differentiated[frame.differentiated :]
-        return bool(by) and leads_around(recorder.tape[: frame.start], by, map(recorder.value_of, frame.tensors))
-
-    def _can_leave(self, frame: Frame, leaf: Any) -> bool:
-        """Whether something may be a part of what a call returns."""
-        if not isinstance(leaf, Tensor):
-            return isinstance(leaf, PLAIN)
-        if id(leaf) in frame.given:
-            return True
-        value = self._recorder.known(leaf)
-        if value is None:  # made by what no torch function mode sees, such as TorchScript
-            return is_fake(leaf)
-        made_here = isinstance(value.maker, Operation) and value.maker.serial >= frame.serial
-        return made_here and storage_of(leaf) not in self.storages
 
 
 def plain_attributes(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[type, Any]]:
@@ -419,10 +340,6 @@ def plain_attributes(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[
         for name, value in vars(part).items()
         if isinstance(value, (bool, int, float, str, type(None)))
     }
-
-
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
 
 
 def _unchecked(error: type[Exception], condition: Tensor, message: Any = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.trace.record.tape import Operation, Problem, Value
+from fxpipe.trace.record.tape import Obstacle, Operation, TapeValue
 from fxpipe.trace.snapshot import storage_of
 
 _DRAWN = (torch.rand, torch.rand_like)
@@ -33,7 +33,7 @@ _NAMES = {"lt": operator.lt, "less": operator.lt, "le": operator.le, "less_equal
 _NAMES |= {"gt": operator.gt, "greater": operator.gt, "ge": operator.ge, "greater_equal": operator.ge}
 
 
-def outcome(value: Value | None, tape: Sequence[Operation | Problem]) -> bool | None:
+def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bool | None:
     """The truth of a comparison that comes out the same whatever is drawn; None where it may be either."""
     compared = value.maker if value is not None else None
     if not isinstance(compared, Operation) or len(compared.args) != 2 or compared.kwargs:
@@ -46,9 +46,9 @@ def outcome(value: Value | None, tape: Sequence[Operation | Problem]) -> bool | 
     return True if _ALWAYS[comparison](bound) else False if _NEVER[comparison](bound) else None
 
 
-def _is_drawn(value: Any, tape: Sequence[Operation | Problem]) -> bool:
+def _is_drawn(value: Any, tape: Sequence[Operation | Obstacle]) -> bool:
     """Whether a value is what ``torch.rand`` returned, and nothing has been written into it since."""
-    maker = value.maker if isinstance(value, Value) else None
+    maker = value.maker if isinstance(value, TapeValue) else None
     if not isinstance(maker, Operation) or maker.target not in _DRAWN or value.path:
         return False
     memory = storage_of(maker.result)

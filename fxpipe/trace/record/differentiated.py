@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from fxpipe.trace.record.tape import Operation, Problem, Source, Value
+from fxpipe.trace.record.tape import NamedSource, Obstacle, Operation, TapeValue
 from fxpipe.trace.snapshot import storage_of
 
 
-def leads_around(tape: Sequence[Operation | Problem], by: Iterable[Value], given: Iterable[Value]) -> bool:
+def leads_around(tape: Sequence[Operation | Obstacle], by: Iterable[TapeValue], given: Iterable[TapeValue]) -> bool:
     """Whether any of the ``given`` arguments of a call depends, on the tape before that call, on a value ``by`` which
     a gradient is taken inside of it: through another argument, or a parameter that is used outside, too."""
     starts = list(by)
@@ -29,9 +29,13 @@ def leads_around(tape: Sequence[Operation | Problem], by: Iterable[Value], given
     return any(id(value.maker) in makers for value in given if value.key not in reached)
 
 
-def _is_reached(value: Value, keys: set[tuple[int, tuple[object, ...]]], makers: set[int]) -> bool:
+def _is_reached(value: TapeValue, keys: set[tuple[int, tuple[object, ...]]], makers: set[int]) -> bool:
     return value.key in keys or id(value.maker) in makers
 
 
-def _is_weight(value: Value) -> bool:
-    return isinstance(value.maker, Source) and value.maker.kind == "get_attr" and isinstance(value.maker.result, Tensor)
+def _is_weight(value: TapeValue) -> bool:
+    return (
+        isinstance(value.maker, NamedSource)
+        and value.maker.kind == "get_attr"
+        and isinstance(value.maker.result, Tensor)
+    )

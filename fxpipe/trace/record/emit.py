@@ -15,7 +15,7 @@ from fxpipe.graph.program import Effects
 from fxpipe.graph.stage_calls import check_shapes, shapes_of
 from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.opaque import Checkpointed
-from fxpipe.trace.record.tape import Checkpoint, Operation, Source, Touched, Value, mapped, tensors
+from fxpipe.trace.record.tape import Checkpoint, NamedSource, Operation, TapeValue, Touched, mapped, tensors
 from fxpipe.trace.snapshot import storage_of
 
 Key = tuple[int, tuple[Any, ...]]
@@ -32,7 +32,7 @@ class Emitted:
 
 def emit(
     tape: Sequence[Operation],
-    inputs: Sequence[Source],
+    inputs: Sequence[NamedSource],
     result: Sequence[Any],
     module: nn.Module,
     opaque: Mapping[str, nn.Module],
@@ -42,8 +42,8 @@ def emit(
 ) -> Emitted:
     """The graph of what is needed on the tape.
 
-    ``result``: the flat result, a ``Value`` for each tensor. ``storages``: the names of the model's tensors by memory.
-    ``bare``: a value without its autograd graph, for ``node.meta``.
+    ``result``: the flat result, a ``TapeValue`` for each tensor. ``storages``: the names of the model's tensors by
+    memory. ``bare``: a value without its autograd graph, for ``node.meta``.
     """
     alive = needed(tape, result, storages)
     outliner = _Outliner(module, dict(opaque), storages, bare)
@@ -61,7 +61,7 @@ def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Mapping[i
 
     What an operation writes is used where it is the model's own, or an operation behind it uses the same memory.
     """
-    read = [leaf for leaf in result if isinstance(leaf, Value)]
+    read = [leaf for leaf in result if isinstance(leaf, TapeValue)]
     wanted, memory = set(map(_maker, read)), set(storages) | {storage_of(held(value)) for value in read}
     found: list[Operation] = []
     for operation in reversed(tape):
@@ -72,7 +72,7 @@ def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Mapping[i
     return found[::-1]
 
 
-def _maker(value: Value) -> int:
+def _maker(value: TapeValue) -> int:
     return id(value.maker)
 
 
@@ -91,18 +91,18 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self._nodes: dict[Key, fx.Node] = {}
-        self._parts: dict[int, dict[Key, Value]] = {}
+        self._parts: dict[int, dict[Key, TapeValue]] = {}
         used = [value for operation in self.tape for value in operation.values]
-        for value in [*used, *(leaf for leaf in self.result if isinstance(leaf, Value))]:
+        for value in [*used, *(leaf for leaf in self.result if isinstance(leaf, TapeValue))]:
             self._parts.setdefault(id(value.maker), {})[value.key] = value
 
-    def add_input(self, source: Source) -> None:
+    def add_input(self, source: NamedSource) -> None:
         node = self.graph.placeholder(source.name)
         node.meta["val"] = self.bare(source.result)
         self._nodes[id(source), ()] = node
         self._add_parts(source, node)
 
-    def bind(self, value: Value, node: fx.Node) -> None:
+    def bind(self, value: TapeValue, node: fx.Node) -> None:
         """In this graph, a value from outside is that node."""
         self._nodes[value.key] = node
 
@@ -148,11 +148,11 @@ class _Writer:
         elif is_rehearsed:
             self.graph.call_function(check_shapes, (node, shapes, str(node.target), is_rehearsed))
 
-    def _add_parts(self, maker: Operation | Source, node: fx.Node) -> None:
+    def _add_parts(self, maker: Operation | NamedSource, node: fx.Node) -> None:
         for value in self._parts.get(id(maker), {}).values():
             self._part(maker, value.path, node)
 
-    def _part(self, maker: Operation | Source, path: tuple[Any, ...], whole: fx.Node) -> fx.Node:
+    def _part(self, maker: Operation | NamedSource, path: tuple[Any, ...], whole: fx.Node) -> fx.Node:
         if (id(maker), path) not in self._nodes:
             container = self._part(maker, path[:-1], whole)
             part = self.graph.call_function(operator.getitem, (container, path[-1]))
@@ -163,10 +163,10 @@ class _Writer:
         return self._nodes[id(maker), path]
 
     def argument(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Value):
+        if not isinstance(leaf, TapeValue):
             return leaf
         if leaf.key not in self._nodes:
-            assert isinstance(leaf.maker, Source), leaf
+            assert isinstance(leaf.maker, NamedSource), leaf
             node = self.graph.create_node("get_attr", leaf.maker.name)
             node.meta["val"] = self.bare(leaf.maker.result)
             self._nodes[leaf.key] = node
@@ -203,12 +203,12 @@ class _Outliner:
             else:
                 made = {id(operation) for operation in group}
                 used = [value for operation in tape if id(operation) not in made for value in operation.values]
-                used += [leaf for leaf in result if isinstance(leaf, Value)]
+                used += [leaf for leaf in result if isinstance(leaf, TapeValue)]
                 outputs = {value.key: value for value in used if id(value.maker) in made}
                 found.append(self._outline(inside, group, list(outputs.values()), depth))
         return found
 
-    def _outline(self, part: Checkpoint, group: list[Operation], outputs: list[Value], depth: int) -> Operation:
+    def _outline(self, part: Checkpoint, group: list[Operation], outputs: list[TapeValue], depth: int) -> Operation:
         made = {id(operation) for operation in group}
         outer = [value for operation in group for value in operation.values if id(value.maker) not in made]
         inputs = list({value.key: value for value in outer}.values())
@@ -226,7 +226,7 @@ class _Outliner:
         return call
 
     def _body(
-        self, body: list[Operation], inputs: list[Value], outputs: list[Value], around: ModesNow
+        self, body: list[Operation], inputs: list[TapeValue], outputs: list[TapeValue], around: ModesNow
     ) -> fx.GraphModule:
         writer = _Writer(body, outputs, around, self.bare, keeps_notes=False)
         for place, value in enumerate(inputs):
@@ -263,7 +263,7 @@ def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages:
     )
 
 
-def held(value: Value) -> Any:
+def held(value: TapeValue) -> Any:
     """The fake tensor that a value is."""
     found = value.maker.result
     for key in value.path:
@@ -271,8 +271,8 @@ def held(value: Value) -> Any:
     return found
 
 
-def _is_model_tensor(value: Value) -> bool:
-    return isinstance(value.maker, Source) and value.maker.kind == "get_attr"
+def _is_model_tensor(value: TapeValue) -> bool:
+    return isinstance(value.maker, NamedSource) and value.maker.kind == "get_attr"
 
 
 def _check_writes(part: Checkpoint, touched: Touched, given: Sequence[Any]) -> None:

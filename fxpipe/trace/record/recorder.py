@@ -9,41 +9,38 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
-from fxpipe.graph.like import Like
-from fxpipe.graph.operators import blank
 from fxpipe.graph.program import Effects
 from fxpipe.torch_compat import CHECKS, TorchDispatchMode, pytree
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
-from fxpipe.trace.patching import BACKWARD, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, DRAWN, refuse, refuse_backward
 from fxpipe.trace.record.certain import outcome
 from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
     PLAIN,
     Checkpoint,
+    NamedSource,
+    Obstacle,
     Operation,
-    Place,
-    Problem,
-    Source,
+    Surroundings,
+    TapeValue,
     Touched,
-    Value,
     leaves,
     mapped,
     paths,
     tensors,
 )
 from fxpipe.trace.record.targets import getter_of, name_of, setter_of, target_of
-from fxpipe.trace.record.touched import PythonState, TouchedMode
+from fxpipe.trace.record.touched import TouchedMode
 from fxpipe.trace.snapshot import RandomState, storage_of
 from fxpipe.trace.user_line import current_line
 
@@ -67,44 +64,6 @@ class NeedsValues(TraceError):
         """Whether a submodule was run on made-up inputs in vain."""
 
 
-@dataclass
-class Frame:
-    """A call of a submodule, or of an autograd function, while it runs."""
-
-    path: str
-    module: nn.Module | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    place: Place
-    start: int
-    """The length of the tape when it began."""
-    serial: int
-    boundaries: int
-    """How many had been recorded."""
-    assigned: int
-    """How many buffers had been set."""
-    hooks: int
-    """How many hooks on tensors there were."""
-    differentiated: int
-    """By how many values gradients had been taken."""
-    changed: frozenset[str]
-    """Which attributes of the model had been changed."""
-    python: PythonState | None = None
-    """What an operation does not show, as it was."""
-    reset: dict[str, str] = field(default_factory=dict)
-    """Plain attributes that something else had set in it, and in submodules called before, and the lines where."""
-    changes: set[tuple[int, str]] = field(default_factory=set)
-    """The attributes that it has changed."""
-    opaque: bool = True
-    """Whether all that it is given can stand in a graph."""
-    tensors: list[Tensor] = field(default_factory=list)
-    """The tensors among its arguments."""
-
-    @property
-    def given(self) -> set[int]:
-        return {id(tensor) for tensor in self.tensors}
-
-
 class Recorder:
     """The tape of one run, and which tensor stands for which value."""
 
@@ -124,9 +83,9 @@ class Recorder:
         """The tensors that gradient hooks were put on."""
         self.hooks = 0
         """How often forward has done what may read tensors later, in backward."""
-        self.differentiated: list[Value] = []
+        self.differentiated: list[TapeValue] = []
         """What gradients were taken by, in forward."""
-        self.tape: list[Operation | Problem] = []
+        self.tape: list[Operation | Obstacle] = []
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
         self.touched = TouchedMode()
@@ -141,20 +100,20 @@ class Recorder:
         self.is_running = False
         """Whether a function of torch runs now, which is recorded as a whole."""
         self._real_names, self._stand_ins = real_names, stand_ins
-        self._values: dict[int, tuple[Tensor, Value]] = {}
-        self._serial = 0
+        self._values: dict[int, tuple[Tensor, TapeValue]] = {}
+        self.serial = 0
         self._line: str | None = None
         self._random = RandomState()
         for name, tensor in stand_ins.items():
-            self.name(tensor, Value(Source("get_attr", name, tensor)))
+            self.name(tensor, TapeValue(NamedSource("get_attr", name, tensor)))
 
     # tensors and values
 
-    def name(self, tensor: Tensor, value: Value) -> None:
+    def name(self, tensor: Tensor, value: TapeValue) -> None:
         """From now on the tensor is that value of the program."""
         self._values[id(tensor)] = tensor, value
 
-    def value_of(self, tensor: Tensor) -> Value:
+    def value_of(self, tensor: Tensor) -> TapeValue:
         known = self._values.get(id(tensor))
         if known is None:
             known = tensor, self._constant(tensor)
@@ -164,11 +123,11 @@ class Recorder:
             self.problem(_ESCAPED.format(path=maker.hidden_in), "", descend=maker.hidden_in)
         return known[1]
 
-    def known(self, tensor: Tensor) -> Value | None:
+    def known(self, tensor: Tensor) -> TapeValue | None:
         """The value that a tensor stands for, if it stands for any."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
-    def _constant(self, tensor: Tensor) -> Value:
+    def _constant(self, tensor: Tensor) -> TapeValue:
         """A tensor that was met for the first time: a parameter by another reference, or a constant."""
         if id(tensor) in self._real_names:
             return self.value_of(self._stand_ins[self._real_names[id(tensor)]])
@@ -186,10 +145,10 @@ class Recorder:
             )
         else:
             self.constants[name] = tensor
-        return Value(Source("get_attr", name, tensor))
+        return TapeValue(NamedSource("get_attr", name, tensor))
 
     def problem(self, fact: str, instead: str, descend: str | None = None) -> None:
-        self.tape.append(Problem(str(refuse(fact, instead)), descend))
+        self.tape.append(Obstacle(str(refuse(fact, instead)), descend))
 
     # operations
 
@@ -286,7 +245,7 @@ class Recorder:
         operation.writes = frozenset(touched.writes & {storage_of(tensor) for tensor in tensors((args, kwargs))})
         for path, leaf in paths(result):
             if isinstance(leaf, Tensor):
-                self.name(leaf, Value(operation, path))
+                self.name(leaf, TapeValue(operation, path))
 
     def append(
         self,
@@ -296,17 +255,17 @@ class Recorder:
         kwargs: dict[str, Any],
         result: Any,
         touched: Touched,
-        place: Place | None = None,
+        place: Surroundings | None = None,
         effects: Effects | None = None,
     ) -> Operation:
         self.check_random()
-        self._serial += 1
+        self.serial += 1
         place = place or self.place()
         ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
         if ended is not None:
             raise refuse(_AMID.format(name=ended), _AT_THE_EDGE)
         result = pytree.tree_map(lambda leaf: leaf, result)  # forward may put other values into what it is given back
-        operation = Operation(kind, target, args, kwargs, result, place, touched, self._serial, effects)
+        operation = Operation(kind, target, args, kwargs, result, place, touched, self.serial, effects)
         self.tape.append(operation)
         return operation
 
@@ -319,9 +278,11 @@ class Recorder:
         finally:
             self._line = None
 
-    def place(self) -> Place:
+    def place(self) -> Surroundings:
         """Where the model is now."""
-        return Place(self._line or current_line(), ModesNow.of(self.blocks.current), dict(self.stack), self.checkpoints)
+        return Surroundings(
+            self._line or current_line(), ModesNow.of(self.blocks.current), dict(self.stack), self.checkpoints
+        )
 
     def as_values(self, arguments: Any) -> Any:
         return mapped(arguments, self._as_value)
@@ -339,14 +300,13 @@ class Recorder:
 
     def check_random(self) -> None:
         """Random numbers that were drawn since the last look, and not by an operation of torch."""
-        if self._random_moved():
+        if self.random_moved():
             self.problem(
-                "Python's, NumPy's or torch's random numbers are drawn or seeded in forward, and what was drawn would "
-                "be the same ever after",
+                DRAWN.format(where="in forward"),
                 f"draw with torch (torch.rand(4)), pass the number in as an input, or {_INSIDE}",
             )
 
-    def _random_moved(self) -> bool:
+    def random_moved(self) -> bool:
         with outside():
             before, self._random = self._random, RandomState()
             return self._random != before
@@ -409,78 +369,8 @@ class Recorder:
         operation = self.append("call_function", boundary, (values, name), {}, behind, Touched())
         operation.kept = True
         for index, tensor in enumerate(behind):
-            self.name(tensor, Value(operation, (index,)))
+            self.name(tensor, TapeValue(operation, (index,)))
         return behind
-
-    # calls of submodules
-
-    def enter(
-        self, path: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], assigned: int
-    ) -> Frame:
-        """A call begins."""
-        self.check_random()
-        place = self.place()
-        if module is not None:
-            place = replace(place, stack={**place.stack, path: type(module)})
-        serial, changed = self._serial + 1, frozenset(self.changes())
-        frame = Frame(
-            path,
-            module,
-            args,
-            kwargs,
-            place,
-            start=0,
-            serial=serial,
-            boundaries=self.boundaries,
-            assigned=assigned,
-            hooks=self.hooks,
-            differentiated=len(self.differentiated),
-            changed=changed,
-        )
-        if module is not None:
-            with outside():
-                frame.python = PythonState(module)
-        if _is_plain((args, kwargs)):
-            frame.tensors = tensors((args, kwargs))
-            frame.args, frame.kwargs = self.as_values(args), self.as_values(kwargs)
-        else:
-            frame.opaque = False
-        frame.start = len(self.tape)
-        return frame
-
-    def collapse(self, frame: Frame, target: str, result: Any, touched: Touched, effects: Effects, kept: bool) -> None:
-        """Puts one operation in place of all that were recorded since the frame was entered."""
-        hidden = self.tape[frame.start :]
-        del self.tape[frame.start :]
-        for operation in hidden:
-            if isinstance(operation, Operation):
-                operation.hidden_in = frame.path
-        self._random_moved()
-        self.excused |= frozenset(self.changes()) - frame.changed
-        args, kwargs = self._with_stand_ins(frame, effects)
-        made = self.append("call_module", target, args, kwargs, result, touched, frame.place, effects)
-        made.kept = kept
-        for path, leaf in paths(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in frame.given:
-                self.name(leaf, Value(made, path))
-
-    def _with_stand_ins(self, frame: Frame, effects: Effects) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a call is given; in place of tensors whose numbers it does not read, others like them.
-
-        A rotary embedding asks hidden states for their type alone, and depends on nothing that they are computed from.
-        """
-        given = iter(range(len(frame.tensors)))
-
-        def stand_in(leaf: Any) -> Any:
-            if not isinstance(leaf, Value) or (place := next(given)) not in effects.unread:
-                return leaf
-            like = Like.of(frame.tensors[place])
-            arguments = (like.shape, like.dtype, frame.tensors[place].device)
-            fake = self.fake.made(replace(like, requires_grad=False))
-            return Value(self.append("call_function", blank, arguments, {}, fake, Touched(), frame.place), ())
-
-        args = mapped(frame.args, stand_in)
-        return args, mapped(frame.kwargs, stand_in)
 
 
 class _Mode(TorchFunctionMode):
@@ -522,22 +412,6 @@ _ESCAPED = "a tensor made inside of {path} is used elsewhere, and {path} does no
 
 def _shown(function: Any) -> str:
     return getter_of(function) or name_of(function)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an argument can stand in a graph: tensors and plain values in tuples, lists, dicts."""
-    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves(value)) and _has_plain_containers(value)
-
-
-def _has_plain_containers(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return type(value) is dict and all(
-            isinstance(key, (str, int)) and _has_plain_containers(part) for key, part in value.items()
-        )
-    if isinstance(value, (tuple, list)):
-        plain = type(value) in (tuple, list, torch.Size) or hasattr(value, "_fields")
-        return plain and all(_has_plain_containers(part) for part in value)
-    return True
 
 
 def _holds_numpy(args: Any, kwargs: Any) -> bool:

@@ -24,7 +24,7 @@ from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal has shown. ``result``: with a ``Like`` or ``Given`` in place of each tensor.
+    """What a rehearsal has shown. ``result``: with a ``Like`` or ``GivenBack`` in place of each tensor.
 
     ``touched``: memory of the model's tensors and of the arguments, by the identity of what stands for them in the
     capture.
@@ -36,7 +36,7 @@ class Rehearsed:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenBack:
     """The tensor argument of that place, returned as it is."""
 
     place: int
@@ -57,7 +57,7 @@ def rehearse(
     with outside(), torch.random.fork_rng(devices=_cuda_devices(real_of)):
         state = RandomState()
         try:
-            call = _Call(function, args, kwargs, module, real_of)
+            call = _Rehearsal(function, args, kwargs, module, real_of)
             first, second = call.run(0), _second(call)
         finally:
             state.restore()
@@ -71,7 +71,7 @@ def _cuda_devices(real_of: Mapping[int, Tensor]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Rehearsal:
     """What is rehearsed."""
 
     function: Callable[..., Any]
@@ -88,7 +88,7 @@ _HIGHEST = (3, 1)
 """What integers are at most in a second run, as long as it fails: how many rows or classes they count is not known."""
 
 
-def _second(call: _Call) -> Rehearsed:
+def _second(call: _Rehearsal) -> Rehearsed:
     """A run on other numbers. An index out of range is an error on the CPU; elsewhere it may end the process's use of
     the device, so that there integers are 0 in both runs."""
     leaves = pytree.tree_leaves((call.args, call.kwargs))
@@ -140,7 +140,7 @@ def _described(leaf: Any, given: list[Tensor]) -> Any:
             return None
         raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
     place = next((place for place, tensor in enumerate(given) if tensor is leaf), None)
-    return Like.of(leaf) if place is None else Given(place)
+    return Like.of(leaf) if place is None else GivenBack(place)
 
 
 def _copy(real: Tensor, fake: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Touched:
 
 
 @dataclass(frozen=True)
-class Place:
+class Surroundings:
     """Where an operation ran: the user's line, the modes, the submodules (path → class) and the checkpoints around."""
 
     line: str
@@ -48,11 +48,11 @@ class Checkpoint:
     """One call of ``torch.utils.checkpoint.checkpoint``: its options, and where it began."""
 
     options: Mapping[str, Any]
-    place: Place
+    place: Surroundings
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class NamedSource:
     """An input of the program ("placeholder"), or a parameter, buffer or constant ("get_attr"), by name."""
 
     kind: str
@@ -62,14 +62,14 @@ class Source:
 
 @dataclass(eq=False)
 class Operation:
-    """One operation. ``args`` and ``kwargs`` hold a ``Value`` for each tensor, ``result`` what it returned."""
+    """One operation. ``args`` and ``kwargs`` hold a ``TapeValue`` for each tensor, ``result`` what it returned."""
 
     kind: str
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
-    place: Place
+    place: Surroundings
     touched: Touched
     serial: int
     effects: Effects | None = None
@@ -83,17 +83,17 @@ class Operation:
     """Values of operations that are now inside of it, by key: their places in its result."""
 
     @property
-    def values(self) -> Iterator[Value]:
+    def values(self) -> Iterator[TapeValue]:
         for leaf in leaves((self.args, self.kwargs)):
-            if isinstance(leaf, Value):
+            if isinstance(leaf, TapeValue):
                 yield leaf
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class TapeValue:
     """One tensor of the program: where in which result it is."""
 
-    maker: Operation | Source
+    maker: Operation | NamedSource
     path: tuple[Any, ...] = ()
 
     @property
@@ -102,7 +102,7 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Obstacle:
     """What must not happen, unless it happened inside a submodule that is then called as a whole.
 
     ``descend``: the submodule that may not be called as a whole if that is to be mended.
@@ -155,3 +155,19 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, slice):
         return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
     return change(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an argument can stand in a graph: tensors and plain values in tuples, lists, dicts."""
+    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves(value)) and _has_plain_containers(value)
+
+
+def _has_plain_containers(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(
+            isinstance(key, (str, int)) and _has_plain_containers(part) for key, part in value.items()
+        )
+    if isinstance(value, (tuple, list)):
+        plain = type(value) in (tuple, list, torch.Size) or hasattr(value, "_fields")
+        return plain and all(_has_plain_containers(part) for part in value)
+    return True

@@ -22,13 +22,13 @@ from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
-from fxpipe.trace.patching import plain_modes
+from fxpipe.trace.patching import plain_modes, refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
 from fxpipe.trace.record.methods import Name
 from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
-from fxpipe.trace.record.tape import PLAIN, Operation, Problem, Source, Value, paths
+from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import RandomState, Snapshot
 from fxpipe.trace.user_line import definition, line_of
@@ -43,7 +43,7 @@ def record(request: Request) -> Program:
     assert request.example is not None
     import_dynamo()
     random = RandomState()
-    plan = _Plan()
+    plan = _RunPlan()
     try:
         with within(request.autocast):
             while True:
@@ -52,12 +52,11 @@ def record(request: Request) -> Program:
                     return found
                 plan = found
     finally:
-        if RandomState() != random:
-            random.restore()
+        random.rewind()
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RunPlan:
     """How to run forward, by what earlier runs have taught.
 
     ``descend``: submodules that cannot be kept whole. ``limit``: the bytes of parameters in one that can.
@@ -73,7 +72,7 @@ class _Plan:
     methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def _capture(request: Request, plan: _Plan) -> Program | _Plan:
+def _capture(request: Request, plan: _RunPlan) -> Program | _RunPlan:
     """The program; or a better plan."""
     _refuse_scripted(request.module)
     roots = [request.module] if request.loss_module is None else [request.module, request.loss_module]
@@ -81,10 +80,10 @@ def _capture(request: Request, plan: _Plan) -> Program | _Plan:
     with fake_model(request.module, request.device, request.compute) as fake, _left_alone(roots):
         plain, first = plain_attributes(request.module.named_modules()), None
         if plan.settled:
-            first = _Run(request, plan, fake, real, [Snapshot(root) for root in roots], plain)
+            first = _RecordedRun(request, plan, fake, real, [Snapshot(root) for root in roots], plain)
             first.forward()
         before = [Snapshot(root) for root in roots]
-        run = _Run(request, plan, fake, real, before, plain, first)
+        run = _RecordedRun(request, plan, fake, real, before, plain, first)
         try:
             run.forward()
         except NeedsValues as error:
@@ -104,18 +103,18 @@ def _left_alone(roots: list[nn.Module]) -> Iterator[None]:
             snapshot.restore()
 
 
-class _Run:
+class _RecordedRun:
     """One run of forward. ``before``: what the model was; ``plain``: its plain attributes before the ``first`` run."""
 
     def __init__(
         self,
         request: Request,
-        plan: _Plan,
+        plan: _RunPlan,
         fake: FakeModel,
         real: Mapping[str, Tensor],
         before: Sequence[Snapshot],
         plain: Mapping[str, Any],
-        first: _Run | None = None,
+        first: _RecordedRun | None = None,
     ) -> None:
         self._request, self._plan, self._real, self._before = request, plan, real, before
         stand_ins = {fake.names[id(tensor)]: tensor for _, tensor in _named_tensors(request.module)}
@@ -133,11 +132,11 @@ class _Run:
         request, recorder, calls = self._request, self._recorder, self._calls
         assert request.example is not None
         values = recorder.fake.inputs(request.example)
-        self._sources = [Source("placeholder", name, value) for name, value in values.items()]
+        self._sources = [NamedSource("placeholder", name, value) for name, value in values.items()]
         for source in self._sources:
             for path, leaf in paths(source.result):
                 if isinstance(leaf, Tensor):
-                    recorder.name(leaf, Value(source, path))
+                    recorder.name(leaf, TapeValue(source, path))
         try:
             with quiet(), recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
                 cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
@@ -159,10 +158,10 @@ class _Run:
         for snapshot in self._before:
             yield from snapshot.changes()
 
-    def better_plan(self) -> _Plan | None:
+    def better_plan(self) -> _RunPlan | None:
         """None where the run has shown all; TraceError for what no other plan would mend."""
         plan, tape = self._plan, self._recorder.tape
-        problems = [entry for entry in tape if isinstance(entry, Problem)]
+        problems = [entry for entry in tape if isinstance(entry, Obstacle)]
         descend = {problem.descend for problem in problems if problem.descend is not None}
         if descend:
             return replace(plan, descend=plan.descend | descend)
@@ -177,8 +176,7 @@ class _Run:
             return replace(plan, watch=True)
         if lost:
             model = self._request.module
-            line = self._calls.lines.get(lost[0]) or definition(model.forward)
-            raise TraceError(_LOST.format(model=type(model).__name__, name=lost[0], line=line))
+            refuse_changes(model, lost, _KEEP_IT, self._calls.lines.get(lost[0]) or definition(model.forward))
         reset = self._reset()
         if reset and not plan.watch:
             return replace(plan, watch=True)
@@ -242,11 +240,10 @@ class _Run:
         )
 
 
-_LOST = (
-    "forward changes {model}.{name}, which would happen once, while tracing; return the value instead, keep it in a "
-    "buffer (register_buffer), or set it inside a submodule that holds no boundary, which then runs as a whole\n{line}"
+_KEEP_IT = (
+    "return the value instead, keep it in a buffer (register_buffer), or set it inside a submodule that holds no "
+    "boundary, which then runs as a whole"
 )
-
 _RESET = (
     "forward sets {name} from outside of that submodule, which is called as a whole and in a pipeline would keep the "
     "value that it had before; set it before the model is compiled, or inside that submodule's forward\n{line}"

@@ -8,18 +8,17 @@ operations run (autocast, no_grad) leave no trace in the graph, and an ``autogra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from fxpipe.errors import TraceError
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
-from fxpipe.trace.patching import devices, no_checkpoints, patched, refuse
+from fxpipe.trace.attributes import watching_attributes
+from fxpipe.trace.patching import DRAWN, ONCE, devices, no_checkpoints, patched, refuse, refuse_changes
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
-from fxpipe.trace.user_line import definition
 
 
 class Guard:
@@ -30,7 +29,7 @@ class Guard:
 
     def __init__(self, module: nn.Module, loss: nn.Module | None = None) -> None:
         watched = [module] if loss is None else [loss, module]  # what is in both is called as in the model
-        self._names = {id(m): name or type(m).__name__ for root in watched for name, m in root.named_modules()}
+        self._paths = {id(vars(m)): name or type(m).__name__ for root in watched for name, m in root.named_modules()}
         self._modes = _modes()
         self._random = RandomState()
         self._snapshots = {root: Snapshot(root) for root in watched}
@@ -48,20 +47,20 @@ class Guard:
         try:
             with (
                 self._state,
-                patched(nn.Module, "__setattr__", self._guarded_setattr()),
+                watching_attributes(self._paths, self._refuse_attribute),
                 patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
                 patched(torch.autocast, "__enter__", _refuse_autocast),
                 no_checkpoints(),
             ):
                 yield
                 self.check()
-            self._check_attributes()
+            for root, snapshot in self._snapshots.items():
+                refuse_changes(root, snapshot.changes(), _RETURN_IT)
         finally:
             torch.set_grad_enabled(grad_mode)
             for snapshot in self._snapshots.values():
                 snapshot.restore()
-            if RandomState() != self._random:
-                self._random.restore()
+            self._random.rewind()
 
     def keep(self, tensor: Tensor) -> None:
         """A tensor has become a constant of the program: from now on it may not be written either."""
@@ -74,32 +73,13 @@ class Guard:
                 raise refuse(f"{name} is changed inside forward, which a symbolic trace cannot record", instead)
         if RandomState() != self._random:
             raise refuse(
-                "Python's, NumPy's or torch's random numbers are drawn or seeded while tracing, and what was drawn "
-                "would be the same ever after",
+                DRAWN.format(where="while tracing"),
                 "draw with torch from a traced tensor (torch.rand_like(x)), or pass the number in as an input",
             )
 
-    def _guarded_setattr(self) -> Callable[[nn.Module, str, Any], None]:
-        original = nn.Module.__setattr__
-
-        def guarded(module: nn.Module, name: str, value: Any) -> None:
-            if id(module) in self._names:
-                raise refuse(
-                    f"forward sets {self._names[id(module)]}.{name}, which would happen once, while tracing",
-                    "return the value instead, or write into a buffer in place",
-                )
-            original(module, name, value)
-
-        return guarded
-
-    def _check_attributes(self) -> None:
-        for root, snapshot in self._snapshots.items():
-            changed = next(snapshot.changes(), None)
-            if changed is not None:
-                raise TraceError(
-                    f"forward changes {type(root).__name__}.{changed}, which would happen once, while tracing; "
-                    f"return the value instead, or write into a buffer in place\n{definition(type(root).forward)}"
-                )
+    @staticmethod
+    def _refuse_attribute(module: nn.Module, name: str, value: Any, path: str) -> bool:
+        raise refuse(f"forward sets {path}.{name}, {ONCE}", _RETURN_IT)
 
 
 def _storages(tensors: list[Tensor]) -> frozenset[int]:
@@ -159,6 +139,7 @@ def _refuse_autocast(self: Any) -> None:
     raise refuse("autocast is changed inside forward, which a symbolic trace cannot record", _OUTSIDE)
 
 
+_RETURN_IT = "return the value instead, or write into a buffer in place"
 _OUTSIDE = "enter it around the call of forward_backward instead"
 _FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
 

@@ -1,0 +1,198 @@
+"""Gradients: what executors and optimizers ask of a rank's gradients, however its parameters lie over the data axis.
+
+Reducer                 whole parameters, in flat buckets: zero=0, 1 and 2
+FullyShardedGradients   shards, gathered and reduced once in a call: zero=3
+ParallelGradients       the DTensors that ``parallelize`` has made, beside a reducer of what it has left plain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.distributed.broadcast import in_flat_buffers
+from fxpipe.distributed.collective import Collective, Scope, Work
+from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.distributed.transport import Transport
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.parameters.dtensors import local
+from fxpipe.schedules.action import Action, Op
+from fxpipe.sharding.data_axis import GradientSums
+from fxpipe.sharding.flat_bucket import Piece
+
+
+@dataclass(frozen=True)
+class OptimizerPieces:
+    """What one optimizer steps."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+
+class Gradients(Protocol):
+    """All gradients of one rank.
+
+    A call: ``begin``; ``settle(stage)`` ahead of each forward, ``before`` and ``after`` around each backward, one that
+    is left out included; ``flush``, ``end``. In a forward-only call ``settle`` stands inside of ``evaluating``.
+    """
+
+    way: GradientSums
+
+    @property
+    def shards(self) -> bool:
+        """Whether the ranks of a shard group have different pieces."""
+
+    def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
+        """A call begins that runs this row of the graphs' stages. ``sync``: whether gradients are summed in it, the
+        same on all ranks. ``scales``: whether they will be multiplied by a factor, once it is known."""
+
+    def watch(self, stopwatch: Stopwatch) -> None:
+        """``stopwatch``: what times the sums of this call."""
+
+    def settle(self, stage: int | None = None) -> None:
+        """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
+
+    def before(self, action: Action) -> None:
+        """A backward begins; of a micro-batch without weight, it is left out."""
+
+    def after(self, action: Action) -> None:
+        """It is over."""
+
+    def flush(self) -> None:
+        """All backwards are over: starts what is left."""
+
+    def end(self, factor: Tensor | None) -> None:
+        """Sums are done when it returns. ``factor``: what this call's gradients are multiplied by; None for 1."""
+
+    def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> AbstractContextManager[None]:
+        """A forward-only call."""
+
+    def clear(self) -> None:
+        """Drops all gradients, those not summed yet included."""
+
+    def close(self) -> None:
+        """Leaves the parameters alone."""
+
+    def pieces(self) -> list[Piece]:
+        """This rank's part of all parameters."""
+
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
+        """These parameters, for one optimizer to step, which takes them from any that had them before.
+
+        ``whole``: each parameter is stepped by one rank of the shard group, which has all of it. RunError where that,
+        or moving them now, cannot be.
+        """
+
+    def publish(self, claim: OptimizerPieces) -> None:
+        """Its pieces have been stepped: starts bringing them to the ranks that use them."""
+
+
+class GradientsBase:
+    """What the kinds have in common: parameters of this rank's own, by name, that lie in no bucket.
+
+    What earlier calls have left in their ``.grad`` is kept out of a call that sums or scales, and added at its end.
+    ``tied``: owners → names, as ``Ownership`` has them.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[str, nn.Parameter],
+        transport: Transport,
+        way: GradientSums,
+        tied: Mapping[tuple[int, ...], Sequence[str]],
+    ) -> None:
+        self.way, self._own, self._transport = way, dict(own), transport
+        mine = {ranks: names for ranks, names in tied.items() if transport.pipe_rank in ranks}
+        self._tied = {ranks: [name for name in names if name in self._own] for ranks, names in mine.items()}
+        self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
+        self._earlier: dict[str, Tensor] = {}
+
+    @property
+    def shards(self) -> bool:
+        return self.way.sharded and self.way.shards > 1
+
+    def clear(self) -> None:
+        for parameter in self._own.values():
+            parameter.grad = None
+
+    def pieces(self) -> list[Piece]:
+        return [self._piece(name, parameter) for name, parameter in self._own.items()]
+
+    def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
+        data, counts = parameter.detach(), self._is_first_owner(name)
+        return Piece(name, parameter, 0, parameter.numel(), data, counts, lambda: parameter.grad)
+
+    def _is_first_owner(self, name: str) -> bool:
+        return name not in self._owners or self._owners[name][0] == self._transport.pipe_rank
+
+    # in a call
+
+    def _set_earlier_aside(self, wanted: bool = True) -> None:
+        """``wanted``: False where this call's gradients may be added as they come."""
+        self._earlier = {name: p.grad for name, p in self._own.items() if wanted and p.grad is not None}
+        for name in self._earlier:
+            self._own[name].grad = None
+
+    def _add_earlier(self) -> None:
+        for name, earlier in self._earlier.items():
+            parameter = self._own[name]
+            if parameter.grad is not None:
+                local(earlier).add_(local(parameter.grad))
+            parameter.grad = earlier
+        self._earlier = {}
+
+    def _scale(self, factor: Tensor | None) -> None:
+        for parameter in self._own.values():
+            if factor is not None and parameter.grad is not None:
+                local(parameter.grad).mul_(factor.to(parameter.grad.device))
+
+    def _sum(self, scope: Scope, names: Iterable[str]) -> None:
+        """Sums local parts over a group, in place: each is the sum's local part, since all are spread alike."""
+        gradients = [self._own[name].grad for name in names]
+        parts = [local(gradient) for gradient in gradients if gradient is not None]
+        in_flat_buffers(parts, lambda flat: self._transport.all_reduce(scope, flat))
+
+    def _sum_over_owners(self) -> None:
+        """Tied parameters have a gradient on all owners, or on none."""
+        for ranks, names in self._tied.items():
+            self._sum(ranks, names)
+
+    def _ask_who_used(self, used: Collection[str]) -> WhoUsed:
+        return WhoUsed({name: (self._owners.get(name, ()), name in used) for name in self._own}, self._transport)
+
+
+class WhoUsed:
+    """Finds, beside the caller, which parameters any rank has used: over the data axis, and over owners of tied ones.
+
+    ``used``: name → (its owners, where it is tied; whether this rank has used it). In the same order on all ranks.
+    """
+
+    def __init__(self, used: Mapping[str, tuple[tuple[int, ...], bool]], transport: Transport) -> None:
+        self._names = sorted(used, key=lambda name: used[name][0])  # groups in one order, or ranks wait in a circle
+        flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
+        self._flags = flags.to(transport.device)
+        steps = [Collective("maximum", "flags", self._flags)] if used and transport.data_size > 1 else []
+        start = 0
+        for owners, names in groupby(self._names, key=lambda name: used[name][0]):
+            stop = start + len(list(names))
+            if owners:
+                steps.append(Collective("maximum", owners, self._flags[start:stop]))
+            start = stop
+        self._work: Work | None = transport.start(steps, "which parameters were used") if steps else None
+
+    def wait(self) -> set[str]:
+        """The names of those that one has used."""
+        if self._work is not None:
+            self._work.wait()
+        return {name for name, flag in zip(self._names, self._flags.tolist(), strict=True) if flag}
+
+
+def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
+    """Stage → the last of its backwards in a row."""
+    return {action.stage: action for action in row if action.op is not Op.F}

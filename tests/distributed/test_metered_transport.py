@@ -1,0 +1,495 @@
+"""Traffic: bytes by the formulas of a ring, what leaves a node, what a wait costs, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.metered_transport import Metered
+from fxpipe.distributed.stopwatch import HostClock, Stopwatch
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.traffic import Moved, Traffic
+from fxpipe.distributed.transport import LocalTransport, Transport
+from tests.pool import Pool
+from tests.work import steps
+
+
+def groups(topology: Topology, sharded_over: str = "node") -> dict[str, list[list[int]]]:
+    """The groups of the data axis that a compiled model opens."""
+    data, whole = topology.groups("data"), [list(range(topology.world_size))]
+    if sharded_over == "data":
+        alone = [[rank] for rank in range(topology.world_size)]
+        return {"shard": data, "replica": alone, "gather": data, "flags": data, "all": whole}
+    shard, replica = topology.shard_groups(), topology.replica_groups()
+    return {"shard": shard, "replica": replica, "gather": shard, "flags": data, "all": whole}
+
+
+class Still(LocalTransport):
+    """A rank of a topology with nobody behind the others: it moves nothing, and ends nothing by itself."""
+
+    def __init__(self, topology: Topology, rank: int = 0, sharded_over: str = "node") -> None:
+        lists = {"pipe": topology.groups("pipe"), "data": topology.groups("data"), **groups(topology, sharded_over)}
+        self._ranks: dict[Any, tuple[int, ...]] = {
+            scope: tuple(next(group for group in ranks if rank in group)) for scope, ranks in lists.items()
+        }
+        self.pipe_rank = self._ranks["pipe"].index(rank)
+        self.data_rank = self._ranks["data"].index(rank)
+        self.data_size = len(self._ranks["data"])
+        self.steps: list[Collective] = []
+        self.works: list[Slow] = []
+        self.something_else = "told"
+
+    def ranks(self, scope: Any) -> tuple[int, ...]:
+        return tuple(self._ranks["pipe"][place] for place in scope) if isinstance(scope, tuple) else self._ranks[scope]
+
+    def send(self, pair: Any, buffer: Tensor) -> Slow:
+        self.works.append(Slow())
+        return self.works[-1]
+
+    receive = send
+
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Slow:
+        self.steps += steps
+        self.works.append(Slow([step.then for step in steps], ended))
+        return self.works[-1]
+
+
+class Ticks:
+    """A clock that a test sets, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, marks: Any) -> list[float]:
+        return list(marks)
+
+
+CLOCK = Ticks()
+
+
+class Slow:
+    """A work that ends ``takes`` seconds after its wait began, of a chain each step so long after the one before."""
+
+    def __init__(self, follow: Sequence[Any] = (None,), ended: Any = None) -> None:
+        self.takes, self._follow, self._ended = [0.0] * len(follow), follow, ended
+
+    def wait(self) -> str:
+        for seconds, follow in zip(self.takes, self._follow, strict=True):
+            CLOCK.now += seconds
+            if follow is not None:
+                follow()
+        if self._ended is not None:
+            self._ended()
+        return "waited"
+
+
+def metered(topology: Topology, rank: int = 0, sharded_over: str = "node") -> Metered:
+    CLOCK.now = 0.0
+    return Metered(Still(topology, rank, sharded_over), topology, CLOCK)
+
+
+def filled(numbers: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(numbers, dtype=dtype)
+
+
+# --- a step of the data axis, as the reducer does it: one bucket ---
+
+ELEMENTS = 48 * 16  # of a stage: divides by every group below
+G_BYTES, P_BYTES = 4 * ELEMENTS, 2 * ELEMENTS  # gradients in float32, parameters in bfloat16
+
+
+def reduce_scatter(transport: Transport, whole: Tensor) -> Collective:
+    return Collective("reduce_scatter", "shard", whole[: len(whole) // len(transport.ranks("shard"))].clone(), whole)
+
+
+def all_gather(transport: Transport, dtype: torch.dtype) -> Collective:
+    part = filled(ELEMENTS // len(transport.ranks("gather")), dtype)
+    return Collective("all_gather", "gather", filled(ELEMENTS, dtype), part)
+
+
+def ddp(transport: Transport, microbatches: int) -> None:
+    gradient = filled(ELEMENTS)
+    scattered = reduce_scatter(transport, gradient)
+    across = Collective("all_reduce", "replica", scattered.output)
+    transport.start([scattered, across, all_gather(transport, torch.float32)], "bucket 0").wait()
+
+
+def zero_1(transport: Transport, microbatches: int) -> None:
+    scattered = reduce_scatter(transport, filled(ELEMENTS))
+    transport.start([scattered, Collective("all_reduce", "replica", scattered.output)], "bucket 0").wait()
+    transport.start([all_gather(transport, torch.bfloat16)], "parameters 0").wait()
+
+
+def zero_2(transport: Transport, microbatches: int) -> None:
+    for number in range(microbatches):
+        scattered = reduce_scatter(transport, filled(ELEMENTS))
+        transport.start([scattered], f"bucket 0, micro-batch {number}").wait()
+    transport.start([Collective("all_reduce", "replica", scattered.output)], "bucket 0").wait()
+    transport.start([all_gather(transport, torch.bfloat16)], "parameters 0").wait()
+
+
+def data_topology(nodes: int, per_node: int) -> Topology:
+    return Topology([("data", nodes * per_node)], ranks_per_node=per_node)
+
+
+SIZES = pytest.mark.parametrize(("nodes", "per_node"), [(n, g) for n in (1, 2, 4) for g in (1, 2, 4)])
+
+
+def run(
+    step: Callable[[Transport, int], None], nodes: int, per_node: int, sharded_over: str = "node", microbatches: int = 1
+) -> list[Traffic]:
+    """What each rank moved in one step: on ranks with nobody behind them, and on a strict world, where it is alike."""
+    topology = data_topology(nodes, per_node)
+
+    def of(transport: Metered) -> Traffic:
+        step(transport, microbatches)
+        return transport.traffic()
+
+    def strictly(rank: int) -> Traffic:
+        transport = Metered(connect(topology), topology, HostClock())
+        transport.open([], [], groups(topology, sharded_over))
+        return of(transport)
+
+    alone = [of(metered(topology, rank, sharded_over)) for rank in range(topology.world_size)]
+    together = run_strict(strictly, topology.world_size)
+    assert [bytes_of(traffic) for traffic in together] == [bytes_of(traffic) for traffic in alone]
+    return alone
+
+
+def bytes_of(traffic: Traffic) -> set[tuple[Any, ...]]:
+    return {(row.operation, row.scope, row.group, row.count, row.bytes, row.leaving) for row in traffic.rows}
+
+
+@SIZES
+def test_ddp_in_a_hierarchy(nodes: int, per_node: int) -> None:
+    for traffic in run(ddp, nodes, per_node):
+        assert traffic.between == 2 * G_BYTES * (nodes - 1) / nodes
+        assert traffic.inside == 2 * G_BYTES * (per_node - 1) / per_node
+
+
+@SIZES
+def test_zero_1_over_all_ranks(nodes: int, per_node: int) -> None:
+    world = nodes * per_node
+    for traffic in run(zero_1, nodes, per_node, sharded_over="data"):
+        moved = (G_BYTES + P_BYTES) * (world - 1) / world
+        assert traffic.between == (moved if nodes > 1 else 0)
+        assert traffic.inside == (moved if nodes == 1 else 0)
+
+
+@SIZES
+def test_zero_1_inside_the_nodes(nodes: int, per_node: int) -> None:
+    for traffic in run(zero_1, nodes, per_node):
+        assert traffic.between == 2 * G_BYTES * (nodes - 1) / nodes
+        assert traffic.inside == (G_BYTES + P_BYTES) * (per_node - 1) / per_node
+
+
+@SIZES
+@pytest.mark.parametrize("microbatches", [1, 6])
+def test_zero_2_reduces_every_micro_batch_but_only_inside_the_nodes(
+    microbatches: int, nodes: int, per_node: int
+) -> None:
+    for traffic in run(zero_2, nodes, per_node, microbatches=microbatches):
+        assert traffic.between == 2 * G_BYTES * (nodes - 1) / nodes
+        assert traffic.inside == (microbatches * G_BYTES + P_BYTES) * (per_node - 1) / per_node
+
+
+@SIZES
+def test_a_flat_all_reduce_has_one_edge_out_of_each_node(nodes: int, per_node: int) -> None:
+    """zero=0 where the data group lies in one node, or has one rank in each; and what it would cost elsewhere."""
+    world, topology = nodes * per_node, data_topology(nodes, per_node)
+    transport = metered(topology, world - 1, sharded_over="data")
+    transport.start([Collective("all_reduce", "shard", filled(ELEMENTS))], "bucket 0").wait()
+    moved = 2 * G_BYTES * (world - 1) / world
+    assert transport.traffic().between == (moved if nodes > 1 else 0)
+    assert transport.traffic().inside == (moved if nodes == 1 else 0)
+
+
+@pytest.mark.parametrize("axes", [[("pipe", 2), ("data", 4)], [("data", 4), ("pipe", 2)]])
+def test_the_other_axis_moves_nothing_of_it(axes: list[tuple[str, int]]) -> None:
+    """8 ranks, 4 to a node: with pipe outermost a data group is one node, else it has 2 ranks in each."""
+    topology = Topology(axes, ranks_per_node=4)
+    transport = metered(topology, 3)
+    nodes, per_node = (1, 4) if axes[0][0] == "pipe" else (2, 2)
+    zero_1(transport, 1)
+    transport.send((0, 1), filled(100)).wait()
+    transport.all_reduce("pipe", filled(100))
+    traffic = transport.traffic()
+    assert traffic.between == 2 * G_BYTES * (nodes - 1) / nodes
+    assert traffic.inside == (G_BYTES + P_BYTES) * (per_node - 1) / per_node
+
+
+# --- rows ---
+
+
+def only(rows: Sequence[Moved]) -> Moved:
+    (row,) = rows
+    return row
+
+
+@pytest.mark.parametrize(
+    ("operation", "times"),
+    [("all_reduce", 2), ("maximum", 2), ("reduce_scatter", 1), ("all_gather", 1), ("reduce", 1), ("broadcast", 1)],
+)
+def test_bytes_of_an_operation_are_those_of_a_ring(operation: str, times: int) -> None:
+    transport = metered(data_topology(1, 4))
+    whole, part = filled(100), filled(25)
+    buffers = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}.get(operation, (whole, None))
+    for _ in range(3):
+        transport.start([Collective(operation, "shard", *buffers)], "it").wait()
+    row = only(transport.traffic().rows)
+    assert (row.operation, row.scope, row.group, row.count) == (operation, "shard", (0, 1, 2, 3), 3)
+    assert row.bytes == 3 * times * 400 * 3 / 4
+
+
+def test_blocking_calls_are_counted_objects_without_their_bytes() -> None:
+    transport = metered(data_topology(2, 2))
+    assert transport.gather("data", "anything") == ["anything"]
+    assert transport.gather_int("data", 7) == (7,)
+    transport.all_reduce("flags", filled(100))
+    transport.broadcast("all", filled(100), 0)
+    found = {row.operation: (row.count, row.bytes) for row in transport.traffic().rows}
+    assert found == {"gather": (1, 0), "gather_int": (1, 3 * 8), "all_reduce": (1, 600), "broadcast": (1, 300)}
+    assert transport.traffic().between == 0  # they are not gradients
+    assert only(transport.traffic().select(scope="flags")).leaving == 600
+
+
+def test_a_message_is_counted_with_its_bytes_where_it_is_sent() -> None:
+    transport = metered(Topology([("pipe", 2), ("data", 2)], ranks_per_node=2), rank=1)
+    for _ in range(2):
+        transport.send((0, 1), filled(100)).wait()
+        transport.receive((1, 0), filled(50)).wait()
+    sent, received = transport.traffic().select("send")[0], transport.traffic().select("receive")[0]
+    assert (sent.scope, sent.group, sent.count, sent.bytes, sent.between_nodes) == ((0, 1), (1, 3), 2, 800, True)
+    assert (received.scope, received.group, received.count, received.bytes) == ((1, 0), (3, 1), 2, 0)
+    assert sent.leaving == 800
+
+
+def test_rows_are_told_apart_by_operation_and_scope_largest_first() -> None:
+    transport = metered(Topology([("pipe", 2), ("data", 2)]))
+    transport.all_reduce("data", filled(10))
+    transport.all_reduce((0, 1), filled(30))
+    transport.send((0, 1), filled(20))
+    traffic = transport.traffic()
+    assert [(row.operation, row.scope) for row in traffic.rows] == [
+        ("all_reduce", (0, 1)), ("send", (0, 1)), ("all_reduce", "data"),
+    ]  # fmt: skip
+    assert traffic.rows[0].group == (0, 2)
+    assert traffic.select("all_reduce") == (traffic.rows[0], traffic.rows[2])
+    assert traffic.select(scope=(0, 1)) == traffic.rows[:2]
+    assert traffic.select("send", "data") == ()
+
+
+def test_a_group_of_one_rank_moves_nothing() -> None:
+    transport = metered(data_topology(1, 1))
+    zero_1(transport, 1)
+    assert transport.traffic().rows == ()
+    assert str(transport.traffic()) == "rank 0 moved nothing"
+
+
+# --- time ---
+
+
+def takes(transport: Metered, *seconds: float) -> None:
+    """What was started last takes so long, from when it is waited for."""
+    transport.works[-1].takes = list(seconds)
+
+
+def test_a_wait_is_exposed_and_computing_beside_it_is_not() -> None:
+    transport = metered(data_topology(1, 2))
+    step = [Collective("all_reduce", "shard", filled(8))]
+    work = transport.start(step, "bucket 0")
+    takes(transport, 0.25)
+    CLOCK.now += 5.0  # backward goes on meanwhile
+    assert work.wait() == "waited"
+    work = transport.start(step, "bucket 1")
+    takes(transport, 0.5)
+    work.wait()
+    work.wait()
+    assert only(transport.traffic().rows).exposed == 0.25 + 0.5 + 0.5
+    message = transport.receive((0, 0), filled(1))
+    takes(transport, 2.0)
+    message.wait()
+    assert transport.traffic().exposed == 1.25 + 2.0
+
+
+def test_of_a_chain_each_step_is_exposed_while_it_runs() -> None:
+    topology = data_topology(2, 2)
+    transport, followed = metered(topology), []
+    steps = [
+        Collective("reduce_scatter", "shard", filled(4), filled(8), then=lambda: followed.append("scattered")),
+        Collective("all_reduce", "replica", filled(4)),
+        Collective("all_gather", "gather", filled(8), filled(4), then=lambda: followed.append("gathered")),
+    ]
+    work = transport.start(steps, "bucket 0", lambda: followed.append("ended"))
+    takes(transport, 0.25, 4.0, 0.5)
+    work.wait()
+    assert followed == ["scattered", "gathered", "ended"]
+    exposed = {row.operation: row.exposed for row in transport.traffic().rows}
+    assert exposed == {"reduce_scatter": 0.25, "all_reduce": 4.0, "all_gather": 0.5}
+
+
+def test_what_of_a_chain_was_done_before_the_wait_is_not_exposed() -> None:
+    transport = metered(data_topology(2, 2))
+    steps = [
+        Collective("reduce_scatter", "shard", filled(4), filled(8)),
+        Collective("all_reduce", "replica", filled(4)),
+    ]
+    work = transport.start(steps, "bucket 0")
+    CLOCK.now = 1.0
+    transport.steps[0].then()  # ends beside the caller, in its second 1
+    CLOCK.now = 3.0
+    transport.works[-1]._follow = (None, None)
+    takes(transport, 0.0, 2.0)
+    work.wait()
+    exposed = {row.operation: row.exposed for row in transport.traffic().rows}
+    assert exposed == {"reduce_scatter": 0.0, "all_reduce": 2.0}
+
+
+def test_a_step_that_stands_alone_is_started_as_it_is() -> None:
+    transport, step = metered(data_topology(1, 2)), Collective("all_reduce", "shard", filled(8))
+    transport.start([step], "bucket 0")
+    assert transport.steps == [step]
+
+
+def test_a_table_covers_a_call_and_what_followed_it() -> None:
+    """The all-gathers after the optimizer's step count with the call before it; the wait with the call that waits."""
+    transport = metered(data_topology(1, 2))
+    transport.begin_step()
+    transport.start([Collective("reduce_scatter", "shard", filled(4), filled(8))], "bucket 0").wait()
+    parameters = transport.start([Collective("all_gather", "gather", filled(8), filled(4))], "parameters 0")
+    takes(transport, 0.75)
+    first = transport.traffic()
+    assert [(row.operation, row.count, row.exposed) for row in first.rows] == [
+        ("reduce_scatter", 1, 0.0), ("all_gather", 1, 0.0),
+    ]  # fmt: skip
+    transport.begin_step()
+    assert transport.traffic().rows == ()
+    parameters.wait()
+    assert [(row.operation, row.count, row.exposed) for row in transport.traffic().rows] == [("all_gather", 0, 0.75)]
+    assert first.rows[0].count == 1
+
+
+def test_counting_costs_some_lines_of_python_however_many_bytes_and_messages() -> None:
+    """About a microsecond, against the same transport without a meter."""
+    topology = data_topology(1, 2)
+    transport = Metered(Still(topology), topology, HostClock())
+
+    def send(over: Transport, buffer: Tensor) -> None:
+        over.send((0, 1), buffer).wait()
+
+    first, *later = (steps(send, transport, filled(numbers)) for numbers in [10] * 100 + [100_000])
+    assert set(later) == {first}
+    assert first - steps(send, Still(topology), filled(10)) <= 30
+
+
+# --- a transport like the other ---
+
+
+def test_everything_else_is_the_other_transports() -> None:
+    topology = Topology([("pipe", 2), ("data", 2)])
+    transport: Transport = Metered(Still(topology, 3), topology, HostClock())
+    assert (transport.pipe_rank, transport.data_rank, transport.data_size) == (1, 1, 2)
+    assert transport.device == torch.device("cpu")
+    assert transport.ranks("pipe") == (1, 3)
+    assert transport.something_else == "told"  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        transport.nothing_like_it  # type: ignore[attr-defined] # noqa: B018
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_moves_is_the_same_with_a_meter(seed: int) -> None:
+    topology = Topology([("pipe", 2), ("data", 2)])
+
+    def body(rank: int) -> tuple[Any, ...]:
+        transport = Metered(connect(topology), topology, HostClock())
+        transport.open([(0, 1)], [], groups(topology))
+        buffer, total = torch.full((3,), float(rank)), torch.full((4,), float(rank))
+        move = transport.send if transport.pipe_rank == 0 else transport.receive
+        message = move((0, 1), buffer)
+        reduced = transport.start([Collective("all_reduce", "shard", total)], "bucket 0")
+        reduced.wait()
+        message.wait()
+        gathered = transport.gather("pipe", rank), transport.gather_int("data", rank)
+        return buffer.tolist(), total.tolist(), gathered, transport.traffic()
+
+    for rank, (buffer, total, gathered, traffic) in enumerate(run_strict(body, 4, seed)):
+        assert buffer == [rank % 2] * 3  # pipe rank 0 is ranks 0 and 1, which send their number
+        assert total == [1.0 if rank < 2 else 5.0] * 4
+        assert gathered == ([rank % 2, rank % 2 + 2], (0, 1) if rank < 2 else (2, 3))
+        assert only(traffic.select("send" if rank < 2 else "receive")).count == 1
+        assert traffic.inside == 2 * 16 / 2
+
+
+def between_processes() -> tuple[Traffic, list[float], list[Any]]:
+    """A step of DDP over two "nodes" of two ranks, really run; its result, and when its chain ran."""
+    topology = data_topology(2, 2)
+    transport = Metered(connect(topology), topology, HostClock())
+    transport.open([], [], groups(topology))
+    stopwatch = Stopwatch(HostClock())
+    whole = torch.arange(ELEMENTS, dtype=torch.float32)
+    part, gathered = filled(ELEMENTS // 2), torch.zeros(ELEMENTS)
+    steps = [
+        Collective("reduce_scatter", "shard", part, whole),
+        Collective("all_reduce", "replica", part),
+        Collective("all_gather", "gather", gathered, part),
+    ]
+    transport.start(steps, "bucket 0", stopwatch.started("bucket 0")).wait()
+    traffic = transport.traffic()
+    transport.close()
+    return traffic, gathered.tolist(), stopwatch.reductions()
+
+
+def test_between_processes_it_is_the_same(pool: Pool) -> None:
+    for traffic, gathered, reductions in pool.run(between_processes, ranks=4):
+        assert gathered == [4.0 * number for number in range(ELEMENTS)]
+        assert traffic.between == 2 * G_BYTES / 2
+        assert traffic.inside == 2 * G_BYTES / 2
+        assert {row.operation for row in traffic.rows} == {"reduce_scatter", "all_reduce", "all_gather"}
+        (chain,) = reductions
+        assert traffic.exposed > 0
+        assert chain.start < chain.end
+
+
+# --- the table ---
+
+
+def test_the_table_reads_well() -> None:
+    topology = Topology([("pipe", 2), ("data", 4)], ranks_per_node=2)
+    transport = metered(topology, 1)
+    for _ in range(2):
+        work = transport.start(
+            [
+                Collective("reduce_scatter", "shard", filled(3_000_000), filled(6_000_000)),
+                Collective("all_reduce", "replica", filled(3_000_000)),
+            ],
+            "bucket 0",
+        )
+        takes(transport, 0.001, 0.0125)
+        work.wait()
+    transport.send((0, 1), filled(512))
+    transport.gather("pipe", None)
+    assert str(transport.traffic()).splitlines() == [
+        "operation       group           nodes      count    bytes    ms exposed",
+        "--------------  --------------  -------  -------  -------  ------------",
+        "all_reduce      replica [1, 3]  between        2    24 MB         25.00",
+        "reduce_scatter  shard [0, 1]    inside         2    24 MB          2.00",
+        "send            1 → 5           between        1  2.05 kB          0.00",
+        "gather          pipe [1, 5]     between        1      0 B          0.00",
+        "rank 1, gradients and parameters: 48 MB leave the node for others, 24 MB stay in it; 27.00 ms exposed in all",
+    ]
+
+
+def test_a_large_group_is_abbreviated() -> None:
+    transport = metered(Topology([("data", 64)]))
+    transport.all_reduce("data", filled(1))
+    assert "data [0, 1, 2, 3, …, 63]" in str(transport.traffic())

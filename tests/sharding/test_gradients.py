@@ -1,0 +1,93 @@
+"""Gradients: three kinds that can stand for each other, and what they have in common."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.transport import LocalTransport
+from fxpipe.sharding.data_axis import GradientSums
+from fxpipe.sharding.fsdp_gradients import FullyShardedGradients
+from fxpipe.sharding.gradients import Gradients, GradientsBase, WhoUsed
+from fxpipe.sharding.parallelize.gradients import ParallelGradients
+from fxpipe.sharding.reducer import Reducer
+
+KINDS = [Reducer, ParallelGradients, FullyShardedGradients]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", [name for name in vars(Gradients) if not name.startswith("_")])
+def test_each_kind_has_what_is_asked_of_gradients(kind: type, name: str) -> None:
+    wanted, there = vars(Gradients)[name], inspect.getattr_static(kind, name)
+    if isinstance(wanted, property):
+        assert isinstance(there, property)
+    else:
+        assert list(inspect.signature(there).parameters) == list(inspect.signature(wanted).parameters)
+
+
+WAYS = {(0, 2): False, (1, 2): True, (1, 1): False, (3, 2): True}
+"""(zero, ranks of a shard group) → whether they have different pieces."""
+
+
+def base(names: Iterable[str] = ("a", "b", "c"), zero: int = 0, shards: int = 1) -> GradientsBase:
+    own = {name: nn.Parameter(torch.zeros(2)) for name in names}
+    return GradientsBase(own, LocalTransport(), GradientSums(zero, shards, 0, 1), {})
+
+
+@pytest.mark.parametrize(("zero", "shards"), WAYS)
+def test_ranks_have_different_pieces_where_several_shard(zero: int, shards: int) -> None:
+    assert base(zero=zero, shards=shards).shards == WAYS[zero, shards]
+
+
+def test_earlier_gradients_are_not_scaled_and_those_of_a_call_are_added_to_them() -> None:
+    gradients = base()
+    a, b, c = gradients._own.values()
+    a.grad, b.grad = torch.ones(2), torch.ones(2)
+    earlier = a.grad
+    gradients._set_earlier_aside()
+    assert [p.grad for p in (a, b, c)] == [None] * 3
+    a.grad, c.grad = torch.full((2,), 4.0), torch.full((2,), 4.0)
+    gradients._scale(torch.tensor(0.5))
+    gradients._add_earlier()
+    assert a.grad is earlier
+    assert [p.grad.tolist() for p in (a, b, c)] == [[3, 3], [1, 1], [2, 2]]
+
+
+def test_what_a_call_that_failed_has_set_aside_does_not_come_back() -> None:
+    gradients = base()
+    (a, *_) = gradients._own.values()
+    a.grad = torch.ones(2)
+    gradients._set_earlier_aside()
+    gradients.clear()
+    gradients._set_earlier_aside()
+    gradients._add_earlier()
+    assert a.grad is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_parameter_is_used_where_any_replica_or_owner_uses_it(seed: int) -> None:
+    topology = Topology([("pipe", 2), ("data", 2)])
+
+    def body(rank: int) -> set[str]:
+        transport = connect(topology)
+        transport.open([], [(0, 1)], {"flags": topology.groups("data")})
+        used = {
+            "tied": ((0, 1), rank == 3),
+            "own": ((), rank == 1),
+            "idle": ((), False),
+            "idle, tied": ((0, 1), False),
+        }
+        return WhoUsed(used, transport).wait()
+
+    assert run_strict(body, 4, seed) == [{"tied", "own"}, {"tied", "own"}, {"tied"}, {"tied"}]
+
+
+def test_a_process_alone_knows_by_itself() -> None:
+    assert WhoUsed({"a": ((), True), "b": ((), False)}, LocalTransport()).wait() == {"a"}

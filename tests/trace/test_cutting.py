@@ -1,0 +1,456 @@
+"""Boundaries from outside: a named submodule is cut as if its calls were marked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe import TRACERS, PartitionError, TraceError, passes, stage_boundary
+from fxpipe.graph.like import Like
+from fxpipe.graph.program import Program, is_boundary, where
+from fxpipe.passes.chain import chain
+from fxpipe.trace import Cut, Request, capture
+from fxpipe.trace.cutting import cutting
+from tests.capturing import run_stages
+
+TRACERS_BY_NAME = sorted(TRACERS)
+
+
+# ---- what is cut: a named submodule is as good as a marked one ----
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return x + (y if scale is None else y * scale)
+
+
+class Wrapped(Layer):
+    """As Hugging Face's layers: a ``__call__`` of its own class, which does something first."""
+
+    def __call__(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().__call__(x * 2, **kwargs)  # type: ignore[no-any-return]
+
+
+class Further(Wrapped):
+    def __call__(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().__call__(x + 1, **kwargs)
+
+
+class Marked(nn.Module):
+    """A chain of layers; ``marked``: with the boundaries in its forward, where the names would put them."""
+
+    def __init__(self, marked: Mapping[int, Cut], layers: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.marked = dict(marked)
+        self.layers = nn.ModuleList(layers() for _ in range(4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            if self.marked.get(place) in ("before", "both"):
+                x, scale_here = stage_boundary([x, scale], name=f"layers.{place}")
+            else:
+                scale_here = scale
+            x = layer(x, scale=scale_here)
+            if self.marked.get(place) in ("after", "both"):
+                (x,) = stage_boundary([x])
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+def batch(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(*shape, generator=torch.Generator().manual_seed(n)) for n, shape in enumerate(shapes)]
+
+
+def request(model: nn.Module, cuts: Mapping[str, Cut], *inputs: Any) -> Request:
+    names = tuple(Request.signature(model, None).parameters)
+    example = {name: pytree.tree_map_only(Tensor, Like.of, value) for name, value in zip(names, inputs, strict=True)}
+    return Request(model, names, example=example, cuts=cuts)
+
+
+def cut(tracer: str, model: nn.Module, cuts: Mapping[str, Cut], *inputs: Any) -> Program:
+    return chain(passes.default(), capture(request(model, cuts, *inputs), tracer), callbacks=())
+
+
+def boundaries_of(program: Program) -> list[tuple[int, Any]]:
+    """For each boundary how many values cross it, and its name."""
+    return [(len(n.all_input_nodes), n.args[1]) for n in program.graph.nodes if is_boundary(n)]
+
+
+def assert_computes(program: Program, model: nn.Module, *inputs: Any) -> None:
+    """The stages' result and gradients are the model's, to the last bit."""
+    found = trained(model, lambda: run_stages(passes.split(program), dict(zip(program.inputs, inputs, strict=True))))
+    wanted = trained(model, lambda: model(*inputs))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def trained(model: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor | None]:
+    """What is computed, and the gradients that it leaves."""
+    model.zero_grad()
+    result = compute()
+    result.square().sum().backward()
+    return [result.detach(), *(p.grad for p in model.parameters())]
+
+
+MARKS: dict[str, dict[int, Cut]] = {
+    "before": {1: "before", 3: "before"},
+    "after": {0: "after", 2: "after"},
+    "both": {2: "both"},
+    "mixed": {0: "after", 2: "both", 3: "before"},
+    "all": {0: "both", 1: "both", 2: "both", 3: "both"},
+}
+
+
+@pytest.mark.parametrize("marks", ["before", "after", "mixed"])
+@pytest.mark.parametrize("layer", [Layer, Wrapped, Further])
+@pytest.mark.parametrize("tracer", [name for name in TRACERS_BY_NAME if name != "auto"])
+def test_a_named_submodule_is_cut_as_if_its_call_were_marked(tracer: str, layer: type[Layer], marks: str) -> None:
+    inputs = batch((6, 4), (6, 1))
+    marked, named = Marked(MARKS[marks], layer), Marked({}, layer)
+    cuts = {f"layers.{place}": side for place, side in MARKS[marks].items()}
+    program = cut(tracer, named, cuts, *inputs)
+    assert str(program) == str(cut(tracer, marked, {}, *inputs))
+    assert_computes(program, named, *inputs)
+
+
+@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+def test_the_stage_that_a_name_opens_is_called_after_it(tracer: str) -> None:
+    program = cut(
+        tracer, Marked({}), {"layers.1": "before", "layers.2": "after", "head": "before"}, *batch((6, 4), (6, 1))
+    )
+    assert program.stage_names == ("layers.0", "layers.1", "layers.3", "head")
+
+
+@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+def test_a_boundary_is_where_the_submodule_is_called(tracer: str) -> None:
+    program = cut(tracer, Marked({}), {"layers.1": "both"}, *batch((6, 4), (6, 1)))
+    lines = [where(node) for node in program.graph.nodes if is_boundary(node)]
+    assert len(lines) == 2
+    assert all("x = layer(x, scale=scale_here)" in line for line in lines)
+
+
+# ---- bodies: what is called how, and what crosses ----
+
+
+class Model(nn.Module):
+    """One line of forward, and what it may need."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = body
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.part: nn.Module = Layer()
+        self.table = nn.Parameter(torch.randn(4))
+        self.register_buffer("mean", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.body(self, self.first(x)))
+
+
+class Part(nn.Module):
+    """A submodule that does what it is made for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.linear, *args, **kwargs)
+
+
+def filled(linear: nn.Module, x: Tensor, found: list[Tensor]) -> Tensor:
+    found.append(linear(x))
+    return found[0] + x
+
+
+def collects_more(m: Any, x: Tensor) -> Tensor:
+    found = [x * 2]
+    return m.part(x, found) + found[1] + found[0]  # type: ignore[no-any-return]
+
+
+def changes(linear: nn.Module, found: dict[str, Tensor]) -> Tensor:
+    found["x"], x = linear(found["x"]), found["x"]
+    return x
+
+
+def reads_changed(m: Any, x: Tensor) -> Tensor:
+    found = {"x": x * 2}
+    return m.part(found) + found["x"] * 3  # type: ignore[no-any-return]
+
+
+def turns(linear: nn.Module, found: list[Any]) -> Tensor:
+    found.reverse()
+    found[0].append(linear(found[0][0]))
+    return found[0][1]  # type: ignore[no-any-return]
+
+
+def reads_turned(m: Any, x: Tensor) -> Tensor:
+    found = [[x * 2], [x * 3]]
+    inner = found[1]
+    return m.part(found) + found[0][0] + inner[1] + found[1][0] * 7  # type: ignore[no-any-return]
+
+
+@dataclass
+class Body:
+    """A call of ``part``, and for each boundary that the name puts there how many values cross it."""
+
+    side: Cut
+    crossing: list[int]
+    function: Callable[..., Any]
+    """``part``'s: its linear layer, and what it is given, to what it returns."""
+    call: Callable[[Any, Tensor], Any] = lambda m, x: m.part(x)
+
+
+def collects(m: Any, x: Tensor) -> Tensor:
+    found: list[Tensor] = []
+    return m.part(x, found) + found[0]  # type: ignore[no-any-return]
+
+
+BODIES = {
+    "a list and a dict of tensors": Body(
+        "before",
+        [3],
+        lambda linear, xs, *, more: linear(xs[0]) + xs[1] + more["a"][0],
+        lambda m, x: m.part([x, x * 2, None, 3], more={"a": (x * 3, "text")}),
+    ),
+    "numbers and None pass": Body(
+        "before",
+        [1],
+        lambda linear, n, x, none, flag: linear(x) * n if none is None and flag else x,
+        lambda m, x: m.part(2.0, x, None, flag=True),
+    ),
+    "a tuple returned": Body(
+        "after",
+        [2],
+        lambda linear, x: (linear(x), [x, None, "text"]),
+        lambda m, x: m.part(x)[0] + m.part.linear(x),
+    ),
+    "a dict returned": Body(
+        "after", [2], lambda linear, x: {"y": linear(x), "x": x, "n": 3}, lambda m, x: sum(m.part(x).values())
+    ),
+    "called twice": Body("before", [1, 1], lambda linear, x: linear(x), lambda m, x: m.part(m.part(x))),
+    "called twice, both": Body("both", [1] * 4, lambda linear, x: linear(x), lambda m, x: m.part(m.part(x))),
+    "parameters and buffers do not cross": Body(
+        "before",
+        [1],
+        lambda linear, x, weight, buffers: linear(x) * weight + buffers[0],
+        lambda m, x: m.part(x, m.table, [m.mean]),
+    ),
+    "an empty list may be filled": Body("before", [1], filled, collects),
+    "a list that is filled is its caller's": Body("before", [2], filled, collects_more),
+    "a dict that is changed is its caller's": Body("both", [1, 1], changes, reads_changed),
+    "lists in a list are turned round": Body("before", [2], turns, reads_turned),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+def test_what_crosses_a_boundary_from_outside(tracer: str, name: str) -> None:
+    body, (x,) = BODIES[name], batch((6, 4))
+    model = Model(body.call)
+    model.part = Part(body.function)
+    program = cut(tracer, model, {"part": body.side}, x)
+    assert [count for count, _ in boundaries_of(program)] == body.crossing
+    assert_computes(program, model, x)
+
+
+@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+def test_hooks_run_inside_of_the_boundaries(tracer: str) -> None:
+    (x,) = batch((6, 4))
+
+    def hooked(marked: bool) -> nn.Module:
+        mark = stage_boundary if marked else lambda values, name=None: values
+        model = Model(lambda m, x: mark([m.part(mark([x], name="part")[0])])[0])
+        model.part.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 3,))
+        model.part.register_forward_hook(lambda module, inputs, output: output * 5)
+        return model
+
+    model = hooked(marked=False)
+    program = cut(tracer, model, {"part": "both"}, x)
+    assert str(program) == str(cut(tracer, hooked(marked=True), {}, x))
+    assert_computes(program, model, x)
+
+
+@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+def test_modules_of_torch_nn_are_cut_around(tracer: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 1))
+    (x,) = batch((6, 4))
+    program = cut(tracer, model, {"1": "before", "1.1": "before", "2": "both"}, x)
+    assert boundaries_of(program) == [(1, "1"), (1, "1.1"), (1, "2"), (1, None)]
+    assert_computes(program, model, x)
+
+
+@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+def test_a_shared_submodule_is_one_by_any_of_its_names(tracer: str) -> None:
+    model = Model(lambda m, x: m.again(m.first(x)))
+    model.again = model.part
+    (x,) = batch((6, 4))
+    program = cut(tracer, model, {"part": "before", "again": "after"}, x)
+    assert boundaries_of(program) == [(1, "part"), (1, None)]
+
+
+class Encoded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)  # type: ignore[no-any-return]
+
+
+def test_what_is_cut_inside_a_module_that_symbolic_keeps_whole_is_refused_there() -> None:
+    told = "names encoder.layers.1, which is a part of a TransformerEncoder that a symbolic trace keeps whole"
+    with pytest.raises(TraceError, match=told) as caught:
+        cut("symbolic", Encoded(), {"encoder.layers.1": "before"}, *batch((2, 3, 4)))
+    assert "return self.encoder(x)" in str(caught.value)
+
+
+@pytest.mark.parametrize("tracer", sorted(set(TRACERS_BY_NAME) - {"symbolic"}))
+def test_other_tracers_cut_inside_of_it(tracer: str) -> None:
+    model, (x,) = Encoded(), batch((2, 3, 4))
+    program = cut(tracer, model, {"encoder.layers.1": "before", "encoder.layers.2": "before"}, x)
+    assert program.stage_names[1:] == ("encoder.layers.1", "encoder.layers.2")
+    assert_computes(program, model, x)
+
+
+# ---- refused, and undone ----
+
+
+def never(m: Any, x: Tensor) -> Any:
+    return x
+
+
+def given_nothing(m: Any, x: Tensor) -> Any:
+    return x + m.part(3)  # here
+
+
+def given_a_parameter(m: Any, x: Tensor) -> Any:
+    return x + m.part(m.table)  # here
+
+
+def given_a_list_twice(m: Any, x: Tensor) -> Any:
+    found = [x]
+    return m.part(found, found)  # here
+
+
+def returns_nothing(m: Any, x: Tensor) -> Any:
+    return x + len(m.part(x) or "")  # here
+
+
+def changes_the_first(linear: nn.Module, first: list[Tensor], second: list[Tensor]) -> Tensor:
+    first[0] = linear(first[0])
+    return second[0]
+
+
+REFUSED: dict[Callable[..., Any], tuple[Cut, Callable[..., Any], str]] = {
+    never: ("before", lambda linear, x: x, "boundaries= names part, which Model.forward never calls"),
+    given_nothing: ("before", lambda linear, n: n, "part is given no tensor that could cross a boundary"),
+    given_a_parameter: ("before", lambda linear, p: linear(p), "part is given no tensor that could cross"),
+    given_a_list_twice: ("before", changes_the_first, "part changes a list that it is given"),
+    returns_nothing: ("after", lambda linear, x: None, "part returns no tensor that could cross a boundary"),
+}
+
+
+@pytest.fixture
+def classes_unchanged() -> Iterator[None]:
+    classes = [nn.Module, nn.Linear, nn.Sequential, Layer, Wrapped, Further, Part, Model]
+    before = [dict(vars(cls)) for cls in classes]
+    yield
+    assert [dict(vars(cls)) for cls in classes] == before
+
+
+@pytest.mark.usefixtures("classes_unchanged")
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+def test_what_cannot_be_cut_is_refused_with_its_line(tracer: str, body: Callable[..., Any]) -> None:
+    side, function, told = REFUSED[body]
+    model = Model(body)
+    model.part = Part(function)
+    with pytest.raises(TraceError, match=re.escape(told)) as caught:
+        cut(tracer, model, {"part": side}, *batch((6, 4)))
+    assert body is never or "# here" in str(caught.value)
+
+
+@pytest.mark.usefixtures("classes_unchanged")
+@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+def test_a_capture_leaves_the_classes_as_they_were(tracer: str) -> None:
+    inputs = batch((6, 4), (6, 1))
+    for layer in (Layer, Wrapped, Further):
+        cut(tracer, Marked({}, layer), {"layers.1": "both", "head": "before"}, *inputs)
+
+
+class Base(nn.Module):
+    """Calls its forward twice, so that a class below it may be met inside of one above it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(super().__call__(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+class Derived(Base):
+    pass
+
+
+def test_each_call_is_cut_once_where_both_a_class_and_one_below_it_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Base(), Derived(), Base())
+    program = cut("symbolic", model, {"1": "before", "2": "both"}, *batch((6, 4)))
+    assert boundaries_of(program) == [(1, "1"), (1, "2"), (1, None)]
+
+
+def test_outside_of_a_capture_a_cut_changes_nothing() -> None:
+    model, (x,) = Marked({}), batch((6, 4))
+    wanted = model(x, x)
+    with cutting(model, {"layers.1": "both", "head": "before"}):
+        assert torch.equal(model(x, x), wanted)
+
+
+def test_without_cuts_nothing_is_patched() -> None:
+    with cutting(Marked({}), {}):
+        assert "__call__" not in vars(Layer)
+
+
+# ---- through compile ----
+
+
+THREE_STAGES: list[Any] = [
+    ["layers.1", "head"],
+    {"layers.*": {"every": 2}, "head": "before"},
+    lambda modules: {name: "both" for name, module in modules.items() if name == "layers.1"},
+]
+
+
+@pytest.mark.parametrize("given", THREE_STAGES)
+def test_compile_takes_boundaries_from_outside(given: Any) -> None:
+    x, scale = batch((6, 4), (6, 1))
+    model, plain = Marked({}), Marked({})
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 3)]), boundaries=given, microbatches=1)
+    loss = forward_backward(x, scale)
+    wanted = plain(x, scale)
+    wanted.backward()
+    assert torch.equal(loss, wanted.detach())
+    for found, reference in zip(forward_backward.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, reference.grad)
+
+
+def test_compile_refuses_an_unknown_name() -> None:
+    with pytest.raises(PartitionError, match=r"names \'layer\.1\', which is no submodule of the model; did you mean"):
+        fxpipe.compile(Marked({}), fxpipe.Topology([("pipe", 2)]), boundaries=["layer.1"])
