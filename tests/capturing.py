@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from fxpipe import passes
 from fxpipe.graph.program import Program, is_compute
@@ -60,3 +61,27 @@ def run_stages(graph: StageGraph, inputs: Mapping[str, Any]) -> Any:
 def nodes_named(program: Program, names: Sequence[str]) -> list[fx.Node]:
     by_name = {node.name: node for node in program.graph.nodes}
     return [by_name[name] for name in names]
+
+
+class Model(nn.Module):
+    """A model whose forward is ``body``, with a parameter, a frozen layer and buffers for it to use."""
+
+    def __init__(self, body: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = body
+        self.linear = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("buffer", torch.ones(4))
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.body(self, x, y)
+
+
+def names(nodes: list[fx.Node]) -> set[str]:
+    return {node.name for node in nodes}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule, Timeline
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -102,3 +104,49 @@ def before(graph: Bare, action: Action, halved: Collection[tuple[int, int]]) -> 
     later = [target for target in graph.targets(stage) if graph.backward[target]]
     gradients = [Action(target, Op.I if (target, j) in halved else Op.B, j) for target in later]
     return [Action(stage, Op.F, j), *gradients]
+
+
+def random_timelines(name: str) -> list[Timeline]:
+    """Random graphs at random costs, some of them 0; every third one is called measured, in seconds."""
+    made = []
+    for seed in range(24):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 2 == 0)
+        stages = graph.stages
+        forward = [draw.choice([0, 0.5, 1, 3]) for _ in range(stages)]
+        timeline = graph.build(name, draw.randint(1, 12)).simulate(forward, backward=draw.choice([0, 1, 2]), comm=0.25)
+        made.append(dataclasses.replace(timeline, measured=seed % 3 == 0))
+    return made
+
+
+def examples(name: str) -> list[Schedule]:
+    """A few small schedules of a family, each of two ranks or more."""
+    turns = build(name, chain(4), 4, (0, 1, 0, 1))
+    return [build(name, chain(3), 2), build(name, WORKED, 3), turns]
+
+
+def halves(rows: Sequence[str]) -> Schedule:
+    """A schedule of the stages of a chain, one a rank, from rows as they print."""
+    parsed = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    m = 1 + max(action.microbatch for row in parsed for action in row)
+    return Schedule(parsed, chain(len(rows)), tuple(range(len(rows))), (True,) * len(rows), m)
+
+
+class Value(NamedTuple):
+    """One of many values between a pair of stages, as lowering sees them."""
+
+    source: int
+    target: int
+    number: int
+
+
+def gradient_of(stage: int, microbatch: int, halved: Collection[tuple[int, int]]) -> Action:
+    return Action(stage, Op.I if (stage, microbatch) in halved else Op.B, microbatch)
+
+
+def values_of(edges: Sequence[tuple[int, int]], seed: int) -> list[Value]:
+    """One to three values per pair of stages, in no particular order."""
+    draw = random.Random(seed)
+    values = [Value(*edge, number) for edge in sorted(set(edges)) for number in range(draw.randint(1, 3))]
+    draw.shuffle(values)
+    return values

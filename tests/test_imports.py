@@ -77,7 +77,7 @@ class File:
 
     @cached_property
     def built_on(self) -> set[str]:
-        """The modules of fxpipe that it imports, also in functions and for annotations; but not what shows its values."""
+        """Modules of fxpipe that it imports, also in functions and for annotations; but not what shows its values."""
         left_out = {SHOWS_ITSELF: self._in_functions, IMPORTS_LAZILY: self._for_annotations}.get(self.path, set())
         return modules_in(n for n in self.nodes if n not in left_out) & set(BY_MODULE)
 
@@ -149,7 +149,7 @@ BY_PATH = {file.path: file for file in FILES}
 def test_there_is_something_to_walk() -> None:
     assert len(FILES) > 30
     assert "graph" in BY_PATH["passes/split.py"].rooms_imported
-    assert BY_PATH["fxpipe/distributed/torch_transport.py"].names_distributed
+    assert any(file.names_distributed for file in FILES if file.room == "distributed")
     assert "fxpipe.schedules.table" in BY_PATH[SHOWS_ITSELF].imported - BY_PATH[SHOWS_ITSELF].built_on
 
 

@@ -375,3 +375,32 @@ def test_what_a_schedule_shares_is_not_in_the_file(tmp_path: Path) -> None:
     """Reductions follow from the model: fxpipe.compile puts them in."""
     schedule = replace(build("1f1b", chain(2), 2), tied=((0, 1),))
     assert read(written(schedule, tmp_path, communication=True), tmp_path).tied == ()
+
+
+FILES = {
+    "a cell of something else": ("0F0, what, 0B0", "line 1, cell 2: 'what' is no cell"),
+    "a lower-case cell": ("0F0, 0b0", "line 1, cell 2: '0b0' is no cell; write 0B0"),
+    "a cell cut off": ("0F0, 0B", "line 1, cell 2: '0B' is no cell; its micro-batch is missing"),
+    "a cell without its stage": ("0F0, B0", "line 1, cell 2: 'B0' is no cell"),
+    "two actions in a cell": ("0F0 0B0", "line 1, cell 1: '0F0 0B0' is no cell; an action has a cell of its own"),
+    "cells without commas between": ("0F00B0", "line 1, cell 1: '0F00B0' is no cell"),
+    "an unknown op": ("0F0, 0Z0", "line 1, cell 2: '0Z0' is no cell"),
+    "a negative micro-batch": ("0F-1", "line 1, cell 1: '0F-1' is no cell"),
+    "a heading": ("rank, step\n0F0, 0B0", "line 1, cell 1: 'rank' is no cell"),
+    "a cell of verify's own output": ("[0F0], 0B0", "line 1, cell 1: '[0F0]' is no cell"),
+    "a gap in the stages": ("0F0, 0B0\n3F0, 3B0", "line 2, cell 1: '3F0', but there is no action of stage 1"),
+    "stages from 1": ("1F0, 1B0\n2F0, 2B0", "line 1, cell 1: '1F0', but there is no action of stage 0"),
+    "a send on the wrong rank": ("0F0, 1SEND_F0\n1F0", "line 1, cell 2: '1SEND_F0' stands on rank 0"),
+    "a receive of no micro-batch": ("0F0, 0SEND_F0\n1RECV_F1, 1F0", "line 2, cell 1: '1RECV_F1' is of micro-batch 1"),
+    "a receive of no stage": ("0F0, 0SEND_F0\n2RECV_F0, 1F0", "line 2, cell 1: '2RECV_F0' is of stage 2"),
+    "nothing": ("", "holds no action"),
+    "idle ranks alone": (",,,\n,,,", "holds no action"),
+}
+
+
+@pytest.mark.parametrize(("text", "fact"), FILES.values(), ids=FILES.keys())
+def test_a_malformed_file_is_refused_with_line_and_cell(text: str, fact: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError) as error:
+        read(text, tmp_path)
+    assert fact in str(error.value)
+    assert "mine.csv" in str(error.value)

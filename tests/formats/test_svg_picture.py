@@ -1,26 +1,23 @@
-"""The pictures of a timeline: to scale, told apart, and the page says of each action what a reader would ask."""
+"""The picture of a timeline: to scale, told apart, numbered and named."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import random
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from fxpipe.formats import colours, html, svg
-from fxpipe.formats.layout import text_width, ticks, truncated
+from fxpipe.formats import html, svg
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
-from tests.graphs import WORKED, bare, chain, random_bare
+from fxpipe.schedules.schedule import Reduction, Schedule, Timeline
+from tests.formats.test_html_page import actions_of
+from tests.graphs import WORKED, bare, chain, random_timelines
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -75,19 +72,6 @@ def read(picture: str) -> Drawn:
     rows = [Box.of(rect, "") for rect in root.iter(f"{SVG}rect") if rect.get("class") == "track"]
     texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
     return Drawn(root, cells, [row for row in rows if row.width > 100], texts, numbers)
-
-
-def random_timelines(name: str) -> list[Timeline]:
-    """Random graphs at random costs, some of them 0; every third one is called measured, in seconds."""
-    made = []
-    for seed in range(24):
-        draw = random.Random(seed)
-        graph = random_bare(seed, frozen=seed % 2 == 0)
-        stages = graph.stages
-        forward = [draw.choice([0, 0.5, 1, 3]) for _ in range(stages)]
-        timeline = graph.build(name, draw.randint(1, 12)).simulate(forward, backward=draw.choice([0, 1, 2]), comm=0.25)
-        made.append(dataclasses.replace(timeline, measured=seed % 3 == 0))
-    return made
 
 
 def without(timeline: Timeline, gone: set[Action]) -> Timeline:
@@ -208,27 +192,6 @@ def test_names_are_escaped_and_the_long_ones_cut() -> None:
     html(timeline).encode()
 
 
-def test_a_truncated_text_fits() -> None:
-    for text, room in (("abc", 100), ("a longer one, that is cut", 60), ("mmmmmmm", 30), ("层层层层", 40)):
-        cut = truncated(text, room)
-        assert text_width(cut) <= room
-        assert cut == text or (cut.endswith("…") and text.startswith(cut[:-1]))
-
-
-@pytest.mark.parametrize("most", [1, 3, 10, 12])
-@pytest.mark.parametrize("end", [1e-7, 0.3, 1, 9.99, 10, 117, 12345.6])
-def test_ticks_are_round_and_not_too_many(end: float, most: int) -> None:
-    times = ticks(end, most)
-    assert times[0] == 0
-    assert times[-1] <= end * (1 + 1e-9)
-    assert len(times) <= most + 1
-    if len(times) > 1:
-        digits = f"{times[1]:e}"
-        assert re.match(r"[125]\.0+e", digits)
-        assert times[-1] + times[1] > end  # and they reach as far as the rows do
-    assert ticks(0, 5) == [0]
-
-
 def test_the_axis_counts_in_forwards_or_in_nothing_or_in_measured_time() -> None:
     schedule = build("1f1b", WORKED, 8)
     drawn = read(svg(schedule.simulate()))
@@ -270,39 +233,6 @@ def test_a_stage_and_op_has_one_fill_and_no_other_has_it(name: str) -> None:
     assert len(fills) == len({key for key, _ in fills}) == len({fill for _, fill in fills})
 
 
-def test_many_stages_have_colours_of_their_own() -> None:
-    fills = {colours.fill(stage, op) for stage in range(128) for op in Op}
-    assert len(fills) == 128 * len(Op)
-    assert all(re.fullmatch("#[0-9a-f]{6}", fill) for fill in fills)
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance, as the Web Content Accessibility Guidelines 2 define it."""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("op", Op)
-def test_numbers_can_be_read_on_every_colour(op: Op) -> None:
-    """4.5 is what the guidelines ask of text."""
-    for stage in range(80):
-        for colour in (colours.fill(stage, op), colours.stripes(stage, op)):
-            assert colour is None or contrast(colours.ink(op), colour) >= 4.5
-
-
-def test_a_tone_is_about_as_light_in_each_hue_and_unlike_the_other_tones() -> None:
-    """So that F and B are told apart without seeing colours at all."""
-    lightest_backward = max(luminance(colours.fill(stage, Op.B)) for stage in range(80))
-    darkest_forward = min(luminance(colours.fill(stage, Op.F)) for stage in range(80))
-    assert darkest_forward > 2 * lightest_backward
-
-
 def test_a_pattern_that_is_used_is_defined() -> None:
     text = svg(build("zb_h1", chain(3), 4).simulate())
     used = set(re.findall(r"url\(#([^)]+)\)", text))
@@ -330,109 +260,12 @@ def test_the_critical_path_is_outlined() -> None:
         assert drawn.cells[action].holds(x, y)
 
 
-# --- the page ---
-
-
-class Page(HTMLParser):
-    """What a browser would find: tags, and the text of scripts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.tags and self.tags[-1][0] == "script":
-            self.scripts[-1] += data
-
-
-def data_of(page: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(Page(page).scripts[0])
-    return data
-
-
-def actions_of(page: str) -> dict[str, list[str]]:
-    actions: dict[str, list[str]] = data_of(page)["actions"]
-    return actions
-
-
-def test_the_page_says_when_each_action_ran_and_what_it_waited_for() -> None:
-    """The times are those worked out by hand in test_simulate."""
-    page = html(build("1f1b", chain(2), 2, names=["body", "head"]).simulate(forward=1, backward=2, comm=0.5))
-    assert actions_of(page) == {
-        "0F0": ["0 to 1 F", "1 F", "waited for nothing", ""],
-        "0F1": ["1 to 2 F", "1 F", "its rank was busy with 0F0", "0F0"],
-        "0B0": ["5 to 7 F", "2 F", "waited 3 F for 1B0 from rank 1", "1B0"],
-        "0B1": ["8 to 10 F", "2 F", "waited 1 F for 1B1 from rank 1", "1B1"],
-        "1F0": ["1.5 to 2.5 F", "1 F", "waited 1.5 F for 0F0 from rank 0", "0F0"],
-        "1B0": ["2.5 to 4.5 F", "2 F", "its rank was busy with 1F0", "1F0"],
-        "1F1": ["4.5 to 5.5 F", "1 F", "its rank was busy with 1B0", "1B0"],
-        "1B1": ["5.5 to 7.5 F", "2 F", "its rank was busy with 1F1", "1F1"],
-    }
-    assert data_of(page)["names"] == ["0: body, rank 0", "1: head, rank 1"]
-    assert data_of(page)["words"] == {
-        "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
-    }  # fmt: skip
-
-
-def measured_by_hand() -> Timeline:
-    """One micro-batch over two ranks, in seconds: overhead before 0F0 and 1B0, and 0B0 waits for a message."""
-    times = {"0F0": (0.002, 0.012, 0.0), "1F0": (0.014, 0.024, 0.0), "1B0": (0.025, 0.045, 0.024)}
-    times["0B0"] = (0.0475, 0.0675, 0.012)
-    schedule = build("1f1b", chain(2), 1)
-    spans = {Action.parse(name): Span(start, end) for name, (start, end, _) in times.items()}
-    since = {Action.parse(name): ready for name, (_, _, ready) in times.items()}
-    return Timeline(schedule, spans, since, Costs.of(2, 0.01, 0.02, comm=0.001), measured=True)
-
-
-def test_a_measured_page_counts_in_milliseconds() -> None:
-    assert actions_of(html(measured_by_hand())) == {
-        "0F0": ["2 to 12 ms", "10 ms", "waited 2 ms, for no other action", ""],
-        "1F0": ["14 to 24 ms", "10 ms", "waited 14 ms for 0F0 from rank 0", "0F0"],
-        "1B0": ["25 to 45 ms", "20 ms", "its rank was busy with 1F0, then waited 1 ms", "1F0"],
-        "0B0": ["47.5 to 67.5 ms", "20 ms", "waited 35.5 ms for 1B0 from rank 1", "1B0"],
-    }
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_page_holds_the_same_picture_and_data_for_each_cell(name: str) -> None:
-    for timeline in random_timelines(name)[:8]:
-        page = html(timeline)
-        assert svg(timeline) in page
-        assert set(actions_of(page)) == {str(action) for action in timeline.spans}
-        assert {cause for *_, cause in actions_of(page).values()} <= {"", *map(str, timeline.spans)}
-
-
-def test_the_page_loads_nothing_and_no_name_gets_out_of_it() -> None:
-    names = ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>']
-    text = html(build("1f1b", chain(2), 2, names=names).simulate())
-    page = Page(text)
-    assert len(page.scripts) == 2
-    assert "img" not in [tag for tag, _ in page.tags]
-    assert not [attributes for _, attributes in page.tags if {"src", "href", "onerror"} & set(attributes)]
-    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert data_of(text)["names"] == [f"0: {names[0]}, rank 0", f"1: {names[1]}, rank 1"]
-
-
-def test_the_checkbox_and_the_tooltip_are_there() -> None:
-    tags = Page(html(build("1f1b", chain(2), 2).simulate())).tags
-    ids = {attributes["id"]: (tag, attributes) for tag, attributes in tags if "id" in attributes and tag != "pattern"}
-    assert ids["critical"][1]["type"] == "checkbox"
-    assert ids["tip"][1]["role"] == "status"
+# --- text and files ---
 
 
 @pytest.mark.parametrize("draw", [svg, html])
 def test_the_same_timeline_gives_the_same_text(draw: Any) -> None:
     assert draw(build("zb_h1", WORKED, 5).simulate()) == draw(build("zb_h1", WORKED, 5).simulate())
-
-
-# --- files ---
 
 
 def test_a_timeline_and_a_schedule_write_their_pictures(tmp_path: Path) -> None:

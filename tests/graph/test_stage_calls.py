@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.graph.operators import handoff, private
 
 
 class Towers(nn.Module):
@@ -125,18 +124,6 @@ def test_an_input_that_autograd_did_not_save_is_free_once_it_has_been_used() -> 
     assert gradient.tolist() == [[1.0] * 4] * 2
 
 
-def test_handoff_is_a_node_of_its_own_and_private_a_copy() -> None:
-    x = torch.ones(3, requires_grad=True)
-    y = x * 2
-    handed = handoff({"y": y, "n": 3, "i": torch.arange(2)})
-    assert handed["n"] == 3
-    assert handed["y"].grad_fn is not y.grad_fn
-    assert handed["y"].data_ptr() == y.data_ptr()
-    copy = private([y])[0]
-    assert torch.equal(copy, y)
-    assert copy.data_ptr() != y.data_ptr()
-
-
 def test_the_stage_table_shows_parameters_bytes_and_destinations(
     towers: tuple[Towers, fxpipe.ForwardBackward],
 ) -> None:
@@ -150,23 +137,3 @@ def test_the_stage_table_shows_parameters_bytes_and_destinations(
     assert rows["text"][1:5] == ["1", str(3 * 4 + 4), "0", str(sent)]
     assert rows["loss"][1:5] == ["2", "1", str(2 * sent), "0"]
     assert rows["image"][-2:] == ["→", "loss"]
-
-
-STAGES = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "end": lambda x, y: (x * y).sum()}
-
-
-@pytest.mark.parametrize(
-    ("edges", "inputs", "text"),
-    [
-        ([("a", "end"), ("b", "edn")], {"a": ["x"], "b": ["x"]}, r"names 'edn'.*did you mean \"end\""),
-        ([("a", "end")], {"a": ["x"], "b": ["x"]}, r"exactly one stage returns the loss.*\['b', 'end'\]"),
-        ([("a", "end"), ("b", "end"), ("end", "a")], {"b": ["x"]}, r"cycle through \['a', 'end'\]"),
-        ([("a", "end"), ("a", "end"), ("b", "end")], {"a": ["x"]}, r"given twice"),
-        ([("a", "end"), ("b", "end")], {"c": ["x"]}, r"inputs= names 'c'"),
-    ],
-)
-def test_callables_that_make_no_stage_graph_are_refused(
-    edges: list[tuple[str, str]], inputs: dict[str, list[str]], text: str
-) -> None:
-    with pytest.raises(fxpipe.PartitionError, match=text):
-        fxpipe.StageGraph.from_callables(STAGES, edges, inputs)

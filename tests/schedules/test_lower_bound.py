@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import pytest
 
@@ -15,7 +17,7 @@ from fxpipe.schedules.families.caps import round_trip_caps
 from fxpipe.schedules.families.interleaved import in_laps
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import WORKED, Bare, Pairs, bare, branches, chain, random_bare
-from tests.thinned import ALL
+from tests.thinned import ALL, every
 
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
@@ -339,3 +341,110 @@ def test_zb_h1_holds_nothing_for_a_frozen_encoder() -> None:
     """Six frozen stages in front of two that are trained: D is 2."""
     encoder = bare(chain(8), 8, frozen=frozenset(range(6)))
     assert encoder.build("zb_h1", 16).simulate(1, 2, 1).peak_in_flight == (0,) * 6 + (2, 2)
+
+
+# --- the formula, and every table of tiny graphs ---
+
+
+@pytest.mark.parametrize(
+    ("graph", "m", "forward", "backward", "bound"),
+    [
+        (bare((), 1), 5, 1, 2, 15),
+        (bare(chain(4), 4), 8, 1, 2, (8 + 3) * 3),
+        (bare(WORKED, 5), 8, 1, 2, 30),
+        (bare(branches(4, 3), 13), 8, 1, 2, 33),
+        # the middle stage is the bottleneck: 1 before it, 4 · 15 of its own, 2 behind it
+        (bare(chain(3), 3), 4, [1, 5, 1], [2, 10, 2], 1 + 60 + 2),
+        # rank 1 has stages 1 and 2: 1 before them, 3 · 2 · 3 of their own, 2 behind
+        (bare(chain(4), 4, (0, 1, 1, 2)), 3, 1, 2, 1 + 18 + 2),
+        # rank 0 has the first and the last stage: nothing before it or behind
+        (bare(chain(3), 3, (0, 1, 0)), 3, 1, 2, 18),
+        # a frozen first stage adds its forward in front, and nothing behind
+        (bare(chain(2), 2, frozen=frozenset([0])), 4, 3, 2, 3 + 4 * 5),
+    ],
+    ids=["one stage", "chain", "worked example", "branches", "bottleneck", "two on a rank", "there and back", "frozen"],
+)
+def test_the_lower_bound_is_the_designs_formula(
+    graph: Bare, m: int, forward: float | list[float], backward: float | list[float], bound: float
+) -> None:
+    assert graph.build("1f1b", m).simulate(forward, backward).lower_bound == bound
+
+
+Half = tuple[int, int]
+"""(stage, micro-batch)."""
+
+
+TINY = {
+    "chain": bare(chain(2), 2),
+    "frozen first": bare(chain(2), 2, frozen=frozenset([0])),
+    "last without backward": bare(chain(2), 2, frozen=frozenset([1])),
+    "one rank": bare(chain(2), 2, (0, 0)),
+    "a side branch": bare(((0, 1), (0, 2)), 3, (0, 1, 1), frozen=frozenset([0, 2])),
+    "there and back": bare(chain(3), 3, (0, 1, 0), frozen=frozenset([0, 1])),
+    "chain of 3": bare(chain(3), 3),
+}
+
+
+every_tiny_graph = pytest.mark.parametrize("graph", TINY.values(), ids=TINY.keys())
+
+
+def linear_orders(actions: list[Action]) -> Iterator[tuple[Action, ...]]:
+    """The orders of a rank's actions in which F stands before B, and F before I before W."""
+    chains: dict[Half, list[Action]] = {}
+    for action in actions:
+        chains.setdefault((action.stage, action.microbatch), []).append(action)
+    whose = [key for key, chain_of in chains.items() for _ in chain_of]
+    for order in sorted(set(itertools.permutations(whose))):
+        left = {key: iter(chain_of) for key, chain_of in chains.items()}
+        yield tuple(next(left[key]) for key in order)
+
+
+def all_tables(graph: Bare, m: int, halved: Collection[Half]) -> Iterator[Schedule]:
+    """Every table of a graph that does not halt; ``halved``: the backwards that are I and W in it."""
+    rows = [
+        [
+            Action(stage, op, j)
+            for stage, owner in enumerate(graph.placement)
+            for j in range(m)
+            for op in (Op.F, *(((Op.I, Op.W) if (stage, j) in halved else (Op.B,)) if graph.backward[stage] else ()))
+            if owner == rank
+        ]
+        for rank in range(graph.ranks)
+    ]
+    for orders in itertools.product(*(list(linear_orders(row)) for row in rows)):
+        schedule = Schedule(orders, graph.edges, graph.placement, graph.backward, m)
+        with contextlib.suppress(ScheduleError):
+            schedule.simulate()
+            yield schedule
+
+
+def every_split(graph: Bare, m: int) -> list[tuple[Half, ...]]:
+    """All choices of backwards that are made in halves."""
+    trained = [(stage, j) for stage in range(graph.stages) for j in range(m) if graph.backward[stage]]
+    return [chosen for count in range(len(trained) + 1) for chosen in itertools.combinations(trained, count)]
+
+
+@every_tiny_graph
+@pytest.mark.parametrize("comm", [0, 1])
+def test_no_table_at_all_is_below_the_lower_bound(graph: Bare, comm: int) -> None:
+    draw = random.Random(1)
+    for m in (1, 2):
+        forward, backward = ([draw.randint(1, 4) for _ in range(graph.stages)] for _ in range(2))
+        results = [table.simulate(forward, backward, comm=comm) for table in all_tables(graph, m, ())]
+        assert len({result.lower_bound for result in results}) == 1
+        assert 0 < results[0].lower_bound <= min(result.makespan for result in results)
+
+
+@pytest.mark.parametrize(("name", "comm"), every(3, list(itertools.product(TINY, [0, 1]))))
+def test_no_table_with_halves_is_below_the_lower_bound_be_it_mixed_or_not(name: str, comm: int) -> None:
+    graph = TINY[name]
+    draw = random.Random(2)
+    for m in (1, 2):
+        for halved in every_split(graph, m):
+            if sum(graph.backward) * m > 3 and len(halved) > (3 if graph.ranks > 1 else 1):
+                continue  # too many tables
+            forward, backward = ([draw.randint(1, 4) for _ in range(graph.stages)] for _ in range(2))
+            weight = [draw.randint(0, whole) for whole in backward]
+            results = [table.simulate(forward, backward, weight, comm) for table in all_tables(graph, m, halved)]
+            assert len({result.lower_bound for result in results}) == 1
+            assert 0 < results[0].lower_bound <= min(result.makespan for result in results)

@@ -1,0 +1,52 @@
+"""Mark copies: what each stage computes for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe import stage_boundary
+from fxpipe.passes import alias_groups, mark_copies, order_writes
+from tests.capturing import Model, captured
+
+COPIED: list[tuple[str, Callable[..., Any], set[str]]] = [
+    ("on inputs", lambda m, x, y: (x > 0, m.linear(x)), {"gt"}),
+    ("on two inputs", lambda m, x, y: (x + y) * 2, {"add", "mul"}),
+    ("on a parameter alone", lambda m, x, y: m.scale.exp(), {"exp"}),
+    ("on a parameter and an input", lambda m, x, y: m.scale * x, set()),
+    ("on a buffer and an input", lambda m, x, y: m.buffer * x, {"mul"}),
+    ("on a frozen parameter and an input", lambda m, x, y: m.frozen(x), set()),
+    ("on what is not copied", lambda m, x, y: m.linear(x) + 1, set()),
+    ("on a constant", lambda m, x, y: x * torch.arange(4), {"mul"}),
+    ("module without parameters", lambda m, x, y: m.part(x), {"part"}),
+    ("random", lambda m, x, y: torch.rand_like(x) + 1, set()),
+    ("writing", lambda m, x, y: x.clone().add_(1) + 1, set()),
+    ("sizes", lambda m, x, y: torch.zeros(x.shape[0], 2), {"getattr_1", "getitem", "zeros"}),
+    ("a mask behind a boundary", lambda m, x, y: stage_boundary((x > 0, m.linear(x)))[0].float(), {"gt", "float_1"}),
+]
+
+
+@pytest.mark.parametrize(("body", "copied"), [c[1:] for c in COPIED], ids=[c[0] for c in COPIED])
+def test_what_each_stage_computes_for_itself(body: Callable[..., Any], copied: set[str]) -> None:
+    program = captured(Model(body, part=nn.GELU()))
+    assert mark_copies(alias_groups(order_writes(program))).copied == copied
+
+
+def test_what_depends_on_a_buffer_that_is_written_is_not_copied() -> None:
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
+        m.buffer.add_(1)
+        return m.buffer * 2
+
+    assert mark_copies(alias_groups(order_writes(captured(Model(body))))).copied == set()
+
+
+def test_what_depends_on_running_statistics_that_a_module_writes_is_not_copied() -> None:
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
+        return m.part(x), m.part.running_mean * 2
+
+    program = captured(Model(body, part=nn.BatchNorm1d(4)))
+    assert mark_copies(alias_groups(order_writes(program))).copied == set()

@@ -1,0 +1,52 @@
+"""Costs: one number or one per stage, and none that cannot be."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules import build
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.schedule import Schedule
+from tests.graphs import chain
+
+
+@pytest.mark.parametrize("costs", [{"forward": [1]}, {"backward": [1, 2, 3]}, {"weight": []}], ids=str)
+def test_costs_for_another_number_of_stages_are_refused(costs: dict[str, list[float]]) -> None:
+    with pytest.raises(ScheduleError, match=r"\d costs for 2 stages; give one number, or one per stage"):
+        build("1f1b", chain(2), 2).simulate(**costs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("costs", "fact"),
+    [
+        ({"forward": -1}, "forward is -1; a cost is a finite number, 0 or more"),
+        ({"backward": [1, float("nan")]}, "backward is nan; a cost is a finite number, 0 or more"),
+        ({"forward": float("inf")}, "forward is inf; a cost is a finite number"),
+        ({"comm": -0.5}, "comm is -0.5; a cost is a finite number"),
+        ({"comm": float("nan")}, "comm is nan; a cost is a finite number"),
+        ({"weight": -1}, "weight is -1; a cost is a finite number"),
+        ({"activation_bytes": [1, -2]}, "activation_bytes is -2; a cost is a finite number"),
+        ({"forward": ["1", 2]}, "forward is '1'; a cost is a finite number"),
+        ({"activation_bytes": [1]}, "activation_bytes has 1 costs for 2 stages; give one number, or one per stage"),
+        ({"weight": 3}, "weight=3 of stage 0 is a part of backward=2, and exceeds it"),
+        ({"backward": [4, 1], "weight": [4, 2]}, "weight=2 of stage 1 is a part of backward=1, and exceeds it"),
+    ],
+    ids=str,
+)
+def test_costs_that_cannot_be_are_refused_with_their_name_and_value(costs: dict[str, Any], fact: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(fact)):
+        Costs.of(2, **costs)
+    with pytest.raises(ScheduleError, match=re.escape(fact)):
+        build("1f1b", chain(2), 2).simulate(**costs)
+
+
+def test_an_action_of_a_stage_that_the_costs_do_not_know_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"2F0 is of a stage outside of 0\.\.1"):
+        Costs.of(2).time(Action(2, Op.F, 0))
+    with pytest.raises(ScheduleError, match=r"7F0 is of a stage outside of 0\.\.0"):
+        Schedule(((Action(7, Op.F, 0),),), (), (0,), (True,), 1).simulate()

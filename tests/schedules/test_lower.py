@@ -1,0 +1,186 @@
+"""Lower: what it promises of each message, its send, its receive and its release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.lower import (
+    Compute,
+    Instruction,
+    Message,
+    Receive,
+    Reduce,
+    Release,
+    Send,
+    lower,
+    pairs,
+)
+from fxpipe.schedules.schedule import Schedule
+from tests.graphs import WORKED, Value, bare, chain, gradient_of, random_bare, values_of
+
+Examples = list[tuple[Schedule, list[Value], tuple[tuple[Instruction, ...], ...]]]
+
+
+@pytest.fixture(scope="module")
+def examples() -> Examples:
+    """Tables of every schedule, the values that pass between their stages, and what lowering makes of them."""
+    made = []
+    for name in SCHEDULES:
+        for seed in range(60):
+            graph = random_bare(seed, frozen=seed % 2 == 0)
+            schedule, values = graph.build(name, 1 + seed % 6), values_of(graph.edges, seed)
+            made.append((schedule, values, lower(schedule.rows, values, schedule.placement, schedule.backward)))
+    return made
+
+
+def messages(row: Sequence[Instruction], kind: type[Send] | type[Receive]) -> list[Message]:
+    return [step.message for step in row if isinstance(step, kind)]
+
+
+def made_by(message: Message, schedule: Schedule, values: Sequence[Value]) -> Action:
+    """The action that makes a message."""
+    value, j = values[message.edge], message.microbatch
+    return Action(value.source, Op.F, j) if message.op is Op.F else gradient_of(value.target, j, halved(schedule))
+
+
+def used_by(message: Message, schedule: Schedule, values: Sequence[Value]) -> Action:
+    """The action that needs a message."""
+    value, j = values[message.edge], message.microbatch
+    return Action(value.target, Op.F, j) if message.op is Op.F else gradient_of(value.source, j, halved(schedule))
+
+
+def halved(schedule: Schedule) -> set[tuple[int, int]]:
+    return {(action.stage, action.microbatch) for row in schedule.rows for action in row if action.op is Op.I}
+
+
+def test_the_computes_of_a_rank_are_its_row(examples: Examples) -> None:
+    for schedule, _, lowered in examples:
+        computed = tuple(tuple(step.action for step in row if isinstance(step, Compute)) for row in lowered)
+        assert computed == schedule.rows
+
+
+def test_every_value_and_gradient_that_changes_ranks_is_sent_once_and_received_once(examples: Examples) -> None:
+    for schedule, values, lowered in examples:
+        rank_of, m = schedule.placement, schedule.microbatches
+        crossing = [(i, v) for i, v in enumerate(values) if rank_of[v.source] != rank_of[v.target]]
+        wanted = [Message(i, Op.F, j, rank_of[v.source], rank_of[v.target]) for i, v in crossing for j in range(m)] + [
+            Message(i, Op.B, j, rank_of[v.target], rank_of[v.source])
+            for i, v in crossing
+            for j in range(m)
+            if schedule.backward[v.source]
+        ]
+        sent = [(rank, message) for rank, row in enumerate(lowered) for message in messages(row, Send)]
+        received = [(rank, message) for rank, row in enumerate(lowered) for message in messages(row, Receive)]
+        assert len(sent) == len(received) == len(wanted)
+        assert set(sent) == {(message.sender, message) for message in wanted}
+        assert set(received) == {(message.receiver, message) for message in wanted}
+
+
+def test_a_send_follows_at_once_on_the_action_that_makes_its_message(examples: Examples) -> None:
+    for schedule, values, lowered in examples:
+        for row in lowered:
+            action = None
+            for step in row:
+                if isinstance(step, Compute):
+                    action = step.action
+                elif isinstance(step, Send):
+                    assert action == made_by(step.message, schedule, values)
+
+
+def test_receives_are_posted_in_the_senders_order(examples: Examples) -> None:
+    for _, _, lowered in examples:
+        for sender, receiver in pairs(lowered):
+            sent = [message for message in messages(lowered[sender], Send) if message.receiver == receiver]
+            posted = [message for message in messages(lowered[receiver], Receive) if message.sender == sender]
+            assert sent == posted
+
+
+def test_a_receive_is_posted_at_least_one_action_ahead_or_at_the_start(examples: Examples) -> None:
+    for schedule, values, lowered in examples:
+        for row in lowered:
+            computes = [place for place, step in enumerate(row) if isinstance(step, Compute)]
+            for place, step in enumerate(row):
+                if isinstance(step, Receive):
+                    use = row.index(Compute(used_by(step.message, schedule, values)))
+                    between = [compute for compute in computes if place < compute < use]
+                    assert between or place < computes[0], f"{step.message} is posted just before its use"
+                    assert place < use
+
+
+def test_a_receive_is_posted_no_earlier_than_it_must(examples: Examples) -> None:
+    """A buffer is held from the post on: one action ahead of the use, or of that of a later one in the queue."""
+    for schedule, values, lowered in examples:
+        for row in lowered:
+            uses = {
+                message: row.index(Compute(used_by(message, schedule, values))) for message in messages(row, Receive)
+            }
+            for place, step in enumerate(row):
+                if isinstance(step, Receive):
+                    queue = [message for message in uses if message.sender == step.message.sender]
+                    soonest = min(uses[message] for message in queue[queue.index(step.message) :])
+                    ahead = [s for s in row[place:soonest] if isinstance(s, Compute)]
+                    assert len(ahead) <= 1
+
+
+def test_a_release_stands_behind_its_send_and_some_sends_are_released_early(examples: Examples) -> None:
+    released = 0
+    for _, _, lowered in examples:
+        for row in lowered:
+            sent: set[Message] = set()
+            for step in row:
+                if isinstance(step, Send):
+                    sent.add(step.message)
+                elif isinstance(step, Release):
+                    assert step.message in sent
+                    sent.remove(step.message)  # and only once
+                    released += 1
+    assert released > 0
+
+
+def test_on_a_chain_an_activation_is_released_when_its_gradient_comes() -> None:
+    first, _ = build("1f1b", chain(2), 3).instructions
+    told = []
+    for step in first:
+        if isinstance(step, Compute):
+            told.append(str(step.action))
+        elif isinstance(step, Release):
+            told.append(f"release {step.message.op.value}{step.message.microbatch}")
+    assert told == ["0F0", "0F1", "0B0", "release F0", "0F2", "0B1", "release F1", "0B2", "release F2"]
+
+
+def test_what_needs_no_gradient_sends_none_back() -> None:
+    schedule = bare(chain(3), 3, frozen=frozenset([0])).build("1f1b", 2)
+    assert pairs(schedule.instructions) == ((0, 1), (1, 2), (2, 1))
+
+
+def test_stages_on_one_rank_send_nothing() -> None:
+    schedule = bare(WORKED, 5, (0, 0, 0, 0, 0)).build("1f1b", 4)
+    assert pairs(schedule.instructions) == ()
+    assert all(isinstance(step, Compute) for step in schedule.instructions[0])
+
+
+def test_tied_stages_reduce_behind_all_else_on_each_rank_that_owns_one() -> None:
+    tied = [(0, 4), (2, 3), (0, 2, 4)]
+    schedule = build("1f1b", WORKED, 2, placement=[0, 1, 2, 2, 3], tied=tied)
+    reductions = [[step for step in row if isinstance(step, Reduce)] for row in schedule.instructions]
+    assert reductions == [
+        [Reduce((0, 2, 3)), Reduce((0, 3))],
+        [],
+        [Reduce((0, 2, 3))],  # 2 and 3 are both on rank 2, where there is nothing to exchange
+        [Reduce((0, 2, 3)), Reduce((0, 3))],
+    ]
+    for row, mine in zip(schedule.instructions, reductions, strict=True):
+        assert list(row[len(row) - len(mine) :]) == mine
+    assert str(Reduce((0, 3))) == "reduction over ranks 0, 3"
+
+
+def test_groups_tied_over_the_same_ranks_are_reduced_together() -> None:
+    schedule = build("1f1b", chain(4), 2, placement=[0, 1, 1, 0], tied=[(0, 1), (3, 2), (2, 0)])
+    assert [[step for step in row if isinstance(step, Reduce)] for row in schedule.instructions] == [
+        [Reduce((0, 1))],
+        [Reduce((0, 1))],
+    ]

@@ -1,0 +1,87 @@
+"""Schedule and Timeline: parts that fit each other, and what a timeline tells."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.schedule import Cause, Schedule
+from tests.graphs import bare, chain, random_bare
+
+
+def test_the_cause_of_an_action_is_what_it_waited_for_last() -> None:
+    """Two stages, two micro-batches, B = 2F; a column per unit of time.
+
+    0F0 0F1  .   .  0B0 0B0  .  0B1 0B1
+     .  1F0 1B0 1B0 1F1 1B1 1B1  .   .
+    """
+    timeline = build("1f1b", chain(2), 2).simulate(forward=1, backward=2)
+    causes = {
+        "0F0": None, "0F1": ("0F0", False), "0B0": ("1B0", True), "0B1": ("1B1", True),
+        "1F0": ("0F0", True), "1B0": ("1F0", False), "1F1": ("1B0", False), "1B1": ("1F1", False),
+    }  # fmt: skip
+    for action in timeline.spans:
+        cause = timeline.cause(action)
+        assert (cause and (str(cause.action), cause.crosses)) == causes[str(action)]
+    assert list(map(str, timeline.critical_path)) == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+
+
+def test_a_cause_on_the_same_rank_does_not_cross() -> None:
+    timeline = bare(chain(3), 3, (0, 1, 0)).build("gpipe", 1).simulate(comm=0.5)
+    crossing = {str(action): timeline.cause(action) for action in timeline.spans}
+    assert crossing["1F0"] == Cause(Action(0, Op.F, 0), True)
+    assert crossing["2B0"] == Cause(Action(2, Op.F, 0), False)
+    assert crossing["0F0"] is None
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_critical_path_leads_from_0_to_the_makespan_without_a_gap_but_latency(name: str) -> None:
+    for seed in range(60):
+        graph = random_bare(seed, frozen=seed % 2 == 0)
+        draw = random.Random(seed)
+        forward, backward = ([draw.randint(1, 5) for _ in range(graph.stages)] for _ in range(2))
+        comm = draw.choice([0, 1, 3])
+        timeline = graph.build(name, 4).simulate(forward, backward, comm=comm)
+        path = [timeline.spans[action] for action in timeline.critical_path]
+        assert path[0].start == 0
+        assert path[-1].end == timeline.makespan
+        crossings = [bool(cause and cause.crosses) for cause in map(timeline.cause, timeline.critical_path)]
+        for first, second, crosses in zip(path, path[1:], crossings[1:], strict=False):
+            assert second.start == first.end + comm * crosses
+        assert timeline.makespan == sum(span.duration for span in path) + comm * sum(crossings)
+
+
+def test_each_rank_has_a_bubble_of_its_own_and_their_mean_is_the_bubble() -> None:
+    timeline = build("1f1b", chain(2), 2).simulate(forward=[1, 2], backward=[2, 4])
+    assert timeline.makespan == 1 + 2 * 6 + 2
+    assert timeline.busy == (6, 12)
+    assert timeline.bubbles == (pytest.approx(9 / 15), pytest.approx(3 / 15))
+    assert timeline.bubble == pytest.approx(6 / 15)
+
+
+def test_a_rank_without_actions_idles_all_the_time_and_an_empty_table_takes_none() -> None:
+    half_used = Schedule(((Action(0, Op.F, 0),), ()), (), (0, 1), (False, False), 1).simulate()
+    assert (half_used.bubbles, half_used.bubble) == ((0, 1), 0.5)
+    empty = Schedule(((), ()), (), (0, 1), (False, False), 1).simulate()
+    assert (empty.makespan, empty.bubble, empty.critical_path) == (0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"backward": (True,)}, "backward has 1 entries for 2 stages"),
+        ({"stage_names": ("a",)}, "stage_names has 1 entries for 2 stages"),
+        ({"edges": ((0, 2),)}, "edge 0-2 names a stage outside of 0..1"),
+        ({"placement": (0, 2)}, "stage 1 is placed on rank 2, but there are 2 rows"),
+        ({"tied": ((0, 1), (1, 2))}, r"tied names stage 2, which is outside of 0\.\.1"),
+    ],
+    ids=str,
+)
+def test_a_schedule_whose_parts_do_not_fit_cannot_be_made(changes: dict[str, tuple[object, ...]], fact: str) -> None:
+    with pytest.raises(ScheduleError, match=fact):
+        replace(build("1f1b", chain(2), 2), **changes)  # type: ignore[arg-type]
