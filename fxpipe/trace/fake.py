@@ -115,16 +115,9 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """No torch function mode sees what is computed."""
-    with no_function_modes():
-        yield
-
-
-@contextlib.contextmanager
 def outside() -> Iterator[None]:
     """Real tensors inside of a capture: no mode of any kind sees what is computed."""
-    with unrecorded(), no_dispatch_modes():
+    with no_function_modes(), no_dispatch_modes():
         yield
 
 

@@ -15,6 +15,7 @@ from fxpipe.torch_compat import CHECKPOINT_GENERATOR
 from fxpipe.trace.user_line import current_line, definition
 
 KEEPS = "tracer='record' keeps it"
+UNREGISTERED = "a tensor that needs a gradient and is no parameter is used in forward", "register it as an nn.Parameter"
 ONCE = "which would happen once, while tracing"
 DRAWN = (
     "Python's, NumPy's or torch's random numbers are drawn or seeded {where}, and what was drawn would be the same "

@@ -39,8 +39,8 @@ class Snapshot:
     def _look_into(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor):
             self._keep(name, value)
-        elif (rewind := _rewinding(value)) is not None:
-            self._rewind.append(rewind)
+        elif (stands := generator_state(value)) is not None:
+            self._rewind.append(stands[1])
         elif type(value) in _CONTAINERS and id(value) not in self._containers:
             self._containers[id(value)] = name, value, copy.copy(value)
             for part in list(value.values()) if isinstance(value, dict) else list(value):
@@ -134,28 +134,17 @@ def _same(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def stand_of(generator: Any) -> Any:
-    """Where a generator of random numbers stands, which can be compared; None for what is none."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return bytes_of(generator.get_state())
-    if hasattr(generator, "bit_generator"):  # NumPy's
-        return pickle.dumps(generator.bit_generator.state)
-    return None
-
-
-def _rewinding(generator: Any) -> Callable[[], Any] | None:
-    """What puts a generator of random numbers back to where it is now; None for what is none."""
-    if isinstance(generator, random.Random):
-        state = generator.getstate()
-        return lambda: generator.setstate(state)
-    if isinstance(generator, torch.Generator):
-        numbers = generator.get_state()
-        return lambda: generator.set_state(numbers)
-    if hasattr(generator, "bit_generator"):  # NumPy's
-        bits, where = generator.bit_generator, generator.bit_generator.state
-        return lambda: setattr(bits, "state", where)
+def generator_state(value: Any) -> tuple[Any, Callable[[], Any]] | None:
+    """Where a generator of random numbers stands, to be compared, and what puts it back; None for what is none."""
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        return state, lambda: value.setstate(state)
+    if isinstance(value, torch.Generator):
+        numbers = value.get_state()
+        return bytes_of(numbers), lambda: value.set_state(numbers)
+    if hasattr(value, "bit_generator"):  # NumPy's
+        bits, where = value.bit_generator, value.bit_generator.state
+        return pickle.dumps(where), lambda: setattr(bits, "state", where)
     return None
 
 

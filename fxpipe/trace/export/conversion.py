@@ -33,7 +33,7 @@ from fxpipe.torch_compat import (
     set_grad_enabled,
 )
 from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
-from fxpipe.trace.patching import patched
+from fxpipe.trace.patching import UNREGISTERED, patched
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import is_users
 
@@ -253,10 +253,7 @@ class _Conversion:
         if known is not None:
             return known
         if tensor.requires_grad:
-            raise TraceError(
-                "a tensor that needs a gradient and is no parameter is used in forward; register it as an "
-                f"nn.Parameter{_line_of(*node.users)}"
-            )
+            raise TraceError("; ".join(UNREGISTERED) + _line_of(*node.users))
         name = f"_constant{len(self._constants)}"
         self._constants[name] = tensor
         return name

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import TensorLike
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import no_function_modes, pytree
 from fxpipe.trace.attributes import AssignedBuffers, watching_attributes
-from fxpipe.trace.fake import outside, unrecorded
+from fxpipe.trace.fake import outside
 from fxpipe.trace.patching import patched
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, collapse, enter
@@ -171,7 +171,7 @@ class Calls:
 
     def _as_made(self, frame: Frame, tensor: Tensor) -> Tensor:
         """A tensor that a call returns; where it was given, another that stands for what it may return next time."""
-        with unrecorded():
+        with no_function_modes():
             return tensor.view_as(tensor) if id(tensor) in frame.given else tensor
 
     def _check_backward_hooks(self, path: str, module: nn.Module) -> None:

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
 from fxpipe.graph.program import Effects
-from fxpipe.torch_compat import CHECKS, TorchDispatchMode, pytree
+from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.crossing import crossing
-from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside, unrecorded
-from fxpipe.trace.patching import BACKWARD, DRAWN, refuse, refuse_backward
+from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
+from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
 from fxpipe.trace.record.certain import outcome
 from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
@@ -139,10 +139,7 @@ class Recorder:
                 "make it with torch's functions inside of forward",
             )
         elif tensor.requires_grad:
-            self.problem(
-                "a tensor that needs a gradient and is no parameter is used in forward",
-                "register it as an nn.Parameter",
-            )
+            self.problem(*UNREGISTERED)
         else:
             self.constants[name] = tensor
         return TapeValue(NamedSource("get_attr", name, tensor))
@@ -363,7 +360,7 @@ class Recorder:
         self.boundaries += 1
         if self.paused:
             return given  # whoever is run for real now may not hold it
-        with unrecorded(), torch.enable_grad():
+        with no_function_modes(), torch.enable_grad():
             behind = [tensor.view_as(tensor) for tensor in given]
         values = [self.value_of(tensor) for tensor in given]
         operation = self.append("call_function", boundary, (values, name), {}, behind, Touched())

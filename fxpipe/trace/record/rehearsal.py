@@ -81,7 +81,27 @@ class _Rehearsal:
     real_of: Mapping[int, Tensor]
 
     def run(self, seed: int, highest: int = 0) -> Rehearsed:
-        return _run(self.function, self.args, self.kwargs, self.module, self.real_of, seed, highest)
+        torch.manual_seed(seed)
+        copies: dict[int, Tensor] = {}  # by the identity of the fake tensor
+        fakes = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        for fake in fakes:
+            copies[id(fake)] = _numbers(self.real_of.get(id(fake)), fake, seed, highest)
+        given = [copies[id(fake)] for fake in fakes]
+        originals = {id(tensor): tensor for tensor in fakes}
+        with contextlib.ExitStack() as stack:
+            if self.module is not None:
+                stack.enter_context(_copies_in(self.module, self.real_of, copies, originals))
+            args, kwargs = pytree.tree_map_only(Tensor, lambda fake: copies[id(fake)], (self.args, self.kwargs))
+            mode = TouchedMode()
+            with mode, mode.noting() as touched:
+                result = self.function(*args, **kwargs)
+        places = {storage_of(copies[key]): storage_of(original) for key, original in originals.items()}
+        shared = {storage_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+        return Rehearsed(
+            pytree.tree_map(lambda leaf: _described(leaf, given), result),
+            Touched(_translated(touched.reads, places), _translated(touched.writes, places), touched.draws_random),
+            tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
+        )
 
 
 _HIGHEST = (3, 1)
@@ -98,38 +118,6 @@ def _second(call: _Rehearsal) -> Rehearsed:
     return call.run(1)
 
 
-def _run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    module: nn.Module | None,
-    real_of: Mapping[int, Tensor],
-    seed: int,
-    highest: int,
-) -> Rehearsed:
-    torch.manual_seed(seed)
-    copies: dict[int, Tensor] = {}  # by the identity of the fake tensor
-    fakes = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    for fake in fakes:
-        copies[id(fake)] = _copy(real_of[id(fake)], fake) if id(fake) in real_of else _made_up(fake, seed, highest)
-    given = [copies[id(fake)] for fake in fakes]
-    originals = {id(tensor): tensor for tensor in fakes}
-    with contextlib.ExitStack() as stack:
-        if module is not None:
-            stack.enter_context(_copies_in(module, real_of, copies, originals))
-        args, kwargs = pytree.tree_map_only(Tensor, lambda fake: copies[id(fake)], (args, kwargs))
-        mode = TouchedMode()
-        with mode, mode.noting() as touched:
-            result = function(*args, **kwargs)
-    places = {storage_of(copies[key]): storage_of(original) for key, original in originals.items()}
-    shared = {storage_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
-    return Rehearsed(
-        pytree.tree_map(lambda leaf: _described(leaf, given), result),
-        Touched(_translated(touched.reads, places), _translated(touched.writes, places), touched.draws_random),
-        tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
-    )
-
-
 def _translated(storages: set[int], places: Mapping[int, int]) -> set[int]:
     return {places[storage] for storage in storages if storage in places}
 
@@ -143,8 +131,10 @@ def _described(leaf: Any, given: list[Tensor]) -> Any:
     return TensorLike.of(leaf) if place is None else GivenBack(place)
 
 
-def _copy(real: Tensor, fake: Tensor) -> Tensor:
-    """The model's own numbers, in the type of what stands for them."""
+def _numbers(real: Tensor | None, fake: Tensor, seed: int = 0, highest: int = 0) -> Tensor:
+    """The model's own numbers, in the type of what stands for them; made up where there are none."""
+    if real is None:
+        return _made_up(fake, seed, highest)
     if real.is_meta:
         raise TraceError("the model is on the meta device, so it has no numbers to run with; build it on the CPU")
     copy = real.detach().to(fake.dtype, copy=True)
@@ -153,7 +143,7 @@ def _copy(real: Tensor, fake: Tensor) -> Tensor:
     return copy.requires_grad_(real.requires_grad)
 
 
-def _made_up(fake: Tensor, seed: int, highest: int = 0) -> Tensor:
+def _made_up(fake: Tensor, seed: int, highest: int) -> Tensor:
     """Normal numbers, in the second run larger ones, so that thresholds tell (not so large that their exponentials are
     sizes to reckon with); integers up to the ``highest``, all of them; for truth values ones, and then zeros."""
     made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
@@ -183,7 +173,7 @@ def _copies_in(
                     continue
                 originals[id(fake)] = fake
                 if id(fake) not in copies:
-                    copies[id(fake)] = _copy(real_of[id(fake)], fake) if id(fake) in real_of else _made_up(fake, 0)
+                    copies[id(fake)] = _numbers(real_of.get(id(fake)), fake)
                 table[name] = copies[id(fake)]  # type: ignore[assignment]
     try:
         yield

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
 from fxpipe.trace.record.tape import Touched
-from fxpipe.trace.snapshot import RandomState, stand_of, storage_of
+from fxpipe.trace.snapshot import RandomState, generator_state, storage_of
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 """Arguments that normalisations write although not every schema says so."""
@@ -61,7 +61,7 @@ class PythonState:
         self._random = RandomState()
         self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
         values = [value for _, before in self._attributes for value in before.values()]
-        self._generators = [(value, stand) for value in values if (stand := stand_of(value)) is not None]
+        self._generators = [(value, stands) for value in values if (stands := _stands(value)) is not None]
         self._parts = [
             (now, name, value, _parts(value))
             for now, before in self._attributes
@@ -72,7 +72,7 @@ class PythonState:
     def drawn(self) -> bool:
         """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded, or those of generators that
         the submodule holds."""
-        return RandomState() != self._random or any(stand_of(held) != stand for held, stand in self._generators)
+        return RandomState() != self._random or any(_stands(held) != stands for held, stands in self._generators)
 
     def changes(self) -> set[tuple[int, str]]:
         """The attributes that are no longer as they were: the identity of their owner's ``__dict__``, their name."""
@@ -91,6 +91,11 @@ class PythonState:
 
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
+
+
+def _stands(value: Any) -> Any:
+    state = generator_state(value)
+    return None if state is None else state[0]
 
 
 def _parts(container: Any) -> list[Any]:

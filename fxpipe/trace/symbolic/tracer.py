@@ -16,7 +16,7 @@ from fxpipe.graph.boundary import boundary, recording, stage_boundary
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
-from fxpipe.trace.patching import BACKWARD, patched, plain_modes, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, UNREGISTERED, patched, plain_modes, refuse, refuse_backward
 from fxpipe.trace.request import Request
 from fxpipe.trace.symbolic.guard import Guard
 from fxpipe.trace.user_line import current_line, definition, line_of, mentions
@@ -197,10 +197,7 @@ class _Tracer(fx.Tracer):
         name = self._names.get(id(tensor))
         if name is None:
             if tensor.requires_grad:
-                raise refuse(
-                    "a tensor that needs a gradient and is no parameter is used in forward",
-                    "register it as an nn.Parameter",
-                )
+                raise refuse(*UNREGISTERED)
             name = self._names[id(tensor)] = f"_constant{len(self.constants)}"
             self.constants[name] = tensor
             self.guard.keep(tensor)
