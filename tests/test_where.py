@@ -1,0 +1,102 @@
+"""Where the tests of a source file are: in the file of its name, or in those that ``TABLE`` names.
+
+``fxpipe/plan/placement.py`` is tested by ``tests/plan/test_placement.py``. Files that are tested as one whole stand in
+the table: source files or a folder of them, and behind the colon the tests, from ``tests/`` on, without ``test_``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+TABLE = """
+compiler: options whole/transparency
+torch_compat: imports
+distributed/broadcast: sharding/reducer
+distributed/connect: distributed/strict_transport distributed/torch_transport
+distributed/stopwatch: run/measured_timeline
+distributed/transport: distributed/strict_transport distributed/torch_transport
+formats/words: formats/svg_picture formats/html_page
+graph/like: trace/operations whole/bugs_values
+graph/modes: whole/autocast trace/record
+graph/program: passes/partition trace/symbolic
+graph/topological: passes/partition graph/stage_graph
+parameters/dtensors: sharding/parallelize
+parameters/initialise: parameters/materialise parameters/materialise_hf
+parameters/ownership: parameters/materialise sharding/fully_sharded
+parameters/unwritten: parameters/materialise
+parameters/weight_files: parameters/weights
+plan/agreement: whole/refusals whole/bugs_values plan/signatures
+plan/balance/: plan/balance plan/node_costs plan/auto
+plan/batch: whole/refusals plan/signatures
+plan/captures: plan/signatures
+plan/closeness: plan/capture_check
+plan/example: plan/planner
+plan/label_count: whole/whole_batch plan/signatures
+plan/pattern: plan/signatures
+plan/replay: plan/capture_check
+plan/same_stages: plan/signatures whole/absent
+plan/together: whole/refusals
+run/failing: whole/refusals whole/bugs_refusals
+run/forward_backward: whole/transparency
+run/item_numbers: whole/whole_batch
+run/outputs: run/evaluate
+run/rank_state: parameters/meta parameters/materialise
+run/replicas: run/evaluate
+run/step: whole/transparency run/executor
+run/step_outcome: run/finite graph/loss
+run/timeline_recorder: run/measured_timeline
+run/to_host: run/batch_check run/finite
+run/user_warning: run/batch_check
+schedules/dependency: schedules/lower schedules/verify
+schedules/families/: schedules/families schedules/families_closed_forms schedules/lower_bound
+schedules/no_gc: schedules/families
+sharding/flat_bucket: sharding/reducer
+sharding/fsdp: sharding/fully_sharded sharding/parallelize
+sharding/fsdp_gradients: sharding/fully_sharded
+sharding/optimizer_state: sharding/distributed_optimizer whole/resume whole/bugs_checkpoint
+sharding/parallelize/: sharding/parallelize
+sharding/parameter_groups: sharding/distributed_optimizer
+sharding/stepped_piece: sharding/distributed_optimizer
+trace/attributes: trace/export trace/record
+trace/crossing: trace/every_tracer trace/symbolic
+trace/export/: trace/export trace/every_tracer
+trace/fake: trace/record trace/export
+trace/furthest: whole/bugs_refusals
+trace/patching: trace/symbolic trace/export
+trace/record/: trace/record trace/hidden_values trace/operations
+trace/request: trace/every_tracer
+trace/snapshot: trace/symbolic trace/export
+trace/symbolic/: trace/symbolic
+trace/user_line: trace/symbolic
+passes/analysis/blocks: plan/balance
+passes/analysis/inner_gradients: whole/bugs_values
+passes/analysis/lone_writes: passes/partition
+passes/erase_boundaries: plan/balance
+passes/follow: plan/balance
+passes/name_stages: passes/partition
+passes/split: passes/partition trace/operations
+"""
+ROWS = {source: tests.split() for source, tests in (line.split(": ") for line in TABLE.strip().splitlines())}
+
+
+def found(source: str) -> bool:
+    """Whether a row tells where the tests of a file are, or a folder's."""
+    return any(source == row or (row.endswith("/") and source.startswith(row)) for row in ROWS)
+
+
+def test_every_source_file_has_its_tests_by_its_name_or_in_the_table() -> None:
+    files = [*(ROOT / "fxpipe").glob("**/*.py"), *(ROOT / "passes").glob("**/*.py")]
+    sources = {path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("fxpipe/") for path in files}
+    sources = {source for source in sources if "__" not in source}
+    named = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("**/test_*.py")}
+    lost = sorted(source for source in sources if source.split("/")[-1] not in named and not found(source))
+    assert lost == []
+    gone = [row for row in ROWS if not any(source == row or source.startswith(row) for source in sources)]
+    assert gone == [], "rows of files that are no more"
+
+
+def test_what_the_table_names_is_there() -> None:
+    paths = [Path("tests", test).parent / f"test_{Path(test).name}.py" for tests in ROWS.values() for test in tests]
+    assert [str(path) for path in paths if not (ROOT / path).exists()] == []
