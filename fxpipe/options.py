@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from fxpipe.errors import RunError
@@ -51,6 +52,10 @@ class Options:
     passes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, (fits, kind) = getattr(self, field.name), _KINDS.get(field.name, _ANYTHING)
+            if value is not field.default and not fits(value):
+                raise RunError(f"{field.name} is {value!r:.100}; it is {kind}")
         if self.microbatches is not None and self.microbatches < 1:
             raise RunError(f"microbatches={self.microbatches}; at least 1 is needed")
         if self.zero not in (0, 1, 2, 3):
@@ -59,6 +64,8 @@ class Options:
             raise RunError(f'zero_scope={self.zero_scope!r}; write "node" or "data"')
         if not self.bucket_cap_mb > 0:
             raise RunError(f"bucket_cap_mb={self.bucket_cap_mb}; write a size above 0, in MiB")
+        if self.memory_per_rank is not None and not self.memory_per_rank > 0:
+            raise RunError(f"memory_per_rank={self.memory_per_rank}; write a number above 0, in bytes")
         if self.precision is not None and not isinstance(self.precision, Precision):
             raise RunError(f"precision is {self.precision!r}; write fxpipe.Precision(compute=torch.bfloat16)")
         if self.parallelize is not None:
@@ -96,8 +103,6 @@ class Options:
         )
 
     def _check_parallelize(self) -> None:
-        if not callable(self.parallelize):
-            raise RunError(f"parallelize is {self.parallelize!r}; it is a function (stage_module, mesh) -> None")
         if self.zero:
             raise RunError(
                 f"zero={self.zero} and parallelize= both decide how parameters lie over the data axis; leave out "
@@ -117,3 +122,47 @@ class Options:
                 "stage_compiler= and parallelize= both replace what a stage runs; call module.compile() on the parts "
                 "of the stage in parallelize"
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "loss_fn": (callable, "a function (output, target) -> loss"),
+    "microbatches": (_is_whole, "a whole number"),
+    "batch_dim": (lambda value: _is_whole(value) or _is_mapping(value), "a dimension, or a dict input -> dimension"),
+    "placement": (_is_mapping, "a dict stage name -> pipe rank"),
+    "tracer": (lambda value: isinstance(value, str), "a name out of fxpipe.TRACERS"),
+    "example_args": (_is_list, "the inputs as a tuple, (x,) where there is one"),
+    "example_kwargs": (_is_mapping, "a dict input name -> value"),
+    "zero": (_is_whole, "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"),
+    "bucket_cap_mb": (_is_number, "a size in MiB"),
+    "loss_weight": (callable, "a function of a micro-batch's inputs"),
+    "memory_per_rank": (_is_number, "a number of bytes"),
+    "init_fn": (callable, "a function (module) -> None"),
+    "parallelize": (callable, "a function (stage_module, mesh) -> None"),
+    "stage_compiler": (callable, "a function such as torch.compile"),
+    "check_batches": (_is_flag, "True or False"),
+    "check_capture": (_is_flag, "True or False"),
+    "error_if_nonfinite": (_is_flag, "True or False"),
+    "passes": (_is_list, "a list of functions Program -> Program"),
+}
+"""Option → whether a value can be meant, and what it is in words. What is not here is looked at by its own room."""
+_ANYTHING = (lambda value: True, "")

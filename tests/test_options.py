@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import fxpipe
 from fxpipe.options import Options
@@ -49,3 +52,33 @@ def test_what_compile_alone_needs_is_not_held_beyond_it() -> None:
 @pytest.mark.parametrize(("asked", "ranks", "count"), [(None, 1, 1), (None, 4, 16), (3, 4, 3)])
 def test_a_batch_is_cut_into_as_many_as_asked_for_or_four_a_rank(asked: int | None, ranks: int, count: int) -> None:
     assert Options(microbatches=asked).microbatches_on(ranks) == count
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"microbatches": "4"}, "microbatches is '4'; it is a whole number"),
+        ({"microbatches": 4.0}, "microbatches is 4.0; it is a whole number"),
+        ({"microbatches": True}, "microbatches is True; it is a whole number"),
+        ({"microbatches": 0}, "microbatches=0; at least 1 is needed"),
+        ({"zero": True}, "zero is True; it is 0, 1"),
+        ({"zero": 4}, "zero=4; write 0, 1"),
+        ({"check_batches": "no"}, "check_batches is 'no'; it is True or False"),
+        ({"check_batches": None}, "check_batches is None; it is True or False"),
+        ({"check_capture": 0}, "check_capture is 0; it is True or False"),
+        ({"batch_dim": "1"}, "batch_dim is '1'; it is a dimension"),
+        ({"loss_fn": 3}, "loss_fn is 3; it is a function"),
+        ({"placement": [0, 1]}, "placement is [0, 1]; it is a dict stage name -> pipe rank"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; it is a size in MiB"),
+        ({"memory_per_rank": "8GB"}, "memory_per_rank is '8GB'; it is a number of bytes"),
+        ({"memory_per_rank": 0}, "memory_per_rank=0; write a number above 0"),
+        ({"example_args": torch.ones(2, 3)}, "it is the inputs as a tuple, (x,) where there is one"),
+        ({"example_kwargs": (torch.ones(2),)}, "it is a dict input name -> value"),
+        ({"passes": fxpipe.passes.partition}, "it is a list of functions Program -> Program"),
+        ({"tracer": fxpipe.TRACERS["export"]}, "it is a name out of fxpipe.TRACERS"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused_with_what_to_write(option: dict[str, Any], told: str) -> None:
+    with pytest.raises(fxpipe.RunError, match=re.escape(told)):
+        fxpipe.compile(nn.Linear(3, 3), fxpipe.Topology([("pipe", 1)]), **option)
