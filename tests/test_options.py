@@ -77,7 +77,7 @@ def test_a_batch_is_cut_into_as_many_as_asked_for_or_four_a_rank(asked: int | No
         ({"passes": fxpipe.passes.partition}, "it is a list of functions Program -> Program"),
         ({"tracer": fxpipe.TRACERS["export"]}, "it is a name out of fxpipe.TRACERS"),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_meant_is_refused_with_what_to_write(option: dict[str, Any], told: str) -> None:
     with pytest.raises(fxpipe.RunError, match=re.escape(told)):

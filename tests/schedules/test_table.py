@@ -424,7 +424,7 @@ def test_no_terminal_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         (["0F0", "0B199"], {"0F0", "0B199", "1F0", "1B199"}),
         (["1F70", "1F71"], {"1F70", "1F71"}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)),
 )
 def test_of_a_long_table_the_neighbourhood_of_the_marked_cells_is_shown(
     marked: list[str], wanted: set[str], monkeypatch: pytest.MonkeyPatch
