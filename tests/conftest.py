@@ -10,17 +10,47 @@ import torch
 from tests.pool import Pool
 
 SLOW = """
+    distributed/test_launch.py
+    distributed/test_processes.py
+    distributed/test_topology.py::test_the_mesh
+    distributed/test_topology.py::test_the_data_mesh
+    formats/test_csv_messages.py
+    formats/test_svg_picture.py::test_a_long_table
+    parameters/test_materialise.py::test_compile_needs
+    parameters/test_materialise.py::test_a_rank_needs
+    parameters/test_materialise_hf.py
+    passes/test_partition_random.py
+    plan/test_auto.py
+    plan/test_balance.py
+    plan/test_signatures.py
+    plan/test_stage_compiler.py
+    run/test_measured_timeline.py
+    schedules/test_lower_bound.py
+    schedules/test_verify.py::test_no_
+    schedules/test_verify.py::test_verify_and_the_simulator
+    schedules/test_families_closed_forms.py
+    schedules/test_table.py::test_what_is_shown
+    sharding/test_data_axis.py
+    sharding/test_reducer.py
+    test_command_line.py
+    test_imports.py::test_any_name
+    trace/test_every_tracer.py
+    trace/test_hidden_values.py
+    trace/test_operations.py
+    trace/test_symbolic.py::test_torch_compile_works
+    whole/
 """
-"""What takes seconds: files and tests, from ``tests/`` on."""
+"""What takes seconds: folders, files and beginnings of tests' names, from ``tests/`` on."""
 
 torch.set_num_threads(1)  # thread counts change bits
 torch.manual_seed(0)  # for what test modules make when they are imported
 
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers() -> None:
-    """Every test draws the same numbers in every run, whichever others run before it."""
+def _same_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test draws the same numbers in every run, whichever others run before it, and prints as wide."""
     torch.manual_seed(0)
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """``pytest -m "not processes and not slow"`` is the short way through."""
     slow = tuple(f"tests/{name}" for name in SLOW.split())
     for item in items:
-        if item.nodeid.startswith(slow):
+        if item.nodeid.startswith(slow) or "four_times" in item.name:  # which counts each line that runs
             item.add_marker("slow")
         call = getattr(item, "callspec", None)
         if "pool" in getattr(item, "fixturenames", ()) or (call and "distributed" in call.params.values()):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.conftest import SLOW
+
 ROOT = Path(__file__).parents[1]
 
 TABLE = """
@@ -100,3 +102,10 @@ def test_every_source_file_has_its_tests_by_its_name_or_in_the_table() -> None:
 def test_what_the_table_names_is_there() -> None:
     paths = [Path("tests", test).parent / f"test_{Path(test).name}.py" for tests in ROWS.values() for test in tests]
     assert [str(path) for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_what_is_listed_as_slow_is_there() -> None:
+    paths = [one.split("::") for one in SLOW.split()]
+    gone = [path for path, *name in paths if not (ROOT / "tests" / path).exists()]
+    gone += [name[0] for path, *name in paths if name and f"def {name[0]}" not in (ROOT / "tests" / path).read_text()]
+    assert gone == []

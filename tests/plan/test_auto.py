@@ -66,7 +66,7 @@ def steps(tracer: str) -> tuple[list[Tensor], list[dict[str, Tensor | None]], An
     return losses, gradients, output["image"], stages.placement, stages.names
 
 
-@pytest.mark.parametrize(("engine", "tracer"), every(4, list(product(["local", "strict 1", "distributed"], TRACERS))))
+@pytest.mark.parametrize(("engine", "tracer"), every(5, list(product(["local", "strict 1", "distributed"], TRACERS))))
 def test_it_trains_and_evaluates_as_plain_pytorch(engine: str, tracer: str, request: pytest.FixtureRequest) -> None:
     ranks = engine_of(engine, lambda: request.getfixturevalue("pool"))(4, steps, tracer)
     for step, rows in enumerate((16, 10)):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -61,8 +62,7 @@ def microbatch(case: HFCase, number: int = 0) -> Inputs:
 # --- one program: what a tracer captures ---
 
 
-@every_tracer
-@every_model
+@pytest.mark.parametrize(("name", "tracer"), every(3, list(product(MODELS, ["export", "record"]))))
 def test_stages_of_a_captured_program_compute_what_the_model_does(name: str, tracer: str) -> None:
     case = MODELS[name]
     model = case.model().train()

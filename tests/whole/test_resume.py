@@ -268,7 +268,7 @@ RESUMES += [
     (layout, Layout(1, 1, 0, False, plain=True), "one call") for layout in GRID if not layout.precise and layout.zero
 ]
 RESUMES += [(Layout(1, 1, 0, False, plain=True), layout, "one call") for layout in GRID if not layout.precise]
-SHOWN = every(3, RESUMES)
+SHOWN = every(4, RESUMES)
 
 
 @pytest.mark.parametrize(("source", "sink", "order"), SHOWN, ids=lambda value: str(value))
