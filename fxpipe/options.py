@@ -6,10 +6,12 @@ A new option is a field of ``Options`` and, for the reader's editor, a parameter
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
+
+from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.precision import Precision
@@ -55,7 +57,7 @@ class Options:
         for field in dataclasses.fields(self):
             value, (fits, kind) = getattr(self, field.name), _KINDS.get(field.name, _ANYTHING)
             if value is not field.default and not fits(value):
-                raise RunError(f"{field.name} is {value!r:.100}; it is {kind}")
+                raise RunError(f"{field.name} is {' '.join(repr(value).split()):.100}; it is {kind}")
         if self.microbatches is not None and self.microbatches < 1:
             raise RunError(f"microbatches={self.microbatches}; at least 1 is needed")
         if self.zero not in (0, 1, 2, 3):
@@ -133,7 +135,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+    return isinstance(value, Integral) and value in (0, 1)
 
 
 def _is_mapping(value: Any) -> bool:
@@ -141,7 +143,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, Collection) and not isinstance(value, (str, Mapping, Tensor))
 
 
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {

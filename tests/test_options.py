@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -65,14 +66,17 @@ def test_a_batch_is_cut_into_as_many_as_asked_for_or_four_a_rank(asked: int | No
         ({"zero": 4}, "zero=4; write 0, 1"),
         ({"check_batches": "no"}, "check_batches is 'no'; it is True or False"),
         ({"check_batches": None}, "check_batches is None; it is True or False"),
-        ({"check_capture": 0}, "check_capture is 0; it is True or False"),
+        ({"check_capture": 2}, "check_capture is 2; it is True or False"),
         ({"batch_dim": "1"}, "batch_dim is '1'; it is a dimension"),
         ({"loss_fn": 3}, "loss_fn is 3; it is a function"),
         ({"placement": [0, 1]}, "placement is [0, 1]; it is a dict stage name -> pipe rank"),
         ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; it is a size in MiB"),
         ({"memory_per_rank": "8GB"}, "memory_per_rank is '8GB'; it is a number of bytes"),
         ({"memory_per_rank": 0}, "memory_per_rank=0; write a number above 0"),
-        ({"example_args": torch.ones(2, 3)}, "it is the inputs as a tuple, (x,) where there is one"),
+        (
+            {"example_args": torch.ones(1, 3)},
+            "[[1., 1., 1.]]); it is the inputs as a tuple, (x,)",
+        ),
         ({"example_kwargs": (torch.ones(2),)}, "it is a dict input name -> value"),
         ({"passes": fxpipe.passes.partition}, "it is a list of functions Program -> Program"),
         ({"tracer": fxpipe.TRACERS["export"]}, "it is a name out of fxpipe.TRACERS"),
@@ -82,3 +86,12 @@ def test_a_batch_is_cut_into_as_many_as_asked_for_or_four_a_rank(asked: int | No
 def test_what_cannot_be_meant_is_refused_with_what_to_write(option: dict[str, Any], told: str) -> None:
     with pytest.raises(fxpipe.RunError, match=re.escape(told)):
         fxpipe.compile(nn.Linear(3, 3), fxpipe.Topology([("pipe", 1)]), **option)
+
+
+def test_what_can_be_meant_is_taken() -> None:
+    inputs = {"x": torch.ones(2, 3)}
+    taken = Options(
+        microbatches=np.int64(2), check_batches=1, bucket_cap_mb=np.float32(3), example_args=inputs.values()
+    )
+    assert taken.microbatches_on(4) == 2
+    assert taken.has_example

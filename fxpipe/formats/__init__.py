@@ -1,4 +1,4 @@
-"""Picture: a timeline as SVG, and as an HTML page with that SVG and tooltips. No dependency, nothing to download."""
+"""Formats: tables and timelines as files: CSV, SVG, an HTML page with that SVG and tooltips, a Chrome trace."""
 
 from fxpipe.formats.html_page import html
 from fxpipe.formats.svg_picture import svg

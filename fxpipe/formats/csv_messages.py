@@ -22,7 +22,7 @@ from fxpipe.schedules.schedule import Schedule
 COMPUTE = frozenset(op.value for op in Op)
 MESSAGES = frozenset(["SEND_F", "RECV_F", "SEND_B", "RECV_B"])
 
-_MOST_WAYS = 1_000  # in which equal cells may be told apart; what has more is not followed further
+_MOST_WAYS = 100_000  # in which equal cells may be told apart; what has more is not followed further
 
 
 class Token(NamedTuple):

@@ -1,4 +1,4 @@
-"""Marks: finds out which numbers of a tensor have been written."""
+"""Unwritten: finds out which numbers of a tensor have been written."""
 
 from __future__ import annotations
 

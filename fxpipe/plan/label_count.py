@@ -1,4 +1,4 @@
-"""Items: ``num_items_in_batch``, which Hugging Face's losses divide by in place of a micro-batch's own labels.
+"""Label count: ``num_items_in_batch``, which Hugging Face's losses divide by in place of a micro-batch's own labels.
 
 With N labels in the whole batch, over all micro-batches and replicas, micro-batch i is given N·wᵢ, wᵢ being the share
 by which its loss is weighted: Σ wᵢ · (totalᵢ / (N·wᵢ)) = Σ totalᵢ / N, the whole batch's mean, wherever its padding is.

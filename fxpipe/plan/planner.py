@@ -1,4 +1,4 @@
-"""Plan: everything that is known about a step before it runs, for one pattern of inputs. Pure, and cached."""
+"""Planner: makes a ``Plan``, all that is known about a step before it runs, for each pattern of inputs. Cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Likeness: a later capture's stages, as those of the first one."""
+"""Same stages: a later capture's stages, as those of the first one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run: the executor of one pipe rank. The only state of a step, thrown away at its end."""
+"""Executor: the instructions of one pipe rank. The only state of a step, thrown away at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure: the laps of all ranks → one timeline, on one clock."""
+"""Measured timeline: the laps of all ranks → one timeline, on one clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held: how many micro-batches the stages of a table hold, from a forward to the end of its backward."""
+"""In flight: how many micro-batches the stages of a table hold, from a forward to the end of its backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bucket: which parameters share a flat buffer, and which section of it is whose. Arithmetic."""
+"""Bucket layout: which parameters share a flat buffer, and which section of it is whose. Arithmetic."""
 
 from __future__ import annotations
 

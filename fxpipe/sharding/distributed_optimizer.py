@@ -1,4 +1,4 @@
-"""Zero: an optimizer of which each rank steps its pieces, as ZeRO does, in master precision, on the CPU if asked.
+"""Distributed optimizer: each rank steps its pieces, as ZeRO does, in master precision, on the CPU if asked.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 https://arxiv.org/abs/1910.02054.

@@ -1,4 +1,4 @@
-"""Flat: a bucket's buffers. The gradients of several parameters in one tensor, and how it is summed."""
+"""Flat bucket: a bucket's buffers. The gradients of several parameters in one tensor, and how it is summed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fully sharded: ``zero=3``, parameters, gradients and optimizer state sharded, with torch's FSDP2 underneath.
+"""FSDP gradients: ``zero=3``, parameters, gradients and optimizer state sharded, with torch's FSDP2 underneath.
 
 Between steps the model holds shards, as DTensors. A *unit* is the parameters of one type that the same stages of this
 rank use: it is gathered before its first action in the row, lies whole in the modules until its last one, and is then

@@ -174,22 +174,28 @@ class WhoUsed:
     """
 
     def __init__(self, used: Mapping[str, tuple[tuple[int, ...], bool]], transport: Transport) -> None:
+        self._mine = {name for name, (_, is_used) in used.items() if is_used}
+        self._work: Work | None = None
+        over_data = bool(used) and transport.data_size > 1
+        if not over_data and not any(owners for owners, _ in used.values()):
+            return  # this rank's word is all there is: no device need be waited for
         self._names = sorted(used, key=lambda name: used[name][0])  # groups in one order, or ranks wait in a circle
         flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
         self._flags = flags.to(transport.device)
-        steps = [Collective("maximum", "flags", self._flags)] if used and transport.data_size > 1 else []
+        steps = [Collective("maximum", "flags", self._flags)] if over_data else []
         start = 0
         for owners, names in groupby(self._names, key=lambda name: used[name][0]):
             stop = start + len(list(names))
             if owners:
                 steps.append(Collective("maximum", owners, self._flags[start:stop]))
             start = stop
-        self._work: Work | None = transport.start(steps, "which parameters were used") if steps else None
+        self._work = transport.start(steps, "which parameters were used")
 
     def wait(self) -> set[str]:
         """The names of those that one has used."""
-        if self._work is not None:
-            self._work.wait()
+        if self._work is None:
+            return self._mine
+        self._work.wait()
         return {name for name, flag in zip(self._names, self._flags.tolist(), strict=True) if flag}
 
 

@@ -1,4 +1,4 @@
-"""Reduce: sums gradients over the data axis, and over the owners of tied parameters, while backward goes on.
+"""Reducer: sums gradients over the data axis, and over the owners of tied parameters, while backward goes on.
 
 The parameters that a rank shares lie in flat buckets, in the reverse order of use. A bucket is on its way as soon as
 the last micro-batch's backward has completed it. What happens to it there follows from ``zero``:

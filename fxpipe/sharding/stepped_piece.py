@@ -1,4 +1,4 @@
-"""Target: what an optimizer steps of a parameter, which is the parameter's own memory, or a master copy of it."""
+"""Stepped piece: what an optimizer steps of a parameter: the parameter's own memory, or a master copy of it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES
+from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import examples
 
@@ -187,3 +187,25 @@ def test_a_message_taken_away_doubled_or_beyond_its_action_is_refused(name: str,
                         text = "\n".join(map(",".join, (*lines[:rank], edited, *lines[rank + 1 :])))
                         told = unread(text, tmp_path, schedule.edges)
                         assert cell in told
+
+
+def test_a_crossing_behind_many_equal_cells_is_seen(tmp_path: Path) -> None:
+    """14 senders, all of whose messages to stage 14 have the same cell: 3,432 ways to tell half of them apart."""
+    senders = 14
+    edges = [(one, target) for one in range(senders) for target in (senders, senders + 1 + one)]
+    placement = [*range(senders), *[senders] * (senders + 1)]
+    path, frozen = tmp_path / "table.csv", [False] * len(placement)
+    build("gpipe", edges, 2, placement, backward=frozen).to_csv(path, communication=True)
+    *lines, last = path.read_text().split()
+    actions = [cell for cell in last.split(",") if cell and "RECV" not in cell]
+    equal, others = ([[f"{stage}RECV_F{j}" for stage in stages] for j in (0, 1)] for stages in (
+        [senders] * senders, range(senders + 1, 2 * senders + 1)
+    ))  # fmt: skip
+
+    def read(receives: list[str]) -> Schedule:
+        path.write_text("\n".join([*lines, ",".join(receives + actions)]) + "\n")
+        return Schedule.from_csv(path, edges)
+
+    assert read([*equal[0], *others[0], *equal[1], *others[1]]).microbatches == 2
+    with pytest.raises(ScheduleError, match=r"'15RECV_F1', but rank 0 sends '0SEND_F0' .* first"):
+        read([*equal[0], others[1][0], *others[0], *equal[1], *others[1][1:]])

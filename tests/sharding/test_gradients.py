@@ -91,3 +91,9 @@ def test_a_parameter_is_used_where_any_replica_or_owner_uses_it(seed: int) -> No
 
 def test_a_process_alone_knows_by_itself() -> None:
     assert WhoUsed({"a": ((), True), "b": ((), False)}, LocalTransport()).wait() == {"a"}
+
+
+def test_a_process_alone_waits_for_no_device() -> None:
+    transport = LocalTransport()
+    transport.device = torch.device("meta")  # which has no numbers to wait for
+    assert WhoUsed({"a": ((), True), "b": ((), False)}, transport).wait() == {"a"}

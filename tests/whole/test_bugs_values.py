@@ -682,3 +682,13 @@ def test_a_sparse_input_is_refused_on_all_ranks_alike(make: Callable[[Tensor], T
         step(x, torch.eye(4))
 
     run_strict(body, 2)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_nested_input_that_would_be_cut_into_rows_is_refused(microbatches: int) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)], layout=torch.jagged)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(
+        fxpipe.RunError, match="is a nested tensor, which torch cannot cut into rows; pass its values padded"
+    ):
+        fxpipe.preview(model, Topology([("pipe", 1)]), microbatches=microbatches, example_args=(nested,))

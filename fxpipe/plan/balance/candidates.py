@@ -10,7 +10,7 @@ from fxpipe.graph.topological import topological_order
 from fxpipe.passes.analysis.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.orders import Order, orders, towers
-from fxpipe.plan.balance.segments import Cuts, Line, Room, balanced, lightest, segments_of
+from fxpipe.plan.balance.segments import Cuts, Line, Room, balanced, cut, least_greatest, lightest, segments_of
 from fxpipe.plan.balance.simulated_layouts import StageLayout
 
 CRUMB = 0.01
@@ -42,7 +42,7 @@ class Rules:
 
 
 def recipes(work: BlockGraph, rules: Rules) -> Iterator[Recipe]:
-    """For each order: balanced segments, those of the least memory where that is limited, and two segments a rank."""
+    """For each order: balanced segments, two segments a rank, and where memory is limited those of few bytes."""
     found = towers(work)
     ways: list[tuple[tuple[int, ...] | None, str]] = [(None, "")]
     if not rules.keep:
@@ -61,9 +61,11 @@ def _cuts(line: Line, ranks: int, room: Room | None) -> Iterator[tuple[Cuts, tup
     one_each = tuple(range(ranks))
     for cuts in balanced(line, ranks, room):
         yield cuts, one_each, f"{ranks} segments"
-    least = lightest(line, ranks, room.microbatches) if room is not None else None
-    if least is not None:
-        yield least, one_each, f"{ranks} segments of the least memory"
+    if room is not None:
+        light = cut(line, ranks, least_greatest(line.static, ranks), weights=line.static)
+        for found, what in ((light, "equal bytes"), (lightest(line, ranks, room.microbatches), "the least memory")):
+            if found is not None:
+                yield found, one_each, f"{ranks} segments of {what}"
     if ranks > 1:
         for cuts in itertools.islice(balanced(line, 2 * ranks), 3):
             yield cuts, one_each * 2, f"{2 * ranks} segments in laps"

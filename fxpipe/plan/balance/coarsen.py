@@ -1,4 +1,4 @@
-"""Coarse: a work of thousands of blocks as one of hundreds, cut where the fewest bytes cross."""
+"""Coarsen: a graph of thousands of blocks as one of hundreds, cut where the fewest bytes cross."""
 
 from __future__ import annotations
 

@@ -106,10 +106,15 @@ def _greedy(weights: Sequence[float], bound: float) -> int:
     return count
 
 
-def cut(line: Line, segments: int, bound: float, room: Room | None = None) -> Cuts | None:
-    """The cut into so many segments, none longer than the bound, over whose hops the least time passes; or None."""
+def cut(
+    line: Line, segments: int, bound: float, room: Room | None = None, weights: Sequence[float] | None = None
+) -> Cuts | None:
+    """The cut into so many segments, none heavier than the bound, over whose hops the least time passes; or None.
+
+    ``weights``: their sums before each position; None: seconds.
+    """
     stop = len(line.order)
-    limit = _Limit(line, bound * (1 + 1e-9), room)
+    limit = _Limit(line, line.time if weights is None else weights, bound * (1 + 1e-9), room)
     cost = {0: 0.0}
     back: list[dict[int, int]] = []
     for number in range(1, segments + 1):
@@ -126,14 +131,15 @@ def cut(line: Line, segments: int, bound: float, room: Room | None = None) -> Cu
 
 @dataclass(frozen=True)
 class _Limit:
-    """What a segment may take, in seconds and in bytes."""
+    """What a segment may take, in seconds (or what else ``weights`` are), and in bytes."""
 
     line: Line
+    weights: Sequence[float]
     bound: float
     room: Room | None
 
     def exceeded(self, start: int, end: int, behind: int) -> bool:
-        if self.line.time[end] - self.line.time[start] > self.bound:
+        if self.weights[end] - self.weights[start] > self.bound:
             return True
         room = self.room
         return room is not None and self.line.memory(start, end, room.in_flight(behind)) > room.most

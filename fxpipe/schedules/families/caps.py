@@ -1,4 +1,4 @@
-"""In flight: how many micro-batches a stage may hold whose forward has run and whose backward has not."""
+"""Caps: how many micro-batches a stage may hold whose forward has run and whose backward has not."""
 
 from __future__ import annotations
 

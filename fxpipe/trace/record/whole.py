@@ -62,7 +62,7 @@ class Wholes:
         if frame.module is None:
             return False
         return any(
-            tensor is not self._tables[id(table)].get(name)
+            tensor is not self._tables.get(id(table), {}).get(name)
             and f"{path}.{name}" not in self._lines  # a buffer that is set
             for path, part in self.parts_of(frame.module)
             for table in _tables(part)
