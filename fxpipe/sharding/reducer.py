@@ -150,7 +150,8 @@ class Reducer(GradientsBase):
         self._lasts = last_backwards(row)
         self._sync = sync
         self._hold = sync and scales and self._unsummed
-        self._live = [bucket for bucket in self._buckets if bucket.trains]
+        # what was frozen since a call that was not summed has gradients of it
+        self._live = [bucket for bucket in self._buckets if bucket.trains or self._unsummed]
         self._queue = list(self._live)
         self._complete.clear()
         if self._asked is not None:

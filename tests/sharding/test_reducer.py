@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -17,7 +18,7 @@ from fxpipe.distributed.connect import connect
 from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.sharding.flat_bucket import Piece
-from tests.thinned import pairwise
+from tests.thinned import every, pairwise
 
 T = TypeVar("T")
 ROWS = 24  # of a whole batch
@@ -175,6 +176,35 @@ def test_any_walk_of_calls_gives_the_gradients_of_the_whole_batch(setup: Setup, 
             wanted = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
             assert_gradients(setup, [seen[count] for seen in every], wanted, f"after {walk[: place + 1]}")
             count += 1
+
+
+@pytest.mark.parametrize(("setup", "frozen"), every(5, list(product(SETUPS, ["middle.weight", "all"]))), ids=names)
+def test_what_was_frozen_since_a_call_that_was_not_summed_is_summed_with_the_next(setup: Setup, frozen: str) -> None:
+    """As in plain PyTorch, where a gradient stays that a parameter had when it was frozen."""
+    batches = [torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(place)) for place in range(2)]
+
+    def freeze(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in parameters:
+            if name == frozen or (frozen == "all" and name != "again.bias"):
+                parameter.requires_grad_(False)
+
+    def body(rank: int) -> Gradients:
+        model = Net(True, False)
+        options = {"zero": setup.zero, "zero_scope": setup.scope, "bucket_cap_mb": 0.0008}
+        step = fxpipe.compile(model, setup.topology, microbatches=3, **options)
+        step.set_requires_gradient_sync(False)
+        step(part_of(batches[0], setup, rank))
+        freeze(model.named_parameters(remove_duplicate=False))
+        step.set_requires_gradient_sync(True)
+        step(part_of(batches[1], setup, rank))
+        return had(step._reducer.pieces())
+
+    model = Net(True, False)
+    model(batches[0]).backward()
+    freeze(model.named_parameters(remove_duplicate=False))
+    model(batches[1]).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    assert_gradients(setup, run_strict(body, setup.topology.world_size), wanted, "after the second call")
 
 
 # --- what a parameter may be ---
