@@ -204,29 +204,29 @@ def split(values: Mapping[str, Any], batch_dim: BatchDim, sizes: Sequence[int]) 
     """One dict of inputs per micro-batch: views of the batch, no copies."""
     batches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in values.items():
-        if dimension(batch_dim, name) is not None and any(_is_nested(leaf) for leaf in pytree.tree_leaves(value)):
-            raise RunError(
-                f"input {name!r} is a nested tensor, which torch cannot cut into rows; pass its values padded, with a "
-                f"mask or lengths, or name it in batch_dim={{{name!r}: None}} if each micro-batch takes all of it"
-            )
-        for batch, part in zip(batches, _split_value(value, dimension(batch_dim, name), sizes), strict=True):
+        for batch, part in zip(batches, _split_value(name, value, dimension(batch_dim, name), sizes), strict=True):
             batch[name] = part
     return batches
 
 
-def _is_nested(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_nested
-
-
-def _split_value(value: Any, along: int | None, sizes: Sequence[int]) -> list[Any]:
+def _split_value(name: str, value: Any, along: int | None, sizes: Sequence[int]) -> list[Any]:
     leaves, spec = pytree.tree_flatten(value)
     parts = [
-        list(torch.split(leaf, list(sizes), along))
+        _rows_of(name, leaf, along, sizes)
         if isinstance(leaf, Tensor) and leaf.dim() and along is not None
         else [leaf] * len(sizes)
         for leaf in leaves
     ]
     return [pytree.tree_unflatten([part[place] for part in parts], spec) for place in range(len(sizes))]
+
+
+def _rows_of(name: str, tensor: Tensor, along: int, sizes: Sequence[int]) -> list[Tensor]:
+    if tensor.is_nested:
+        raise RunError(
+            f"input {name!r} is a nested tensor, which torch cannot cut into rows; pass its values padded, with a "
+            f"mask or lengths, or name it in batch_dim={{{name!r}: None}} if each micro-batch takes all of it"
+        )
+    return list(torch.split(tensor, list(sizes), along))
 
 
 def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

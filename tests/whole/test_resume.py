@@ -1,6 +1,6 @@
 """A run that is saved by torch's distributed checkpoint and resumed, in the same layout or another, goes on as it was.
 
-The suite runs a third of the grid; ``FXPIPE_ALL=1`` runs all of it.
+The suite runs a quarter of the grid; ``FXPIPE_ALL=1`` runs all of it.
 """
 
 from __future__ import annotations
