@@ -14,11 +14,13 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.modes import modes_restored
+from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.torch_compat import pytree
 
 
+@admitted
 @dataclass(frozen=True, order=True)
 class Edge:
     """One value on its way from the stage that makes it to one stage that uses it."""

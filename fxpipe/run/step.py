@@ -27,7 +27,7 @@ from fxpipe.run.executor import Executor, StepInput
 from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.item_numbers import ItemNumbers
-from fxpipe.run.outputs import join
+from fxpipe.run.outputs import from_rank, join
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import shares_of, weights_of
@@ -36,7 +36,6 @@ from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import is_forward
 from fxpipe.seeds import seed_of
-from fxpipe.torch_compat import pytree
 
 
 @dataclass(frozen=True)
@@ -196,9 +195,7 @@ class Steps:
             output = over_replicas(self._transport, joined)
         if not everywhere or self._transport.pipe_rank is None:
             return output
-        cpu = pytree.tree_map_only(Tensor, Tensor.cpu, output)
-        output = self._transport.gather("pipe", cpu)[agreed.plan.output_rank]
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._state.device), output)
+        return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,12 @@ import torch
 from fxpipe.distributed.stopwatch import Stopwatch, clock_of
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import admitted
 from fxpipe.run.measured_timeline import Recording, clock_offset, has_run, mean_costs, timeline_of
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Schedule, Timeline
+
+admitted(Costs)  # here, for schedules know nothing of torch
 
 
 class TimelineRecorder:
