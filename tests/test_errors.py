@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from fxpipe import errors
@@ -25,5 +27,30 @@ def test_every_error_is_an_fxpipe_error(name: str) -> None:
         ("zigzag", [], ""),
     ],
 )
-def test_nearest_names_the_likeliest_or_else_all(name: str, known: list[str], end: str) -> None:
+def test_nearest_names_the_likeliest_or_else_the_first(name: str, known: list[str], end: str) -> None:
     assert errors.nearest(name, known) == end
+
+
+def test_of_many_names_the_first_are_listed_and_the_rest_counted() -> None:
+    told = errors.nearest("zigzag", (f"layer.{number}" for number in range(100_000)))
+    assert told.startswith('; known: "layer.0", "layer.1", ')
+    assert told.endswith(" more")
+    assert len(told) < 1000
+    assert errors.nearest("z" * 10**6, ["gpipe"]) == '; known: "gpipe"'
+
+
+@pytest.mark.parametrize("cls", [errors.FxpipeError, errors.RunError, errors.ScheduleError])
+def test_a_long_message_keeps_its_beginning_and_its_end(cls: type[errors.FxpipeError]) -> None:
+    told = str(cls("begin " + "x" * 10**6 + " end"))
+    assert len(told) < errors.MOST_TOLD + 1
+    assert told.startswith("begin xxx")
+    assert told.endswith("xxx end")
+    assert "980,070 characters left out" in told
+    assert str(cls("as it is")) == "as it is"
+    assert str(pickle.loads(pickle.dumps(cls(told)))) == str(cls(told))
+
+
+def test_what_is_told_of_any_error_is_bounded_with_its_notes() -> None:
+    error = ValueError("x" * 10**6)
+    error.add_note("y" * 10**6)
+    assert len(errors.told(error)) < errors.MOST_TOLD + 1

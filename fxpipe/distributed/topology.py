@@ -29,6 +29,8 @@ ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "
 # No axis, but a group: the ranks that work on one replica's data.
 MODEL = "model"
 
+# Whose groups are still listed in some seconds.
+_MOST_RANKS = 1_000_000
 # How many ranks of a group a printed row shows, and how many characters of groups.
 _SHOWN_RANKS = 8
 _SHOWN_WIDTH = 64
@@ -60,6 +62,8 @@ class Topology:
         self._sizes = tuple(size for _, size in self._axes)
         self._index = {ROLES[name]: index for index, (name, _) in enumerate(self._axes)}
         self._world_size = math.prod(self._sizes)
+        if self._world_size > _MOST_RANKS:
+            raise TopologyError(f"the axes have {self._world_size:,} ranks in all; write up to {_MOST_RANKS:,}")
         self._ranks_per_node = None if ranks_per_node is None else self._checked_node(ranks_per_node)
         self._live: _Live | None = None
         self._has_sampler = False
