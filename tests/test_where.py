@@ -16,6 +16,11 @@ TABLE = """
 compiler: options whole/transparency
 torch_compat: imports
 distributed/broadcast: sharding/reducer
+distributed/last_words: distributed/watch
+distributed/post: distributed/watch
+distributed/preflight: distributed/watch
+distributed/process_state: distributed/watch
+distributed/whereabouts: distributed/watch
 distributed/connect: distributed/strict_transport distributed/torch_transport
 distributed/stopwatch: run/measured_timeline
 distributed/transport: distributed/strict_transport distributed/torch_transport

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Traffic
+from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.checkpoint import full_state_dict, load_into
@@ -74,7 +75,8 @@ class ForwardBackward:
     @property
     def module(self) -> RankModule:
         """This rank's parameters and buffers under the model's own names, as the last optimizer step has left them."""
-        self._reducer.settle()
+        with self._failing.together():
+            self._reducer.settle()
         return self._module
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -145,7 +147,7 @@ class ForwardBackward:
         As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. A collective call
         of all ranks.
         """
-        with self._failing.together(FxpipeError):
+        with announced("clip_grad_norm_"), self._failing.together(FxpipeError):
             self._failing.check_open()
             return clip_grad_norm_(
                 self._reducer.pieces(), self._transport, self._reducer.shards, max_norm, norm_type, error_if_nonfinite
@@ -212,7 +214,7 @@ class ForwardBackward:
         Raises:
             RunError: no step was recorded.
         """
-        with self._failing.together(FxpipeError):
+        with announced("timeline", self._transport.ranks("pipe")), self._failing.together(FxpipeError):
             self._failing.check_open()
             return self._steps.recorder.timeline()
 
@@ -248,7 +250,7 @@ class ForwardBackward:
             RunError: no step was recorded.
             ScheduleError: there is no such table. Either is raised on all ranks alike, and nothing has changed then.
         """
-        with self._failing.together(FxpipeError):
+        with announced("reschedule", extends=True), self._failing.together(FxpipeError):
             self._failing.check_open()
             costs = self._steps.recorder.costs(activation_bytes)
             self._planner = planner_together(
@@ -278,11 +280,12 @@ class ForwardBackward:
         """
         if not full:
             return self.module.state_dict()
-        self._steps.compare_batches(everywhere=False)
-        with self._failing.together():
-            self._steps.watch.tell("pipe")
-            state = self._state
-            return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)
+        with announced("state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")):
+            self._steps.compare_batches(everywhere=False)
+            with self._failing.together():
+                self._steps.watch.tell("pipe")
+                state = self._state
+                return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import Edge
@@ -76,6 +77,10 @@ class Steps:
 
     def train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
         """Forward, backward and gradient reduction of one batch. A collective call of all ranks."""
+        with announced(f"forward_backward, step {self._number}"):
+            return self._train(calls, split_evenly)
+
+    def _train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
         agreed, batches = self._agree(calls, split_evenly, training=True)
         with self._failing.together():
             shares = self._shares(agreed, batches, training=True)
@@ -96,7 +101,7 @@ class Steps:
 
     def evaluate(self, call: Call, everywhere: bool) -> Any:
         """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
-        with _in_eval_mode(self._module):
+        with _in_eval_mode(self._module), announced(f"evaluate, before step {self._number}"):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")
