@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from fxpipe.run.forward_backward import ForwardBackward
     from fxpipe.trace import TRACERS
 
+__version__ = "0.1.0"
+
 __all__ = [
     "SCHEDULES",
     "TRACERS",

@@ -298,7 +298,7 @@ REFUSED = {
     "an axis of nothing": (("topology", "pipe=0"), 'axis "pipe" has size 0'),
     "an axis twice": (("topology", "pipe=2,pp=2"), "both the pipe axis"),
     "a node that does not fit": (("topology", "pipe=2,data=4", "--ranks-per-node", "3"), "does not divide the 8 ranks"),
-    "far too many ranks": (("topology", "pipe=9000000000,data=9"), "this command prints up to 1,000,000"),
+    "far too many ranks": (("topology", "pipe=9000000000,data=9"), "write sizes whose product is at most 1,000,000"),
 }
 
 

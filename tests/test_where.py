@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 TABLE = """
 compiler: options whole/transparency
+kinds: whole/wrong_inputs options
 torch_compat: imports
 distributed/broadcast: sharding/reducer
 distributed/last_words: distributed/watch
@@ -57,6 +58,7 @@ run/timeline_recorder: run/measured_timeline
 run/to_host: run/batch_check run/finite
 run/user_warning: run/batch_check
 schedules/dependency: schedules/lower schedules/verify
+schedules/given: whole/wrong_inputs
 schedules/families/: schedules/families schedules/families_closed_forms schedules/lower_bound
 schedules/no_gc: schedules/families
 sharding/flat_bucket: sharding/reducer

@@ -18,6 +18,7 @@ from fxpipe.graph.plain_data import admitted
 from fxpipe.plan.batch import (
     Description,
     bind,
+    check_calls,
     cut_description,
     describe,
     merge,
@@ -75,6 +76,7 @@ class Agreement:
         """This rank's side, and its inputs by name."""
         flags = flags_of(self._planner.module)
         try:
+            check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
         except TypeError as error:
