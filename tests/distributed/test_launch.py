@@ -142,7 +142,7 @@ def test_no_process_is_no_launch(nproc: int) -> None:
 
 # Each rank reports to the test over a connection, whose end then tells the test that the rank has ended.
 HANG = """
-import socket, sys, time
+import signal, socket, sys
 from fxpipe.distributed.launch import launch
 
 def hang(port):
@@ -152,6 +152,7 @@ def hang(port):
     line.recv(1)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     launch(hang, 2, int(sys.argv[1]))
 """
 
