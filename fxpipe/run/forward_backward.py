@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -153,7 +153,7 @@ class ForwardBackward:
 
     def seed(self, stage: int | str, microbatch: int, step: int, replica: int = 0) -> int:
         """The seed under which a stage's forward of a micro-batch draws, in the step with that number from 0."""
-        return seed_of(self._state.seed, step, self.stages[stage].index, microbatch, replica)
+        return seed_of(self._steps.seed, step, self.stages[stage].index, microbatch, replica)
 
     # running
 
@@ -314,3 +314,32 @@ class ForwardBackward:
         self._reducer.close()
         self._transport.close()
         self._failing.close()
+
+
+class Inside(NamedTuple):
+    """What ``fxpipe.save`` and ``fxpipe.load`` have of a ``ForwardBackward``. ``names``: the whole model's tensors."""
+
+    transport: Metered
+    failing: Failing
+    steps: Steps
+    module: RankModule
+    names: frozenset[str]
+    stages: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]
+    device: torch.device
+    load_model: Callable[[Mapping[str, Tensor]], None]
+
+
+def inside(one: ForwardBackward) -> Inside:
+    """The parts of a ``ForwardBackward``, for its own room."""
+    return Inside(
+        one._transport,
+        one._failing,
+        one._steps,
+        one.module,
+        frozenset(one._planner.module.state_dict()),
+        one.stages.names,
+        one.topology.axes,
+        one._state.device,
+        one.load_state_dict,
+    )
