@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -167,7 +167,7 @@ class ForwardBackward:
         for number in (microbatch, step, replica):
             if not is_whole(number) or not 0 <= number < 2**63:
                 raise RunError(f"seed() is given {shown(number)}; micro-batch, step and replica count from 0")
-        return seed_of(self._state.seed, step, self.stages[stage].index, microbatch, replica)
+        return seed_of(self._steps.seed, step, self.stages[stage].index, microbatch, replica)
 
     # running
 
@@ -375,3 +375,32 @@ _ELSEWHERE = {
     "forward": "; call forward_backward itself, or evaluate()",
 }
 """What stands in place of what a model or a tensor has."""
+
+
+class Inside(NamedTuple):
+    """What ``fxpipe.save`` and ``fxpipe.load`` have of a ``ForwardBackward``. ``names``: the whole model's tensors."""
+
+    transport: Metered
+    failing: Failing
+    steps: Steps
+    module: RankModule
+    names: frozenset[str]
+    stages: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]
+    device: torch.device
+    load_model: Callable[[Mapping[str, Tensor]], None]
+
+
+def inside(one: ForwardBackward) -> Inside:
+    """The parts of a ``ForwardBackward``, for its own room."""
+    return Inside(
+        one._transport,
+        one._failing,
+        one._steps,
+        one.module,
+        frozenset(one._planner.module.state_dict()),
+        one.stages.names,
+        one.topology.axes,
+        one._state.device,
+        one.load_state_dict,
+    )
