@@ -4,8 +4,8 @@ tensors, and a step while an asynchronous save runs beside one without.
     python examples/benchmarks/checkpoints.py                     # 500 MB, one process
     python examples/benchmarks/checkpoints.py --ranks 2 --mb 200  # over two ranks, which share the machine
 
-The two are timed in turns, in folders on one disk. Told are the medians, the ratio of the medians, and the median of the
-ratios of neighbours, which a disk that is shared shakes less.
+The two are timed in turns, in folders on one disk. Told are the medians, the ratio of the medians, and the median of
+the ratios of neighbours, which a disk that is shared shakes less.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,10 +88,10 @@ def measure(mb: float, rounds: int, rows: int, steps: int) -> None:
     for number in range(rounds + 1):
         mine, theirs = Path(folder[0], "mine"), Path(folder[0], f"theirs{number}")
         found = {
-            "save": timed(lambda: fxpipe.save(mine, forward_backward, optimizer, step=number, keep=1)),
-            "dcp.save": timed(lambda: dcp.save(state, checkpoint_id=theirs)),
-            "load": timed(lambda: fxpipe.load(mine, forward_backward, optimizer)),
-            "dcp.load": timed(lambda: dcp.load(state, checkpoint_id=theirs)),
+            "save": timed(partial(fxpipe.save, mine, forward_backward, optimizer, step=number, keep=1)),
+            "dcp.save": timed(partial(dcp.save, state, checkpoint_id=theirs)),
+            "load": timed(partial(fxpipe.load, mine, forward_backward, optimizer)),
+            "dcp.load": timed(partial(dcp.load, state, checkpoint_id=theirs)),
         }
         for name, seconds in found.items():
             times[name] += [seconds] * (number > 0)
