@@ -70,7 +70,7 @@ def told(error: BaseException) -> str:
     return shortened("\n".join([f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))]))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[object]) -> str:
     """The end of a message about an unknown ``name``: the likeliest of the ``known`` names, or the first of them.
 
     >>> nearest("1F1b", ["gpipe", "1f1b"])
@@ -78,11 +78,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("zigzag", ["gpipe", "1f1b"])
     '; known: "gpipe", "1f1b"'
 
-    Case is ignored. With nothing known the result is empty.
+    Case is ignored, and what is no text stands for its own. With nothing known the result is empty.
     """
-    names = list(dict.fromkeys(known))
+    names = list(dict.fromkeys(map(str, known)))
     by_folded = {other.casefold(): other for other in names[:_MOST_COMPARED]}
-    close = difflib.get_close_matches(name.casefold()[:_LONGEST_COMPARED], list(by_folded), n=1)
+    close = difflib.get_close_matches(f"{name!s:.100}".casefold(), list(by_folded), n=1)
     if close:
         return f'; did you mean "{by_folded[close[0]]}"?'
     more = f" and {len(names) - _MOST_KNOWN:,} more" if len(names) > _MOST_KNOWN else ""
@@ -91,4 +91,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 _MOST_KNOWN = 50  # names that are listed
 _MOST_COMPARED = 10_000  # names that are looked at: it takes a second
-_LONGEST_COMPARED = 1_000

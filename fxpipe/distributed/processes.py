@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 
+from fxpipe.distributed.last_words import install
 from fxpipe.distributed.stores import job_store
 from fxpipe.distributed.topology import served_device_type
+from fxpipe.distributed.watch import watch
 from fxpipe.errors import RunError, TopologyError
+
+TIMEOUT = 300.0
+"""Seconds that a wait may take, unless the user says otherwise."""
+MAX_SECONDS = 10.0**7
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class ProcessPlace:
     job: str = ""
 
 
-def init() -> torch.device:
+def init(timeout: float = TIMEOUT) -> torch.device:
     """Starts torch.distributed as torchrun's or SLURM's environment says, and returns this process's device.
 
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. SLURM, under srun with several tasks:
@@ -44,10 +52,16 @@ def init() -> torch.device:
     With CUDA the device is the GPU of the local rank, made current and bound to the process group, whose
     backends are ``cpu:gloo,cuda:nccl``; without, they are ``gloo``.
 
+    From now on an exception that ends this process is told to the others, which then end with it.
+
+    Args:
+        timeout: seconds that the processes may take to meet, and that any wait of torch.distributed itself may take.
+
     Raises:
         TopologyError: a variable is missing or malformed, or there is no GPU for the local rank.
-        RunError: the processes could not meet.
+        RunError: the processes could not meet, or ``timeout`` is no number above 0.
     """
+    check_timeout(timeout)
     if dist.is_available() and dist.is_initialized():
         return _current_device(served_device_type())
     place = torchrun_place(os.environ) or slurm_place(os.environ)
@@ -57,8 +71,18 @@ def init() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    _join(place, device)
+    _join(place, device, timeout)
+    if place.world_size > 1:
+        watch()
+        install()
     return device
+
+
+def check_timeout(timeout: float) -> None:
+    """RunError where it is no number of seconds."""
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout < MAX_SECONDS:
+        raise RunError(f"timeout is {timeout!r}; write a number of seconds, such as timeout=300")
 
 
 def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
@@ -167,10 +191,10 @@ def _gpu(place: ProcessPlace, count: int) -> int:
     )
 
 
-def _join(place: ProcessPlace, device: torch.device) -> None:
+def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
     cuda = device.type == "cuda"
     host = f"[{place.address}]" if ":" in place.address else place.address  # an IPv6 address
-    store = job_store(place.address, place.port, place.rank, place.job) if place.job else None
+    store = job_store(place.address, place.port, place.rank, place.job, timeout) if place.job else None
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -178,6 +202,7 @@ def _join(place: ProcessPlace, device: torch.device) -> None:
             store=store,
             world_size=place.world_size,
             rank=place.rank,
+            timeout=datetime.timedelta(seconds=timeout),
             device_id=device if cuda else None,
         )
     except dist.DistError as error:

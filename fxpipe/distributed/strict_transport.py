@@ -322,7 +322,7 @@ class StrictTransport:
         pass
 
     def explain(self, lost: PeerLost) -> str:
-        return str(lost)
+        return f"another rank failed: {lost}"
 
 
 def perform(steps: Sequence[Collective]) -> None:

@@ -105,7 +105,7 @@ def failing_together(
         let_go()
         reason = transport.explain(lost)
         give_up(reason)
-        raise RunError(f"another rank failed: {reason}")
+        raise RunError(reason)
 
 
 class LocalTransport:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
@@ -17,6 +18,7 @@ from fxpipe.graph.plain_data import admitted
 from fxpipe.plan.batch import (
     Description,
     bind,
+    check_calls,
     cut_description,
     describe,
     merge,
@@ -74,6 +76,7 @@ class Agreement:
         """This rank's side, and its inputs by name."""
         flags = flags_of(self._planner.module)
         try:
+            check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
         except TypeError as error:
@@ -161,7 +164,8 @@ class Agreement:
         if items is not None:
             merged = [items.described(description) for description in merged]
         pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
-        plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
+        with phase("capture"):
+            plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
         return Agreed(len(self._settled), pattern, plan, sizes, has_loss)

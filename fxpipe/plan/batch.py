@@ -13,6 +13,7 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.plain_data import admitted, encode
+from fxpipe.kinds import is_list, is_mapping, shown
 from fxpipe.options import BatchDim
 from fxpipe.torch_compat import pytree
 
@@ -66,6 +67,15 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
     if missing:
         raise TypeError(f"missing inputs: {', '.join(missing)}")
     return values
+
+
+def check_calls(calls: Any) -> None:
+    """TypeError unless these are micro-batches that are split already, (args, kwargs) each."""
+    if not is_list(calls):
+        raise TypeError(f"microbatches is {shown(calls)}; it is a list of (args, kwargs)")
+    for call in calls:
+        if not (isinstance(call, (tuple, list)) and len(call) == 2 and is_list(call[0]) and is_mapping(call[1])):
+            raise TypeError(f"a micro-batch is (args, kwargs), as in ((x, y), {{}}), and this one is {shown(call)}")
 
 
 def required_names(signature: inspect.Signature) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import Edge
@@ -68,7 +69,8 @@ class Steps:
         self.watch = Watch(transport, options.error_if_nonfinite, leads)
         self.recorder = TimelineRecorder(transport, state.device)
         self.sync = True
-        self._number = 0
+        self.seed, self.number = state.seed, 0
+        """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
@@ -76,6 +78,10 @@ class Steps:
 
     def train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
         """Forward, backward and gradient reduction of one batch. A collective call of all ranks."""
+        with announced(f"forward_backward, step {self.number}"):
+            return self._train(calls, split_evenly)
+
+    def _train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
         agreed, batches = self._agree(calls, split_evenly, training=True)
         with self._failing.together():
             shares = self._shares(agreed, batches, training=True)
@@ -89,14 +95,14 @@ class Steps:
             outcome = self._outcome(agreed, executors, known)
             self._gradients.end(outcome.factor)
             bytes_of = self._bytes_of(executors) if known is None else None
-            self.recorder.keep(self._number, agreed.plan.schedule, [e.stopwatch for e in executors])
-            broken = self.watch.end(self._number, outcome.loss, agreed.plan.graph.names)
-            self._number += 1
+            self.recorder.keep(self.number, agreed.plan.schedule, [e.stopwatch for e in executors])
+            broken = self.watch.end(self.number, outcome.loss, agreed.plan.graph.names)
+            self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
 
     def evaluate(self, call: Call, everywhere: bool) -> Any:
         """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
-        with _in_eval_mode(self._module):
+        with _in_eval_mode(self._module), announced(f"evaluate, before step {self.number}"):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")
@@ -114,7 +120,7 @@ class Steps:
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])):
             agreed = self.agreement.settle(offer)
-        self._check.note(agreed.kind, self._number, training, given)
+        self._check.note(agreed.kind, self.number, training, given)
         return agreed, self.agreement.batches(agreed, offer, given)
 
     def compare_batches(self, everywhere: bool) -> None:
@@ -137,13 +143,13 @@ class Steps:
     def _input(
         self, agreed: Agreed, batches: list[dict[str, Any]], shares: Sequence[float], training: bool
     ) -> StepInput:
-        number, replica, precision = self._number, self._transport.data_rank, self._options.precision
+        number, replica, precision = self.number, self._transport.data_rank, self._options.precision
         if precision is not None:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         return StepInput(
             self._items.add(agreed.plan.graph, batches, shares),
             shares,
-            lambda stage, microbatch: seed_of(self._state.seed, number, stage, microbatch, replica),
+            lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             training,
             agreed.pattern.autocast,
             number,

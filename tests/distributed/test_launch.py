@@ -134,7 +134,7 @@ def test_a_function_that_does_not_pickle_is_refused() -> None:
 
 @pytest.mark.parametrize("nproc", [0, -1])
 def test_no_process_is_no_launch(nproc: int) -> None:
-    with pytest.raises(TopologyError, match=f"nproc={nproc}"):
+    with pytest.raises(TopologyError, match=f"nproc is {nproc}; it is a whole number from 1"):
         launch(fail_in_rank_1, nproc)
 
 
@@ -142,7 +142,7 @@ def test_no_process_is_no_launch(nproc: int) -> None:
 
 # Each rank reports to the test over a connection, whose end then tells the test that the rank has ended.
 HANG = """
-import socket, sys, time
+import signal, socket, sys
 from fxpipe.distributed.launch import launch
 
 def hang(port):
@@ -152,6 +152,7 @@ def hang(port):
     line.recv(1)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     launch(hang, 2, int(sys.argv[1]))
 """
 

@@ -561,16 +561,16 @@ def test_what_fits_nothing_in_the_whole_model_is_an_error(params: Any, message: 
 
 
 @pytest.mark.parametrize("mine", [True, False])
-def test_a_parameter_in_two_groups_is_torchs_error_on_every_rank(mine: bool) -> None:
+def test_a_parameter_in_two_groups_is_an_error_on_every_rank(mine: bool) -> None:
     model = Tied()
     groups = [{"params": "head.weight"}, {"params": "embed.*"}]
-    with pytest.raises(ValueError, match=r"more than one parameter group: embed\.weight is in groups 0 and 1"):
+    with pytest.raises(RunError, match=r"more than one parameter group: embed\.weight is in groups 0 and 1"):
         resolve_groups(groups, held(model) if mine else {}, held(model))
 
 
 @pytest.mark.parametrize("params", [torch.ones(2), {"x"}, [3], [{"params": "*"}, "head.bias"]])
-def test_what_is_no_parameter_is_a_type_error(params: Any) -> None:
-    with pytest.raises(TypeError):
+def test_what_is_no_parameter_is_an_error(params: Any) -> None:
+    with pytest.raises(RunError, match="write"):
         resolve_groups(params, held(Tied()), held(Tied()))
 
 
