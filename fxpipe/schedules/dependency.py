@@ -111,8 +111,8 @@ def steps_of(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> li
     free = [0] * len(rows)  # the first step behind what a row has so far
     after: dict[Action, int] = {}
     for rank, _, action, before in in_order(rows, dependencies):
-        step = max((after[other] for other in before), default=0)
-        step = max(step, free[rank])
+        step = max((after[other] for other in before), default=0)  # behind what it needs,
+        step = max(step, free[rank])  # and behind its row's last
         stepped[rank][step] = action
         after[action] = free[rank] = step + 1
     for actions, row, first in zip(rows, stepped, free, strict=True):

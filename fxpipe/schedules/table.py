@@ -28,7 +28,7 @@ _MOST_CELLS = 500_000
 _MOST_FULL = 10_000_000
 """The same for one that is to be drawn in full."""
 _AROUND_A_CORNER = 11  # ranks, and at most as many steps
-_MOST_FIGURES = 32  # of stages or ranks, in a line
+_MOST_FIGURES = 256  # of stages or ranks, in a line
 
 
 class Air(NamedTuple):

@@ -501,6 +501,7 @@ def test_of_a_table_too_large_to_look_at_the_corners_are_shown(monkeypatch: pyte
     schedule = build("1f1b", chain(60), 40)
     whole = read(table(schedule, full=True)).cells
     monkeypatch.setattr("fxpipe.schedules.table._MOST_CELLS", 1000)
+    monkeypatch.setattr("fxpipe.schedules.table._MOST_FIGURES", 32)
     header, rule, *lines = table(schedule).splitlines()
     assert max(map(len, (header, rule, *lines))) <= 700  # the figures; the table itself has the terminal's width
     spans = [match.span() for match in re.finditer("-+", rule)]
