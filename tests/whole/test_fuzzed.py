@@ -264,9 +264,12 @@ WORDS = (
         "1,x",
         "nan",
     ),
-    *("inf", "1e308", "1e-308", "9" * 30, "9" * 5000, "\u0663", "\x00", "", "-", "--", "0,1,2", "out.csv"),
+    *("inf", "1e308", "1e-308", "9" * 30, "9" * 5000, "\u0663", "", "-", "--", "0,1,2", "out.csv"),
 )
-BEGINNINGS = (("show", "1f1b", "--stages", "3"), ("show", "table.csv"), ("compare", "--stages", "2"), ("topology",), ())
+BEGINNINGS = (
+    *(("show", "1f1b", "--stages", "3"), ("show", "table.csv"), ("compare", "--stages", "2"), ("topology",), ()),
+    *(("checkpoint", "show"), ("checkpoint", "verify"), ("checkpoint", "export")),
+)
 
 
 def test_the_command_line_ends_with_one_of_its_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
