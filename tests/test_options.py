@@ -101,7 +101,11 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(option: dict[str, An
 def test_what_can_be_meant_is_taken() -> None:
     inputs = {"x": torch.ones(2, 3)}
     taken = Options(
-        microbatches=np.int64(2), check_batches=1, check_capture=np.True_, bucket_cap_mb=np.float32(3), example_args=inputs.values()
+        microbatches=np.int64(2),
+        check_batches=1,
+        check_capture=np.True_,
+        bucket_cap_mb=np.float32(3),
+        example_args=inputs.values(),
     )
     assert taken.microbatches_on(4) == 2
     assert taken.has_example
