@@ -1,4 +1,4 @@
-"""``python -m fxpipe``: schedules and topologies on paper, without torch, torchrun or a model."""
+"""``python -m fxpipe``: schedules and topologies on paper, without torch, torchrun or a model; and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, cast
 
 from tabulate import tabulate
@@ -150,6 +151,21 @@ def _topology(args: argparse.Namespace) -> None:
     print(Topology(args.axes, args.ranks_per_node))
 
 
+# --- checkpoint ---
+
+
+def _checkpoint(args: argparse.Namespace) -> None:
+    from fxpipe.parameters.saving import commands  # which needs torch
+
+    path = Path(args.path)
+    if (args.what == "export") != (args.out is not None):
+        args.parser.error("write checkpoint export PATH OUT, with the folder to write into; the others take PATH alone")
+    if args.what == "export":
+        print(commands.export(path, Path(args.out), None if args.config is None else Path(args.config), args.prefix))
+    else:
+        print({"show": commands.show, "verify": commands.verify}[args.what](path))
+
+
 # --- running it ---
 
 
@@ -159,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without "×" is no reason to fail
     try:
         try:
-            args = parser(_show, _compare, _topology).parse_args(arguments)
+            args = parser(_show, _compare, _topology, _checkpoint).parse_args(arguments)
             args.run(args)
             return 0
         finally:

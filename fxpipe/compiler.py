@@ -14,6 +14,7 @@ from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import clock_of
 from fxpipe.distributed.topology import ROLES, Topology
 from fxpipe.distributed.transport import Transport, failing_together
+from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.kinds import shown
@@ -63,6 +64,7 @@ def compile(
     check_batches: bool = True,
     check_capture: bool = True,
     error_if_nonfinite: bool = False,
+    timeout: float = 300.0,
     passes: Sequence[Pass] | None = None,
 ) -> ForwardBackward:
     """Compiles a model into one function that replaces the forward and backward of a training loop.
@@ -112,21 +114,26 @@ def compile(
         error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks alike and before
             an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
             step, micro-batch and stage.
+        timeout: seconds that any wait may take, on the CPU, before this rank says what it waits for, tells all others,
+            and raises; longer while others are known to capture, compile or save, but at most 12 times that. What is
+            known to be lost, or in another call, ends it within seconds. After 30 s a line on stderr says who is
+            waited for.
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
 
     Raises:
         TraceError, PartitionError, ScheduleError, TopologyError: what cannot be done, on all ranks alike.
-        RunError: the ranks have compiled different models, or another rank has failed.
+        RunError: the ranks run different versions, or were given different options or models; or another rank has
+            failed, or does not come.
     """
     options = Options.of(locals())
     check_model(model, options)
     topology = topo if isinstance(topo, Topology) else Topology.from_mesh(topo)
-    connected = connect(topology)
+    connected = connect(topology, options.timeout, options.facts)
     _tell_what_is_left_out(connected, topology)
     transport = Metered(connected, topology, clock_of(connected.device))
     planner = Planner.none_yet(model, options, topology.size("pipe"), connected.device)
     weights = weights_of(checkpoint)
-    with failing_together(transport, transport.abort):
+    with failing_together(transport, transport.abort), announced("compile", extends=True):
         planner = first_plan_together(transport, planner, options)
         owners = ownership(planner.first.graph)
         open_groups(planner.first, options, owners, topology, transport)

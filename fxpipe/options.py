@@ -66,6 +66,7 @@ class Options:
     check_batches: bool = True
     check_capture: bool = True
     error_if_nonfinite: bool = False
+    timeout: float = 300.0
     passes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +86,8 @@ class Options:
             raise RunError(f"bucket_cap_mb={self.bucket_cap_mb}; write a size above 0, in MiB")
         if self.memory_per_rank is not None and not self.memory_per_rank > 0:
             raise RunError(f"memory_per_rank={self.memory_per_rank}; write a number above 0, in bytes")
+        if not 0 < self.timeout < 10**7:
+            raise RunError(f"timeout={self.timeout}; write a number of seconds above 0, such as timeout=300")
         if self.precision is not None and not isinstance(self.precision, Precision):
             raise RunError(f"precision is {self.precision!r}; write fxpipe.Precision(compute=torch.bfloat16)")
         if self.parallelize is not None:
@@ -121,6 +124,13 @@ class Options:
             f"check_batches={self.check_batches}, error_if_nonfinite={self.error_if_nonfinite}"
         )
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """Option → its value in words, of those that all ranks must have been given alike. Functions are not compared,
+        only whether there is one; the programs that come of all this are compared later."""
+        fields = [field for field in dataclasses.fields(self) if field.name not in _OF_ONE_RANK]
+        return {field.name: _in_words(getattr(self, field.name)) for field in fields}
+
     def _check_parallelize(self) -> None:
         if self.zero:
             raise RunError(
@@ -141,6 +151,20 @@ class Options:
                 "stage_compiler= and parallelize= both replace what a stage runs; call module.compile() on the parts "
                 "of the stage in parallelize"
             )
+
+
+def _in_words(value: Any) -> str:
+    """What a value is on every rank, as its repr may hold an address."""
+    if callable(value) or not isinstance(value, (*_PLAIN, Mapping, list, tuple)):
+        return f"a {type(value).__name__}" if value is not None else "None"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_in_words(key)}: {_in_words(one)}' for key, one in value.items()))}}}"
+    return repr(value) if isinstance(value, _PLAIN) else f"[{', '.join(map(_in_words, value))}]"
+
+
+_PLAIN = (str, int, float, type(None), Precision)
+_OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
+"""Options that may differ: a rank is given its own data, and the path of its own disk."""
 
 
 _KINDS: Mapping[str, Expected] = {
@@ -168,6 +192,7 @@ _KINDS: Mapping[str, Expected] = {
     "check_batches": Expected(is_flag, "True or False"),
     "check_capture": Expected(is_flag, "True or False"),
     "error_if_nonfinite": Expected(is_flag, "True or False"),
+    "timeout": Expected(is_number, "a number of seconds"),
     "passes": Expected(
         lambda value: list_of(callable)(value) and len(value) > 0, "a list of functions Program -> Program"
     ),

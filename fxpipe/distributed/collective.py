@@ -8,6 +8,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
@@ -30,7 +31,14 @@ class Work(Protocol):
 
 
 class PeerLost(RunError):
-    """A wait ended because the rank at the other end is gone, or has closed its connections."""
+    """A wait ended because the rank at the other end is gone, or has closed its connections; or the watch has ended it.
+
+    Its text is what was waited for. ``ranks``: those at the other end. ``reason``: torch's.
+    """
+
+    def __init__(self, what: str, ranks: Sequence[int] = (), reason: object = "") -> None:
+        super().__init__(what)
+        self.ranks, self.reason = ranks, str(reason)
 
 
 E = TypeVar("E", bound=BaseException)
@@ -71,8 +79,32 @@ class Collective(NamedTuple):
         if self.input is not None:
             self.output.copy_(self.input)
 
+    @property
+    def name(self) -> Name:
+        return Name(self.operation, self.whole.numel(), self.scope)
+
     def __str__(self) -> str:
-        return f"{self.operation.replace('_', '-')} of {self.whole.numel()} elements over {self.scope}"
+        return str(self.name)
+
+
+class Name(NamedTuple):
+    """A collective without its buffers."""
+
+    operation: str
+    elements: int
+    scope: Scope
+
+    def __str__(self) -> str:
+        return f"{self.operation.replace('_', '-')} of {self.elements} elements over {self.scope}"
+
+
+class LooksUp(Protocol):
+    """Around a wait: tells the watch what is waited for. What it yields is called now and then, and may end the wait.
+
+    ``what``: the words, and the group of ranks that are waited for, at any moment.
+    """
+
+    def __call__(self, what: Callable[[], tuple[str, Scope]]) -> AbstractContextManager[Callable[[], None]]: ...
 
 
 class Starter(Protocol):
@@ -95,11 +127,12 @@ class ThreadedChain:
         steps: Sequence[Collective],
         what: str,
         ended: Callable[[], object] | None,
-        look_up: Callable[[], None],
+        waiting: LooksUp,
     ) -> None:
         self._steps: list[Collective | None] = list(steps)
+        self._names = [step.name for step in steps]
         self.what = what
-        self._ended, self._look_up = ended, look_up
+        self._ended, self._waiting = ended, waiting
         self._done = [threading.Event() for _ in steps]
         self._error: Exception | None = None
 
@@ -123,7 +156,7 @@ class ThreadedChain:
         try:
             perform(step)
         except RuntimeError as error:
-            raise PeerLost(f"{step} ({self.what}): {error}") from None
+            raise PeerLost(f"{step} ({self.what})", reason=error) from None
 
     def fail(self, error: Exception) -> None:
         """Starts nothing more, and hands the error to whoever waits."""
@@ -132,15 +165,21 @@ class ThreadedChain:
             done.set()
 
     def wait(self) -> None:
-        while not self._done[-1].wait(_LOOK_UP_SECONDS):
-            self._look_up()
+        if not self._done[-1].is_set():
+            with self._waiting(self._undone) as look_up:
+                while not self._done[-1].wait(SLICE_SECONDS):
+                    look_up()
         if self._error is not None:
             raise self._error
 
+    def _undone(self) -> tuple[str, Scope]:
+        place = next((place for place, done in enumerate(self._done) if not done.is_set()), -1)
+        return f"{self._names[place]} ({self.what})", self._names[place].scope
 
-_LOOK_UP_SECONDS = 1.0
-"""How long to wait before looking up whether another rank has given up: an operation that a CPU has under way cannot
-be ended, and keeps its connection open, so that nothing else would tell."""
+
+SLICE_SECONDS = 0.5
+"""How long to wait before looking up whether the wait is to end, or a signal was sent: an operation that a CPU has
+under way cannot be ended, and keeps its connection open, so that nothing else would tell."""
 
 
 _JOIN_SECONDS = 10.0
@@ -154,15 +193,15 @@ class Threads:
     its groups, and all their threads, for as long as the process lives.
     """
 
-    def __init__(self, perform: Callable[[Collective], object], look_up: Callable[[], None]) -> None:
-        self._perform, self._look_up = perform, look_up
+    def __init__(self, perform: Callable[[Collective], object], waiting: LooksUp) -> None:
+        self._perform, self._waiting = perform, waiting
         self._lanes: dict[Scope, _Lane] = {}
         self._threads: list[threading.Thread] = []
         self._chains: WeakSet[ThreadedChain] = WeakSet()
         weakref.finalize(self, _end, self._lanes)
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
-        chain = ThreadedChain(steps, what, ended, self._look_up)
+        chain = ThreadedChain(steps, what, ended, self._waiting)
         self._chains.add(chain)
         for place, step in enumerate(steps):
             self._lane(step.scope).put(partial(chain.run, place, self._perform))

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.distributed as dist
 
-from fxpipe.distributed.processes import init
+from fxpipe.distributed.last_words import install
+from fxpipe.distributed.processes import TIMEOUT, init
 from fxpipe.distributed.strict_transport import StrictTransport, current_seat
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.torch_transport import DistributedTransport
+from fxpipe.distributed.torch_transport import NO_OPTIONS, DistributedTransport
 from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.errors import TopologyError
 
 
-def connect(topology: Topology) -> Transport:
+def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, str] = NO_OPTIONS) -> Transport:
     """The transport of this process, or of this thread of a strict world. Starts torch.distributed where it must.
 
-    One process alone plays every pipe rank. TopologyError where the number of processes is another than the
-    topology's.
+    One process alone plays every pipe rank. ``timeout``: seconds that any wait may take. ``options``: what, in words,
+    must be the same on all ranks. TopologyError where the number of processes is another than the topology's.
     """
     seat = current_seat()
     if seat is not None:
         _check_size(topology, seat.world.size)
         return StrictTransport(seat, topology)
-    init()
+    init(timeout)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalTransport()
     _check_size(topology, dist.get_world_size())
-    return DistributedTransport(topology)
+    install()
+    return DistributedTransport(topology, timeout, options)
 
 
 def _check_size(topology: Topology, processes: int) -> None:

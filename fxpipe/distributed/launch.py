@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.distributed.processes import init
+from fxpipe.distributed.stores import LOOPBACK, local_store, loopback_interface
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.kinds import is_whole, shown
 
@@ -56,17 +57,17 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
         raise TopologyError(f"nproc is {shown(nproc)}; it is a whole number from 1 to {_MOST_PROCESSES}")
     task = _pickled_task(fn, args)
     # The store lives here, as torchrun's does: nobody can take its port, and no rank's end takes it away.
-    # (TCPStore is documented as torch.distributed's, but not marked as exported.)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store, port = local_store()
     workers = [_Worker(rank, task) for rank in range(nproc)]
     try:
         for worker in workers:
-            with _environment(_variables(worker.rank, nproc, store.port)):
+            with _environment(_variables(worker.rank, nproc, port)):
                 worker.start()
         results: list[T] = _results(workers)
         _join_all(workers, _EXIT_SECONDS)
     finally:
         _end(workers)
+        del store  # until here it must live
     return results
 
 
@@ -157,11 +158,14 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(nproc),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store runs already: rank 0 is not to start one
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
+    interface = loopback_interface()
+    if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
+        variables["GLOO_SOCKET_IFNAME"] = interface  # nobody but these processes is to reach them
     if torch.cuda.device_count() < nproc:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     return variables

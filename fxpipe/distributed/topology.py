@@ -72,6 +72,39 @@ class Topology:
         self._live: _Live | None = None
         self._has_sampler = False
 
+    @classmethod
+    def fit(
+        cls,
+        world_size: int,
+        *,
+        pipe: int,
+        tensor: int = 1,
+        rows: int | None = None,
+        ranks_per_node: int | None = None,
+    ) -> Topology:
+        """The topology of so many ranks, for a run that is started again with fewer or more: data takes what is left.
+
+        >>> Topology.fit(8, pipe=2, rows=256), Topology.fit(4, pipe=2, rows=256)
+        (Topology([('pipe', 2), ('data', 4)]), Topology([('pipe', 2), ('data', 2)]))
+
+        Args:
+            world_size: how many processes run, such as ``int(os.environ["WORLD_SIZE"])``.
+            pipe: how many ranks a pipeline has.
+            tensor: how many ranks share a stage.
+            rows: of a whole step, over all replicas; each is then given ``rows // topology.size("data")``, so that
+                steps stay what they were. None: nothing is checked.
+            ranks_per_node: as in the constructor.
+
+        Raises:
+            TopologyError: the ranks are no multiple of ``pipe × tensor``, or the rows none of the replicas.
+        """
+        model = _positive(pipe, "pipe") * _positive(tensor, "tensor")
+        data = _replicas(_positive(world_size, "world_size"), model, f"pipe {pipe} × tensor {tensor}")
+        if rows is not None:
+            _check_rows(_positive(rows, "rows"), data, model)
+        axes = [("pipe", pipe), ("tensor", tensor), ("data", data)]
+        return cls([(name, size) for name, size in axes if name != "tensor" or size > 1], ranks_per_node)
+
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The ``(name, size)`` pairs, outermost first, named as they were given."""
@@ -500,6 +533,32 @@ def _whole(value: int, what: str) -> int:
         if not isinstance(value, bool):
             return operator.index(value)
     raise TopologyError(f"{what} must be a whole number, got {shown(value)}")
+
+
+def _positive(value: int, what: str) -> int:
+    if _whole(value, what) < 1:
+        raise TopologyError(f"{what} is {value}: write 1 or more")
+    return _whole(value, what)
+
+
+def _replicas(ranks: int, model: int, what: str) -> int:
+    """How many replicas so many ranks make, of ``model`` ranks each."""
+    if ranks % model:
+        fewer, more = ranks // model * model, (ranks // model + 1) * model
+        start = f"{fewer} or {more}" if fewer else f"{more}"
+        raise TopologyError(f"{ranks} ranks are no multiple of {what}: start {start}, or write another pipe=")
+    return ranks // model
+
+
+def _check_rows(rows: int, data: int, model: int) -> None:
+    """TopologyError where replicas cannot share the rows of a step evenly; with numbers of ranks that can."""
+    if rows % data:
+        sizes = [size for size in range(1, min(rows, 4 * data) + 1) if rows % size == 0]
+        near = sorted(sorted(sizes, key=lambda size: abs(size - data))[:3])
+        raise TopologyError(
+            f"{rows} rows of a step are no multiple of {data} replicas, and a step would be another one: start "
+            f"{' or '.join(str(model * size) for size in near)} ranks, or write another pipe= or rows="
+        )
 
 
 def _axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:

@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import datetime
 import os
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -16,27 +18,99 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.distributed.collective import Collective, PeerLost, Scope, Starter, Streams, Threads, Work
+from fxpipe.distributed.collective import (
+    SLICE_SECONDS,
+    Collective,
+    PeerLost,
+    Scope,
+    Starter,
+    Streams,
+    Threads,
+    Work,
+)
+from fxpipe.distributed.post import Verdict, failed
+from fxpipe.distributed.preflight import compare_facts, facts_of
 from fxpipe.distributed.topology import Topology, served_device_type
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
+from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
+from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, reduce_scatter_single
 
+NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
-class _Waiting:
-    """A torch.distributed work whose failure is a PeerLost. It lets go of the work, which keeps a connection open."""
 
-    def __init__(self, work: dist.Work | None, call: Any, peer: int) -> None:
-        self._work, self._call, self._peer = work, call, peer
+class _OnItsWay:
+    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for."""
+
+    __slots__ = ("_home", "_peer", "_sends", "_work", "since")
+
+    def __init__(self, home: DistributedTransport, work: dist.Work | None, peer: int, sends: bool) -> None:
+        self._home, self._work, self._peer, self._sends = home, work, peer, sends
 
     def wait(self) -> None:
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise PeerLost(f"{self._call.__name__} with rank {self._peer}: {error}") from None
-            finally:
-                self._work = None
+        if self._work is None:
+            return
+        self.since = time.monotonic()
+        here.waiting = self
+        try:
+            self._work.wait(*self._home.for_good)
+        except RuntimeError as error:
+            raise PeerLost(self.words(), self.ranks, error) from None
+        finally:
+            here.waiting = self._work = None
+
+    # for the watch
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return (self._peer,)
+
+    @property
+    def number(self) -> int:
+        return self._home.number
+
+    @property
+    def timeout(self) -> float:
+        return self._home.timeout
+
+    def words(self) -> str:
+        name = self._home.watch.named(self._peer)
+        if self._sends:
+            return f"{name} to take a message"
+        awaited = here.awaited
+        return f"{awaited() if awaited is not None else 'a message'} from {name}"
+
+    def end(self) -> None:
+        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
+        work = self._work
+        if work is not None:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_AT_ONCE)
+
+
+class _Slices:
+    """A wait that looks up by itself whether it is to end."""
+
+    def __init__(self, home: DistributedTransport, what: Callable[[], tuple[str, Scope]]) -> None:
+        self._home, self._what, self.since = home, what, time.monotonic()
+        self.number, self.timeout = home.number, home.timeout
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return [rank for rank in self._home.ranks(self._what()[1]) if rank != self._home.rank]
+
+    def words(self) -> str:
+        return self._what()[0]
+
+    def end(self) -> None:
+        pass
+
+    def look_up(self) -> None:
+        """PeerLost where the watch has found that nothing will come."""
+        if self._home.watch.verdict(self.number) is not None:
+            raise PeerLost(self.words(), self.ranks)
 
 
 class DistributedTransport:
@@ -47,9 +121,18 @@ class DistributedTransport:
     each can come to wait for the other.
     """
 
-    def __init__(self, topology: Topology, timeout: float = 1800.0) -> None:
-        self.rank, self.process = dist.get_rank(), os.getpid()
-        self._timeout = datetime.timedelta(seconds=timeout)
+    def __init__(self, topology: Topology, timeout: float = 300.0, options: Mapping[str, str] = NO_OPTIONS) -> None:
+        self.rank, self.process, self.timeout = dist.get_rank(), os.getpid(), timeout
+        self._on_cuda = served_device_type() == "cuda"
+        # The watch ends a wait on the CPU, and knows when not to; on a GPU nobody but NCCL can.
+        longest = timeout if self._on_cuda else timeout * (EXTENSION + 2)
+        self._timeout = datetime.timedelta(seconds=longest)
+        self.for_good = () if self._on_cuda else (self._timeout,)
+        self.watch: WorldWatch = watch()
+        self.number, self._explained = _next_number(), False
+        self._closed = ""  # why, once it is
+        self._everyone = tuple(range(dist.get_world_size()))
+        self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{self.number}", default_store())
         self._pipes = topology.groups("pipe")
         coordinate = {"pipe": self._pipes, "data": topology.groups("data")}
         self._ranks: dict[Scope, list[int]] = {
@@ -58,17 +141,69 @@ class DistributedTransport:
         self.pipe_rank: int | None = self._ranks["pipe"].index(self.rank)
         self.data_rank = self._ranks["data"].index(self.rank)
         self.data_size = len(self._ranks["data"])
-        self._on_cuda = served_device_type() == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
-        self._closed = ""  # why, once it is
         self._links: dict[Pair, dist.ProcessGroup] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
-        for scope, groups in coordinate.items():
-            self._new_scope(scope, groups)
-        self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._look_up)
+        self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
         _open.add(self)
-        self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{_next_number()}", default_store())
+        try:
+            self._meet(topology, options)
+            self._apart(lambda: self._new_scopes(coordinate))
+        except PeerLost as lost:
+            raise RunError(self.explain(lost)) from None
+
+    def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
+        """Waits until all ranks are here, and run the same."""
+        self.watch.take_up(self.number, topology)
+
+        def wait(key: str) -> None:
+            with self._waiting(lambda: ("all ranks to come to fxpipe.compile", "all")) as look_up:
+                while True:
+                    with contextlib.suppress(RuntimeError):  # the slice is over
+                        self._store.wait([key], _SLICE)
+                        return
+                    look_up()
+
+        facts = facts_of(topology, options)
+        compare_facts(self._store, self.rank, len(self._everyone), facts, wait, self.watch.named)
+        self.watch.look_at_peers()
+
+    def _apart(self, connect: Callable[[], object]) -> None:
+        """Runs what torch offers no way to leave in a thread, while this one waits in slices."""
+        done, failures = threading.Event(), list[BaseException]()
+        on_cuda, device = self._on_cuda, torch.cuda.current_device() if self._on_cuda else 0
+
+        def run() -> None:
+            try:
+                if on_cuda:
+                    torch.cuda.set_device(device)
+                connect()
+            except BaseException as error:  # raised again below
+                failures.append(error)
+            done.set()
+
+        threading.Thread(target=run, name="fxpipe connecting", daemon=True).start()
+        with self._waiting(lambda: ("all ranks to open their connections", "all")) as look_up:
+            while not done.wait(SLICE_SECONDS):
+                look_up()
+        if failures and isinstance(failures[0], RuntimeError):
+            raise PeerLost("all ranks to open their connections", reason=failures[0])
+        if failures:
+            raise failures[0]
+
+    @contextlib.contextmanager
+    def _waiting(self, what: Callable[[], tuple[str, Scope]]) -> Iterator[Callable[[], None]]:
+        """A wait in slices that the watch knows of; yields what is called after each."""
+        here.waiting = waiting = _Slices(self, what)
+        try:
+            yield waiting.look_up
+        finally:
+            here.waiting = None
+
+    def _new_scopes(self, groups: Groups) -> None:
+        for scope, ranks in groups.items():
+            self._new_scope(scope, ranks)
 
     def _new_scope(self, scope: Scope, groups: Sequence[Sequence[int]]) -> None:
         """Makes a device group and a host group for each list of ranks; all ranks of the world, in one order."""
@@ -85,9 +220,13 @@ class DistributedTransport:
                 self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)
 
     def ranks(self, scope: Scope) -> tuple[int, ...]:
-        return tuple(self._ranks[scope])
+        return self._everyone if scope not in self._ranks and scope == "all" else tuple(self._ranks[scope])
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
+        self._apart(lambda: self._new_groups(pairs, owners, groups))
+        self._connect()
+
+    def _new_groups(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups) -> None:
         for sender, receiver in pairs:
             for pipe in self._pipes:
                 group = dist.new_group([pipe[sender], pipe[receiver]], timeout=self._timeout)
@@ -95,9 +234,7 @@ class DistributedTransport:
                     self._links[sender, receiver] = group
         for owner in owners:
             self._new_scope(owner, [[pipe[rank] for rank in owner] for pipe in self._pipes])
-        for scope, ranks in groups.items():
-            self._new_scope(scope, ranks)
-        self._connect()
+        self._new_scopes(groups)
 
     def _connect(self) -> None:
         """Connects every link before the first step, in one order on all ranks, so that none connects mid-step."""
@@ -120,25 +257,23 @@ class DistributedTransport:
     def receive(self, pair: Pair, buffer: Tensor) -> Work:
         return self._start(dist.irecv, buffer, self._ranks["pipe"][pair[0]], self._link(pair))
 
-    @staticmethod
-    def _start(call: Any, buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Work:
+    def _start(self, call: Any, buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Work:
         try:
-            return _Waiting(call(buffer, peer, group=group), call, peer)
+            return _OnItsWay(self, call(buffer, peer, group=group), peer, call is dist.isend)
         except RuntimeError as error:
-            raise PeerLost(f"{call.__name__} with rank {peer}: {error}") from None
+            raise PeerLost(f"a message with {self.watch.named(peer)}", (peer,), error) from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
         group, count = self._member(self._hosts, scope), len(self._ranks[scope])
         if count == 1:
             return [item]
-        # torch's all_gather_object needs NumPy. Pickled, and filled up to the longest.
-        pickled = pickle.dumps(item)
-        sizes = self.gather_int(scope, len(pickled))
-        longest = max(sizes)
-        mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
+        # torch's all_gather_object pickles. As data, and filled up to the longest.
+        told, names = encode_for_all(item), [f"rank {rank}" for rank in self._ranks[scope]]
+        longest = max(map(check_length, self.gather_int(scope, len(told)), names))
+        mine = torch.frombuffer(bytearray(told.ljust(longest)), dtype=torch.uint8)
         items = torch.empty(count * longest, dtype=torch.uint8, device="cpu")
-        _together(f"an all-gather over {scope}", all_gather_single, items, mine, group=group)
-        return [pickle.loads(bytes_of(each)) for each in items.chunk(count)]
+        self._together("an all-gather", scope, group, all_gather_single, items, mine)
+        return [decode(bytes_of(each), name) for each, name in zip(items.chunk(count), names, strict=True)]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         group = self._member(self._hosts, scope)
@@ -146,7 +281,7 @@ class DistributedTransport:
             return (item,)
         items = torch.empty(len(self._ranks[scope]), dtype=torch.int64, device="cpu")
         mine = torch.tensor([item], device="cpu")
-        _together(f"an all-gather over {scope}", all_gather_single, items, mine, group=group)
+        self._together("an all-gather", scope, group, all_gather_single, items, mine)
         return tuple(items.tolist())
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
@@ -157,12 +292,27 @@ class DistributedTransport:
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
         group = self._member(self._groups, scope)
         if len(self._ranks[scope]) > 1:
-            _together(f"an all-reduce over {scope}", dist.all_reduce, tensor, group=group)
+            self._together("an all-reduce", scope, group, dist.all_reduce, tensor)
 
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         root, group = self._ranks[scope][source], self._member(self._groups, scope)
         if len(self._ranks[scope]) > 1:
-            _together(f"a broadcast over {scope}", dist.broadcast, tensor, root, group=group)
+            self._together("a broadcast", scope, group, dist.broadcast, tensor, root)
+
+    def _together(self, what: str, scope: Scope, group: dist.ProcessGroup, call: Any, *args: Any) -> None:
+        """A collective call that this rank stands still for; its failure is a PeerLost."""
+        words = f"{what} over {scope}"
+        with self._waiting(lambda: (words, scope)) as look_up:
+            try:
+                work = call(*args, group=group, async_op=True)
+                if args[0].device.type == "cpu":
+                    _wait_in_slices(work, group, look_up)
+                else:
+                    work.wait()
+            except PeerLost:
+                raise
+            except RuntimeError as error:
+                raise PeerLost(words, [rank for rank in self.ranks(scope) if rank != self.rank], error) from None
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
         return self._beside.start(steps, what, ended)
@@ -201,28 +351,21 @@ class DistributedTransport:
 
     def _finish(self, work: dist.Work, group: dist.ProcessGroup) -> None:
         """Waits on a thread of its own, which must not be inside of torch when the process ends."""
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():  # now, or with an error
-                    work.wait()
-                    return
-                if self._closed:
-                    _keep_for_good(work, group)
-                    raise
 
-    def _look_up(self) -> None:
-        """PeerLost where another rank has given up, or lost its connection to a third one."""
-        reason = self._told()
-        if reason or self._calls_roll():
-            raise PeerLost(reason or "a sum over ranks that others have given up")
+        def look_up() -> None:
+            if self._closed:
+                raise RuntimeError(self._closed)
+
+        _wait_in_slices(work, group, look_up)
 
     def abort(self, reason: str) -> None:
-        """Says why in the store, then closes this rank's connections: whoever waits on one gets an error at once."""
-        with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
-            self._store.compare_set("failed", "", f"rank {self.rank}: {reason}")
+        """Tells all ranks why, then closes this rank's connections: whoever waits on one gets an error at once."""
+        if not self._explained:
+            self._explained = True
+            told = Verdict(self.rank, True, f"{self.watch.named(self.rank)}: {reason}", (self.rank,))
+            self.watch.say(told.text)
+            self.watch.judge(self.number, told)
+            self.watch.tell(failed(self.number), told)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -238,6 +381,7 @@ class DistributedTransport:
 
     def _destroy(self, why: str) -> None:
         self._closed = why
+        self.watch.put_down(self.number)
         groups = {*self._links.values(), *self._groups.values(), *self._hosts.values()}
         self._links.clear()
         self._groups.clear()
@@ -247,61 +391,42 @@ class DistributedTransport:
                 dist.destroy_process_group(groups.pop())
 
     def explain(self, lost: PeerLost) -> str:
-        reason = self._told()
-        if not reason:
-            self._give_up()  # first, so that all the others get to the roll call, too
-            gone = self._missing()
-            who = f"rank {', '.join(map(str, gone))}" if gone else "a peer"
-            reason = f"{who} is gone; rank {self.rank} was in {lost}"
-        return reason
-
-    def _told(self) -> str:
-        """What the first rank that failed has said; empty where none did."""
-        try:
-            return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
-        except RuntimeError:  # the process that holds the store is gone, too
-            return ""
-
-    def _calls_roll(self) -> bool:
-        try:
-            return self._store.check([_ROLL_CALL])
-        except RuntimeError:
-            return True
-
-    def _missing(self) -> list[int]:
-        """The ranks that do not answer within some seconds, once everybody's connections close."""
-        everyone = {rank: f"here {rank}" for rank in range(dist.get_world_size())}
-        try:
-            self._store.set(_ROLL_CALL, "")
-            self._store.set(everyone[self.rank], "")
-            left = datetime.timedelta(seconds=_ANSWER_SECONDS)
-            with contextlib.suppress(RuntimeError):  # the time is over
-                self._store.wait(list(everyone.values()), left)
-            return [rank for rank, key in everyone.items() if not self._store.check([key])]
-        except RuntimeError:
-            return []
+        told: Verdict = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
+        self.watch.judge(self.number, told)
+        message = self.watch.message(told, str(lost))
+        if not self._explained:
+            self._explained = True
+            self.watch.say(message)
+            self.watch.tell(failed(self.number), told)
+        return message
 
 
-_ROLL_CALL = "who is there"
-_SLICE = datetime.timedelta(seconds=0.5)
-"""How long a thread waits inside of torch at a time."""
+_SLICE = datetime.timedelta(seconds=SLICE_SECONDS)
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 
-_ANSWER_SECONDS = 5.0
-"""How long a rank may take to notice that another is gone, before it counts as gone itself."""
+
+def _wait_in_slices(work: dist.Work, group: dist.ProcessGroup, look_up: Callable[[], None]) -> None:
+    """Waits for a collective of gloo, so that signals are heard, and ``look_up`` may raise to end it."""
+    try:
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # now, or with an error
+                    work.wait()
+                    return
+            look_up()
+    except BaseException:
+        if not work.is_completed():
+            _keep_for_good(work, group)
+        raise
 
 
 def _keep_for_good(*things: object) -> None:
     """Never destroys these: gloo cannot end an operation that is under way, and its destructor waits for the end."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _together(what: str, call: Any, *args: Any, **kwargs: Any) -> None:
-    """A collective call whose failure is a PeerLost."""
-    try:
-        call(*args, **kwargs)
-    except RuntimeError as error:
-        raise PeerLost(f"{what}: {error}") from None
 
 
 _open: WeakSet[DistributedTransport] = WeakSet()

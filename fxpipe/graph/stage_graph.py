@@ -15,12 +15,14 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.modes import modes_restored
+from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.kinds import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 from fxpipe.torch_compat import pytree
 
 
+@admitted
 @dataclass(frozen=True, order=True)
 class Edge:
     """One value on its way from the stage that makes it to one stage that uses it."""

@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any
 
 from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
+from fxpipe.graph.plain_data import admitted
 from fxpipe.plan.batch import (
     Description,
     bind,
@@ -21,8 +23,10 @@ from fxpipe.plan.batch import (
     describe,
     merge,
     row_count,
+    sendable,
     split,
     split_rows,
+    with_own,
 )
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Flags, Pattern, flags_of, pattern_of
@@ -46,6 +50,7 @@ class Agreed:
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
 
 
+@admitted
 @dataclass(frozen=True)
 class _Offer:
     """One rank's side of a call: what it was given, described; or what is wrong with it."""
@@ -90,7 +95,8 @@ class Agreement:
         number = self._numbers.setdefault(offer, len(self._numbers))
         key = self._transport.gather_int("pipe", number)
         if key not in self._settled:
-            self._settled[key] = self._decide(self._transport.gather("pipe", offer))
+            told = dataclasses.replace(offer, given=tuple(map(sendable, offer.given)))
+            self._settled[key] = self._decide(self._transport.gather("pipe", told), offer)
         return self._settled[key]
 
     def replan(self, planner: Planner) -> None:
@@ -146,10 +152,12 @@ class Agreement:
         parameters = [p.replace(default=None) if p.name == "target" else p for p in signature.parameters.values()]
         return signature.replace(parameters=parameters)
 
-    def _decide(self, offers: Sequence[_Offer]) -> Agreed:
+    def _decide(self, offers: Sequence[_Offer], mine: _Offer) -> Agreed:
+        """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
         _check_same_call(offers)
         first = offers[0]
-        merged = [merge([offer.given[place] for offer in offers]) for place in range(len(first.given))]
+        told = zip(*(offer.given for offer in offers), strict=True)
+        merged = [with_own(merge(each), own) for each, own in zip(told, mine.given, strict=True)]
         sizes = self._sizes(merged, first)
         if first.split_evenly:
             merged = [cut_description(merged[0], self._options.batch_dim, size) for size in sizes]
@@ -157,7 +165,8 @@ class Agreement:
         if items is not None:
             merged = [items.described(description) for description in merged]
         pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
-        plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
+        with phase("capture"):
+            plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
         return Agreed(len(self._settled), pattern, plan, sizes, has_loss)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
 
@@ -33,9 +34,15 @@ class _Compiled:
 
     def __init__(self, name: str, original: Callable[..., Any], stage_compiler: StageCompiler) -> None:
         self._name, self._original, self._stage_compiler = name, original, stage_compiler
+        self._has_run = False
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        outputs: tuple[Any, ...] = self._function(*inputs)
+        if self._has_run:
+            outputs: tuple[Any, ...] = self._function(*inputs)
+            return outputs
+        with phase(f"the compiling of stage {self._name}"):  # which may last, and others wait for what it returns
+            outputs = self._function(*inputs)
+        self._has_run = True
         return outputs
 
     @cached_property

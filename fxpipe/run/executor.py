@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError, noted
 from fxpipe.graph.loss import StepLoss, read_loss
 from fxpipe.graph.modes import Autocast, within
@@ -72,6 +74,7 @@ class Executor:
         match instruction:
             case Compute(action):
                 self._skipped = not self._runs(action.op, action.microbatch)
+                here.at(action)
                 if action.op is Op.F:
                     self.parameters.settle(action.stage)
                     self._forward(action)
@@ -172,7 +175,17 @@ class Executor:
         index = self._index[edge]
         if maker == self.rank:
             return self._values.pop((index, op, microbatch))
-        return self.exchange.take(Message(index, op, microbatch, maker, self.rank))
+        here.awaited = partial(_in_words, self.graph, edge, op, microbatch)
+        try:
+            return self.exchange.take(Message(index, op, microbatch, maker, self.rank))
+        finally:
+            here.awaited = None
+
+
+def _in_words(graph: StageGraph, edge: Edge, op: Op, microbatch: int) -> str:
+    """What makes a message, as the table has it: "2F5 of stage `text`"."""
+    stage = edge.source if op is Op.F else edge.target
+    return f"{Action(stage, op, microbatch)} of stage `{graph.names[stage]}`"
 
 
 def _told(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Traffic
+from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.kinds import Expected, check, is_flag, is_whole, shown
@@ -78,7 +79,8 @@ class ForwardBackward:
     @property
     def module(self) -> RankModule:
         """This rank's parameters and buffers under the model's own names, as the last optimizer step has left them."""
-        self._reducer.settle()
+        with self._failing.together():
+            self._reducer.settle()
         return self._module
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -154,7 +156,7 @@ class ForwardBackward:
         As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. A collective call
         of all ranks.
         """
-        with self._failing.together(FxpipeError):
+        with announced("clip_grad_norm_"), self._failing.together(FxpipeError):
             self._failing.check_open()
             return clip_grad_norm_(
                 self._reducer.pieces(), self._transport, self._reducer.shards, max_norm, norm_type, error_if_nonfinite
@@ -165,7 +167,7 @@ class ForwardBackward:
         for number in (microbatch, step, replica):
             if not is_whole(number) or not 0 <= number < 2**63:
                 raise RunError(f"seed() is given {shown(number)}; micro-batch, step and replica count from 0")
-        return seed_of(self._state.seed, step, self.stages[stage].index, microbatch, replica)
+        return seed_of(self._steps.seed, step, self.stages[stage].index, microbatch, replica)
 
     # running
 
@@ -241,7 +243,7 @@ class ForwardBackward:
         Raises:
             RunError: no step was recorded.
         """
-        with self._failing.together(FxpipeError):
+        with announced("timeline", self._transport.ranks("pipe")), self._failing.together(FxpipeError):
             self._failing.check_open()
             return self._steps.recorder.timeline()
 
@@ -277,7 +279,7 @@ class ForwardBackward:
             RunError: no step was recorded.
             ScheduleError: there is no such table. Either is raised on all ranks alike, and nothing has changed then.
         """
-        with self._failing.together(FxpipeError):
+        with announced("reschedule", extends=True), self._failing.together(FxpipeError):
             self._failing.check_open()
             costs = self._steps.recorder.costs(activation_bytes)
             self._planner = planner_together(
@@ -309,11 +311,12 @@ class ForwardBackward:
         _check_flag(full=full)
         if not full:
             return self.module.state_dict()
-        self._steps.compare_batches(everywhere=False)
-        with self._failing.together():
-            self._steps.watch.tell("pipe")
-            state = self._state
-            return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)
+        with announced("state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")):
+            self._steps.compare_batches(everywhere=False)
+            with self._failing.together():
+                self._steps.watch.tell("pipe")
+                state = self._state
+                return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""
@@ -372,3 +375,32 @@ _ELSEWHERE = {
     "forward": "; call forward_backward itself, or evaluate()",
 }
 """What stands in place of what a model or a tensor has."""
+
+
+class Inside(NamedTuple):
+    """What ``fxpipe.save`` and ``fxpipe.load`` have of a ``ForwardBackward``. ``names``: the whole model's tensors."""
+
+    transport: Metered
+    failing: Failing
+    steps: Steps
+    module: RankModule
+    names: frozenset[str]
+    stages: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]
+    device: torch.device
+    load_model: Callable[[Mapping[str, Tensor]], None]
+
+
+def inside(one: ForwardBackward) -> Inside:
+    """The parts of a ``ForwardBackward``, for its own room."""
+    return Inside(
+        one._transport,
+        one._failing,
+        one._steps,
+        one.module,
+        frozenset(one._planner.module.state_dict()),
+        one.stages.names,
+        one.topology.axes,
+        one._state.device,
+        one.load_state_dict,
+    )

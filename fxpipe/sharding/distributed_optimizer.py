@@ -12,13 +12,15 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.transport import Transport
-from fxpipe.errors import RunError
+from fxpipe.distributed.transport import Transport, failing_together
+from fxpipe.distributed.whereabouts import announced, phase
+from fxpipe.errors import FxpipeError, RunError
 from fxpipe.kinds import is_number, shown
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision
@@ -167,7 +169,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             told: Any = [(names, comparable(group)) for names, group in zip(mine, groups, strict=True)]
         except Exception as error:
             failure, told = error, f"{type(error).__name__}: {error}"
-        everyone = self._transport.gather("pipe", told)
+        with announced("optimizer"), self._together():
+            everyone = self._transport.gather("pipe", told)
         if failure is not None:
             raise failure
         names = whole_groups(everyone, list(self._all))
@@ -277,13 +280,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "each of them parameters of its own"
             )
         number, self._steps = self._steps, self._steps + 1
-        with torch.no_grad():
+        with torch.no_grad(), self._announced(), self._together():
             broken = self._broken_ranks() if self._precision is not None else ()
             if broken:
                 self._skip(number, broken)
             else:
                 self._step()
         return loss
+
+    def _announced(self) -> AbstractContextManager[None]:
+        """Where ranks step parts of one another's parameters, or decide together; elsewhere one need not step."""
+        meets = self._store.way.sharded or self._precision is not None
+        return announced("optimizer.step") if meets else phase("optimizer.step", extends=False)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return failing_together(self._transport, self._transport.abort, (FxpipeError,))
 
     def _step(self) -> None:
         assert self._inner is not None

@@ -72,9 +72,19 @@ def first_names(parameters: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def comparable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a group's hyperparameters is equal on another rank, if it is."""
-    given = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options_of(group).items()}
-    return {key: value for key, value in given.items() if isinstance(value, int | float | str | tuple | list)}
+    """What of a group's hyperparameters is equal on another rank, if it is; as plain data."""
+    given = options_of(group).items()
+    return {key: _plain(value) for key, value in given if isinstance(value, int | float | str | tuple | list | Tensor)}
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's as Python's own, equal to it; what is neither number, text nor list as its class's name."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else tuple(map(_plain, value))
+    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return kind(value) if kind is not None else type(value).__name__
 
 
 def whole_groups(everyone: Sequence[Any], order: Sequence[str]) -> list[tuple[str, ...]]:

@@ -110,7 +110,7 @@ def test_an_error_keeps_its_type_and_bears_a_note(request: pytest.FixtureRequest
     assert ("an earlier step failed (Refused: too large)" in again) == bool(others)
     for other_kind, other_text, _, _ in others:
         assert other_kind == "RunError"
-        assert other_text == f"another rank failed: rank 1: Refused: too large\n{note}"
+        assert other_text == f"another rank failed: rank 1 (pipe 1): Refused: too large\n{note}"
 
 
 def test_the_strict_engine_tells_it_to_all() -> None:

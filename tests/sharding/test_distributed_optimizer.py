@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,12 +19,13 @@ from torch.optim import lr_scheduler
 
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import CheckpointError, RunError
+from fxpipe.graph.plain_data import decode, encode
 from fxpipe.precision import Precision, cast_parameters
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.distributed_optimizer import ELEMENTWISE, DistributedOptimizer, is_elementwise
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import OptimizerPieces
-from fxpipe.sharding.parameter_groups import resolve_groups
+from fxpipe.sharding.parameter_groups import comparable, resolve_groups
 from fxpipe.sharding.slices import Slice
 
 STEPS = 5
@@ -757,3 +759,16 @@ def test_reload_takes_full_precision_values_where_there_are_some() -> None:
     state = optimizers[0].state_dict()["state"]
     assert torch.equal(state["a.bias"]["master"].local, values[:12])
     assert torch.equal(state["b.bias"]["master"].local, torch.full((2,), 2.0))
+
+
+def test_options_are_told_to_other_ranks_as_plain_data_equal_to_them() -> None:
+    given = {
+        "lr": numpy.float64(0.1),
+        "betas": (torch.tensor(0.5), 0.9),
+        "amsgrad": True,
+        "extra": [{1}],
+        "fused": None,
+    }
+    told = comparable({"params": [], **given})
+    assert told == {"lr": 0.1, "betas": (0.5, 0.9), "amsgrad": True, "extra": ["set"]}
+    assert decode(encode(told), "rank 1") == told

@@ -1,0 +1,97 @@
+"""Pre-flight: before ranks open connections, they compare what they run, and with what."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from fxpipe.distributed.topology import Topology
+from fxpipe.errors import RunError
+
+_SHOWN = 4  # facts and ranks that a message tells of at once
+_LONGEST = 200  # characters of a value in a message
+
+Facts = Mapping[str, str]
+"""What → its value in words; the same on all ranks, or nothing is begun."""
+
+
+def facts_of(topology: Topology, options: Mapping[str, str]) -> dict[str, str]:
+    """What this rank runs."""
+    try:
+        version = metadata.version("fxpipe")
+    except metadata.PackageNotFoundError:  # run from its source
+        version = "unknown"
+    axes = ", ".join(f"{name} {size}" for name, size in topology.axes)
+    return {
+        "the version of Python": platform.python_version(),
+        "the version of torch": torch.__version__,
+        "the version of fxpipe": version,
+        "the topology": f"({axes}), ranks_per_node={topology.ranks_per_node}",
+        **options,
+    }
+
+
+def compare_facts(
+    store: Store, rank: int, size: int, facts: Facts, wait: Callable[[str], None], named: Callable[[int], str]
+) -> None:
+    """RunError on all ranks where their facts differ. A collective call of all ranks; it needs no connections.
+
+    ``wait``: waits for a key of the store, with an error where it never comes. The first rank compares.
+    """
+    text = json.dumps(dict(facts))
+    store.set(_facts(rank), text)
+    store.set(_digest(rank), hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+    if store.add("came", 1) == size:
+        store.set("all came", "")
+    if rank == 0:
+        wait("all came")
+        store.set("preflight", _compared(store, size, facts, named))
+    wait("preflight")
+    difference = store.get("preflight").decode()
+    if difference:
+        raise RunError(f"the ranks do not run the same: {difference}; give all ranks the same")
+
+
+def missing(store: Store, size: int) -> list[int]:
+    """The ranks that have not come."""
+    return [rank for rank in range(size) if not store.check([_digest(rank)])]
+
+
+def _compared(store: Store, size: int, mine: Facts, named: Callable[[int], str]) -> str:
+    digests = store.multi_get([_digest(rank) for rank in range(size)])
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]][:64]
+    theirs = {rank: json.loads(store.get(_facts(rank))) for rank in odd}
+    everyone = {rank: theirs.get(rank, mine) for rank in range(size)}
+    names = dict.fromkeys(name for facts in [mine, *theirs.values()] for name in facts)
+    told = [_told(name, {r: facts.get(name, "not known") for r, facts in everyone.items()}, named) for name in names]
+    return "; ".join([text for text in told if text][:_SHOWN])
+
+
+def _told(name: str, values: Mapping[int, str], named: Callable[[int], str]) -> str:
+    """ "zero is 1 on rank 0 and 2 others, and 0 on rank 3 (pipe 1)"; empty where all have the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    parts = [f"{value:.{_LONGEST}} on {_some(some, named)}" for value, some in ranks.items()]
+    return f"{name} is {', and '.join(parts)}"
+
+
+def _some(ranks: Sequence[int], named: Callable[[int], str]) -> str:
+    others = len(ranks) - _SHOWN
+    return ", ".join(map(named, ranks[:_SHOWN])) + (f" and {others} others" if others > 0 else "")
+
+
+def _facts(rank: int) -> str:
+    return f"facts/{rank}"
+
+
+def _digest(rank: int) -> str:
+    return f"digest/{rank}"

@@ -1,0 +1,132 @@
+"""Whereabouts: what this process is doing, noted as it goes, for its watch to read.
+
+Noting takes a microsecond, no lock, and never waits. Collective calls are *announced*: all ranks make them in one
+order, so that the watch can tell which rank is in another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Call(NamedTuple):
+    """A collective call that this rank has come to. ``number``: how many calls of all ranks there were until then.
+    ``members``: the ranks that make it; None for all."""
+
+    number: int
+    name: str
+    members: tuple[int, ...] | None
+
+
+class Phase(NamedTuple):
+    """What this rank is inside of. ``extends``: whether others give it more time than their timeout."""
+
+    name: str
+    since: float
+    extends: bool
+
+
+class Waiting(Protocol):
+    """A wait of this process. ``ranks``: those that it waits for. ``number``, ``timeout``: its transport's."""
+
+    since: float
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def timeout(self) -> float: ...
+
+    def words(self) -> str:
+        """What it waits for."""
+
+    def end(self) -> None:
+        """Ends it with an error; called by another thread. A wait that looks up by itself does nothing here."""
+
+
+CALLS_KEPT = 8
+"""How many calls of all ranks are remembered, for comparison with other ranks."""
+ACTIONS_KEPT = 20
+
+
+class Whereabouts:
+    """What one process is doing. Written by its main thread, read by its watch."""
+
+    def __init__(self) -> None:
+        self.waiting: Waiting | None = None
+        self.awaited: Callable[[], str] | None = None
+        """What the next message received is, in the table's words."""
+        self.last: tuple[float, object] = (time.monotonic(), "")
+        """The last action or call, and when it began."""
+        self.trail: deque[tuple[float, object]] = deque(maxlen=ACTIONS_KEPT)
+        self.noted: deque[str] = deque(maxlen=4)
+        """What else there is to tell where the run ends, such as a thread that has died."""
+        self.forget(0)
+
+    def forget(self, epoch: int) -> None:
+        """All ranks begin to count anew."""
+        self.epoch, self.number = epoch, 0
+        self.calls: tuple[Call, ...] = ()
+        self.inside: tuple[Phase, ...] = ()
+
+    def at(self, action: object) -> None:
+        """An action begins."""
+        self.last = moment = (time.monotonic(), action)
+        self.trail.append(moment)
+
+    def come_to(self, name: str, members: Sequence[int] | None) -> None:
+        """A collective call begins."""
+        if members is None:
+            self.number += 1
+        kept = [call for call in self.calls if call.number > self.number - CALLS_KEPT]
+        self.calls = (*kept, Call(self.number, name, None if members is None else tuple(members)))
+
+
+here = Whereabouts()
+"""Of this process. Ranks that are threads of one process share it, and have no watch."""
+
+
+@contextlib.contextmanager
+def phase(name: str, extends: bool = True) -> Iterator[None]:
+    """This rank is inside of ``name``. ``extends``: and others that wait for it give it more time."""
+    before = here.inside
+    here.at(name)
+    here.inside = (*before, Phase(name, here.last[0], extends))
+    try:
+        yield
+    finally:
+        here.inside = before
+        here.last = (time.monotonic(), name)
+
+
+@contextlib.contextmanager
+def announced(name: str, members: Sequence[int] | None = None, extends: bool = False) -> Iterator[None]:
+    """A collective call of all ranks, or of ``members``, which all make in one order.
+
+    A rank that is in another one while somebody waits for it is named within a second or two. It is announced by
+    being noted: nothing is sent for it, and nothing waits. ``extends``: as of ``phase``.
+    """
+    here.come_to(name, members)
+    with phase(name, extends):
+        yield
+
+
+def first_difference(mine: Sequence[Call], theirs: Sequence[Call], me: int, other: int) -> tuple[Call, Call] | None:
+    """The first call that two ranks have both come to, and that is not the same; of those that both remember.
+
+    >>> a, b = [Call(1, "step", None), Call(2, "save", None)], [Call(1, "step", None), Call(2, "step", None)]
+    >>> first_difference(a, b, 0, 1)
+    (Call(number=2, name='save', members=None), Call(number=2, name='step', members=None))
+    """
+    ours = [[c for c in calls if c.members is None or who in c.members] for calls, who in ((mine, other), (theirs, me))]
+    if not all(ours):
+        return None
+    begin = max(calls[0].number for calls in ours)
+    ours = [[call for call in calls if call.number >= begin] for calls in ours]
+    pairs: Any = zip(*ours, strict=False)
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)

@@ -1,0 +1,356 @@
+"""Waits end, and say why: ranks that are slow, gone, stopped, in another call, or given something else."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.distributed import watch as watching
+from fxpipe.distributed.process_state import ProcessId, state_of, this_process
+from fxpipe.distributed.watch import WorldWatch
+from fxpipe.distributed.whereabouts import Call, announced, first_difference, here
+from fxpipe.torch_compat import default_store
+from tests.pool import Pool
+
+PIPE, DATA = fxpipe.Topology([("pipe", 2)]), fxpipe.Topology([("data", 2)])
+X = torch.ones(4, 4)
+
+
+class Two(nn.Module):
+    """Two stages; ``before`` is called in the first one's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(fxpipe.stage_boundary(self.one(x), name="text")).square().mean()
+
+
+def compiled(topology: fxpipe.Topology = PIPE, **options: Any) -> fxpipe.ForwardBackward:
+    torch.manual_seed(0)
+    return fxpipe.compile(Two(), topology, microbatches=2, check_batches=False, **options)
+
+
+def failure_of(call: Callable[[], object]) -> str:
+    """The RunError that the call ends with."""
+    with pytest.raises(fxpipe.RunError) as raised:
+        call()
+    return str(raised.value)
+
+
+def tell(key: str) -> None:
+    default_store().set(key, "")
+
+
+def hear(key: str) -> None:
+    """Waits until another rank has told."""
+    default_store().wait([key], datetime.timedelta(seconds=60))
+
+
+# --- pre-flight
+
+
+def given_other_options(rank_one: dict[str, Any]) -> str:
+    fxpipe.init()
+    return failure_of(lambda: compiled(**(rank_one if dist.get_rank() else {})))
+
+
+@pytest.mark.parametrize(
+    ("rank_one", "told"),
+    [
+        ({"bucket_cap_mb": 3.0}, "bucket_cap_mb is 25.0 on rank 0 (pipe 0), and 3.0 on rank 1 (pipe 1)"),
+        (
+            {"schedule": "gpipe", "timeout": 9},
+            "schedule is '1f1b' on rank 0 (pipe 0), and 'gpipe' on rank 1 (pipe 1); ",
+        ),
+        ({"topology": DATA}, "the topology is (pipe 2), ranks_per_node=None on rank 0"),
+    ],
+)
+def test_ranks_that_were_given_different_options_are_named_with_both(
+    pool: Pool, rank_one: dict[str, Any], told: str
+) -> None:
+    first, second = pool.run(given_other_options, rank_one, ranks=2)
+    assert told in first
+    assert first == second
+
+
+def with_another_python() -> str:
+    fxpipe.init()
+    version, platform.python_version = platform.python_version, lambda: f"3.{dist.get_rank()}"
+    try:
+        return failure_of(compiled)
+    finally:
+        platform.python_version = version
+
+
+def test_ranks_that_run_different_versions_are_named_with_both(pool: Pool) -> None:
+    wanted = "the version of Python is 3.0 on rank 0 (pipe 0), and 3.1 on rank 1 (pipe 1); give all ranks the same"
+    assert pool.run(with_another_python, ranks=2) == [f"the ranks do not run the same: {wanted}"] * 2
+
+
+# --- in another call
+
+
+def without_one_step() -> str:
+    forward_backward = compiled(DATA, zero=1)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW)
+
+    def steps() -> None:
+        for step in range(4):
+            forward_backward(X)
+            if step != 1 or dist.get_rank():
+                optimizer.step()
+
+    return failure_of(steps)
+
+
+def test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline(pool: Pool) -> None:
+    zero, one = "rank 0 (data 0) is in forward_backward, step 2", "rank 1 (data 1) in optimizer.step"
+    for text in pool.run(without_one_step, ranks=2):
+        assert text.startswith(f"{zero}, {one}; all ranks must make the same calls of fxpipe, in one order"), text
+
+
+def one_saves() -> str:
+    forward_backward = compiled()
+    forward_backward(X)
+    saves = dist.get_rank() == 0
+    return failure_of(lambda: forward_backward.state_dict(full=True) if saves else forward_backward(X))
+
+
+def test_ranks_in_different_calls_are_named_with_them(pool: Pool) -> None:
+    for text in pool.run(one_saves, ranks=2):
+        assert "rank 0 (pipe 0) is in state_dict(full=True), rank 1 (pipe 1) in forward_backward, step 1;" in text, text
+
+
+A, B, C = (Call(7, name, None) for name in "abc")
+OF_ONE = Call(7, "one", (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "wanted"),
+    [
+        ([A], [A], None),
+        ([A], [], None),
+        ([A, Call(8, "b", None)], [A], None),  # who is behind may yet come to it
+        ([A], [B], (A, B)),
+        ([A, OF_ONE], [A], None),
+        ([A, OF_ONE], [A, Call(8, "b", None)], (OF_ONE, Call(8, "b", None))),
+        ([A, Call(7, "two", (0, 2))], [A, Call(8, "b", None)], None),  # which is between others
+        ([Call(5, "old", None), A], [A], None),  # which the other does not remember
+    ],
+)
+def test_calls_are_compared_where_both_ranks_have_come_to_them(mine: Any, theirs: Any, wanted: Any) -> None:
+    assert first_difference(mine, theirs, 0, 1) == wanted
+
+
+# --- deadlines
+
+
+def one_does_not_come() -> str:
+    forward_backward = compiled(timeout=2)
+    forward_backward(X)
+    if dist.get_rank():
+        hear("over")
+        return failure_of(lambda: forward_backward(X))
+    text = failure_of(lambda: forward_backward(X))
+    tell("over")
+    return text
+
+
+def test_at_the_deadline_all_say_who_is_waited_for(pool: Pool) -> None:
+    first, second = pool.run(one_does_not_come, ranks=2)
+    assert re.match(
+        r"rank 0 \(pipe 0\) waits for an all-gather over pipe, \d+ s; rank 1 \(pipe 1\) is outside of fxpipe's calls, "
+        r"behind forward_backward, step 0, \d+ s: longer than timeout=2 s",
+        first,
+    ), first
+    assert first.partition(";")[0] in second
+
+
+def one_is_late_in_its_stage() -> str:
+    forward_backward = compiled(timeout=2)
+    forward_backward(X)
+    if dist.get_rank() == 0:
+        gradient = next(forward_backward.parameters())
+        gradient.register_hook(lambda _: hear("over"))  # in the backward of stage 0
+    text = failure_of(lambda: [forward_backward(X) for _ in range(2)])
+    tell("over")
+    return text
+
+
+def test_what_is_waited_for_is_told_in_the_words_of_the_table(pool: Pool) -> None:
+    _, second = pool.run(one_is_late_in_its_stage, ranks=2)
+    assert re.match(r"rank 1 \(pipe 1\) waits for .*, \d+ s; rank 0 \(pipe 0\) is at 0B0, \d+ s: ", second), second
+
+
+def one_sends_nothing() -> str:
+    forward_backward = compiled(timeout=2)
+    forward_backward(X)
+    exchange = forward_backward._exchange
+    if dist.get_rank() == 0:
+        send = exchange.send
+        exchange.send = lambda *message: (hear("over"), send(*message))  # type: ignore[method-assign]
+    text = failure_of(lambda: forward_backward(X))
+    tell("over")
+    return text
+
+
+def test_a_message_is_called_by_what_makes_it(pool: Pool) -> None:
+    _, second = pool.run(one_sends_nothing, ranks=2)
+    wanted = (
+        r"rank 1 \(pipe 1\) waits for 0F0 of stage `\w+` from rank 0 \(pipe 0\), \d+ s; rank 0 \(pipe 0\) is at 0F0, "
+    )
+    assert re.match(wanted, second), second
+
+
+def one_is_slow(extends: bool) -> list[str]:
+    """What a rank says while it waits; nothing fails."""
+    watching.SAY_AFTER, before = 1.0, watching.SAY_AFTER
+    said: list[str] = []
+    try:
+        forward_backward = compiled(timeout=2 if extends else 100)
+        forward_backward(X)
+        if dist.get_rank():
+            with announced("save", extends=True) if extends else contextlib.nullcontext():
+                hear("said") if not extends else threading.Event().wait(4)
+        else:
+            say = WorldWatch.say
+            WorldWatch.say = lambda self, text: (said.append(text), tell("said"))  # type: ignore[method-assign, assignment]
+            with announced("save") if extends else contextlib.nullcontext():
+                pass
+        forward_backward(X)
+        if not dist.get_rank():
+            WorldWatch.say = say  # type: ignore[method-assign]
+        return said
+    finally:
+        watching.SAY_AFTER = before
+
+
+def test_a_slow_rank_is_told_of_and_waited_for(pool: Pool) -> None:
+    (text,), _ = pool.run(one_is_slow, False, ranks=2)
+    assert re.fullmatch(
+        r"rank 0 \(pipe 0\) waits for .*, \d+ s; rank 1 \(pipe 1\) is outside of fxpipe's calls, behind .*, \d+ s", text
+    )
+
+
+def test_a_rank_that_saves_is_given_more_time(pool: Pool) -> None:
+    (text,), _ = pool.run(one_is_slow, True, ranks=2)
+    assert "rank 1 (pipe 1) is in save" in text
+
+
+# --- signals
+
+
+def interrupted(in_a_message: bool) -> str:
+    """Ctrl-C while this rank waits; the other one does nothing until it was heard."""
+    forward_backward = compiled()
+    forward_backward(X)
+    if dist.get_rank() == 0:
+        if in_a_message:
+            forward_backward._exchange.send = lambda *message: hear("heard")  # type: ignore[method-assign]
+            return failure_of(lambda: (forward_backward(X), forward_backward(X)))
+        hear("heard")
+        return failure_of(lambda: forward_backward(X))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press() -> None:
+        waits = threading.Event()
+        while here.waiting is None or ("of stage" in here.waiting.words()) != in_a_message:
+            waits.wait(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        forward_backward(X)
+    except KeyboardInterrupt:
+        return "interrupted"
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        tell("heard")
+    return "finished"
+
+
+@pytest.mark.parametrize("in_a_message", [True, False])
+def test_a_waiting_rank_hears_ctrl_c(pool: Pool, in_a_message: bool) -> None:
+    other, text = pool.run(interrupted, in_a_message, ranks=2)
+    assert text == "interrupted"
+    assert other.startswith("another rank failed: rank 1 (pipe 1): KeyboardInterrupt")
+
+
+# --- what is left
+
+
+def with_a_folder(folder: Path) -> str:
+    os.environ["FXPIPE_DEBUG_DIR"] = str(folder)
+    try:
+        return one_does_not_come()
+    finally:
+        del os.environ["FXPIPE_DEBUG_DIR"]
+
+
+def test_the_last_actions_of_each_rank_are_written(pool: Pool, tmp_path: Path) -> None:
+    pool.run(with_a_folder, tmp_path / "traces", ranks=2)
+    for rank, action in enumerate(["0B1", "1B1"]):
+        lines = (tmp_path / "traces" / f"rank{rank}.txt").read_text().splitlines()
+        assert lines[0].startswith(f"rank {rank} (pipe {rank}) ")
+        assert any(re.fullmatch(rf" +\d+\.\d+ s ago  {action}", line) for line in lines), lines
+
+
+def threads_and_sockets() -> list[tuple[int, int]]:
+    counts = []
+    for _ in range(3):
+        compiled().close()
+        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    return counts
+
+
+def test_compiling_again_leaves_no_threads_and_no_sockets(pool: Pool) -> None:
+    for first, *later in pool.run(threads_and_sockets, ranks=2):
+        assert later == [first] * len(later)
+
+
+def test_one_process_has_no_watch() -> None:
+    before = threading.active_count()
+    compiled()(X)
+    assert threading.active_count() == before
+
+
+# --- processes
+
+
+def test_the_system_tells_what_became_of_a_process() -> None:
+    me = this_process()
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        found = ProcessId(me.machine, process.pid, int(Path(f"/proc/{process.pid}/stat").read_text().split()[21]))
+        assert state_of(found, me) == "running"
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert state_of(found, me) == "stopped"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert state_of(found, me) == "ended"
+        process.wait()
+        assert state_of(found, me) == "gone"
+        assert state_of(found._replace(machine="another"), me) == ""
+        assert state_of(me._replace(started=me.started - 1), me) == "gone"  # another one had this number
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,125 @@
+"""The run that faults happen to, and where in it they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.distributed import torch_transport
+from fxpipe.run.executor import Executor
+from fxpipe.schedules.lower import Compute
+
+RANKS = 4
+STEPS = 50  # more than anybody gets to
+
+LAYOUTS: dict[str, tuple[fxpipe.Topology, dict[str, Any]]] = {
+    "pipe 4": (fxpipe.Topology([("pipe", 4)]), {}),
+    **{f"2 x 2, zero {z}": (fxpipe.Topology([("pipe", 2), ("data", 2)]), {"zero": z}) for z in range(4)},
+}
+PHASES = "capture, pre-flight, forward, backward, reduction, optimizer, evaluation, checkpoint".split(", ")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``victim`` gets a signal in a phase, the second time that it comes to it, where there is one."""
+
+    layout: str
+    phase: str
+    signal: str
+    victim: int
+    timeout: float
+
+    def __str__(self) -> str:
+        return f"{self.signal} of rank {self.victim} in {self.phase}, {self.layout}"
+
+
+class Model(nn.Module):
+    """Four stages; a two-stage layout has two of them on a rank."""
+
+    def __init__(self, in_forward: Callable[[], None]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.in_forward = in_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.in_forward()
+        for number, part in enumerate(self.parts):
+            x = part(x).relu() if number == 0 else part(fxpipe.stage_boundary(x)).relu()
+        return x.mean()
+
+
+def nothing() -> None:
+    pass
+
+
+def train(fault: Fault, rank: int, struck: Path) -> None:
+    """Trains, evaluates and saves in turn, until the fault happens to ``fault.victim``."""
+
+    def strike(*_: object) -> None:
+        struck.write_text(str(time.monotonic()))
+        os.kill(os.getpid(), getattr(signal, fault.signal))
+
+    def struck_in(phase: str) -> bool:
+        return rank == fault.victim and phase == fault.phase
+
+    if struck_in("pre-flight"):
+        torch_transport.facts_of = before(strike, torch_transport.facts_of)  # type: ignore[assignment]
+    topology, options = LAYOUTS[fault.layout]
+    torch.manual_seed(0)
+    model = Model(strike if struck_in("capture") else nothing)
+    forward_backward = fxpipe.compile(model, topology, microbatches=4, timeout=fault.timeout, **options)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW)
+    for step in range(STEPS):
+        if step == 1:
+            _arm(strike, struck_in, forward_backward, optimizer)
+        forward_backward(torch.ones(8, 8))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and struck_in("evaluation"):
+            Executor.execute = _at("F", strike)  # type: ignore[method-assign]
+        forward_backward.evaluate(torch.ones(8, 8))
+        dcp.save({"model": forward_backward, "optim": optimizer}, checkpoint_id=struck.parent / f"step{step}")
+
+
+def before(first: Callable[..., object], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return then(*args, **kwargs)
+
+    return both
+
+
+def _arm(strike: Callable[..., None], struck_in: Callable[[str], bool], forward_backward: Any, optimizer: Any) -> None:
+    """For what happens in the second step."""
+    if struck_in("forward"):
+        Executor.execute = _at("F", strike)  # type: ignore[method-assign]
+    if struck_in("backward"):
+        Executor.execute = _at("B", strike)  # type: ignore[method-assign]
+    if struck_in("reduction"):
+        forward_backward._reducer.end = before(strike, forward_backward._reducer.end)
+    if struck_in("optimizer"):
+        optimizer._step = before(strike, optimizer._step)
+    if struck_in("checkpoint"):
+        forward_backward.state_dict = before(strike, forward_backward.state_dict)
+
+
+def _at(op: str, strike: Callable[..., None]) -> Any:
+    """What executes, and is struck before an action of that kind."""
+    execute = Executor.execute
+
+    def struck(self: Executor, instruction: Any) -> None:
+        if isinstance(instruction, Compute) and instruction.action.op.name == op:
+            strike()
+        execute(self, instruction)
+
+    return struck
