@@ -562,7 +562,43 @@ Weights.open(FILES / "good.pt").read(None)
 Weights.open(FILES / "good.pt").read_into("layers.0.weight", None)
     CheckpointError: layers.0.weight is None; it is a tensor to read into
 
+save(None, fb(), sgd(), step=1)
+    CheckpointError: folder is None; it is the path of a folder that all ranks see
+save("", fb(), sgd(), step=1)
+    CheckpointError: folder is ''
+save(FILES / "run", Chain(), sgd(), step=1)
+    CheckpointError: it is what fxpipe.compile returned
+save(FILES / "run", fb(), "SGD", step=1)
+    CheckpointError: optimizer= is a str; give what forward_backward.optimizer(...) returned
+save(FILES / "run", fb(), SGD(Chain().parameters(), lr=0.1), step=1)
+    CheckpointError: optimizer= steps parameters that are none of this forward_backward's
+save(FILES / "run", fb(), sgd(), step="1")
+    CheckpointError: step='1' is no number of steps
+save(FILES / "run", fb(), sgd(), step=1, keep=0)
+    CheckpointError: keep=0 keeps no checkpoint
+save(FILES / "run", fb(), sgd(), step=1, block="no")
+    CheckpointError: block is 'no'; it is True or False
+save(FILES / "run", fb(), sgd(), step=1, loader=[1, 2])
+    CheckpointError: loader= is a list, which has no state_dict()
+save(FILES / "run", fb(), sgd(), step=1, extra={"f": print})
+    CheckpointError: extra['f'] is a builtin_function_or_method, and a checkpoint holds plain data alone
+load("", fb())
+    CheckpointError: folder is ''
+load(FILES / "run", fb())
+    CheckpointError: has no checkpoint of fxpipe.save
+load(FILES / "run", None)
+    CheckpointError: forward_backward is None; it is what fxpipe.compile returned
+
 # processes, and the rest
+
+init(timeout=-1)
+    RunError: timeout is -1; write a number of seconds
+compile(Chain(), TWO, timeout="5")
+    RunError: timeout is '5'; it is a number of seconds
+Topology.fit(4, pipe=3)
+    TopologyError: 4 ranks are no multiple of pipe 3
+Topology.fit("4", pipe=2)
+    TopologyError: world_size must be a whole number, got '4'
 
 launch(None, 2)
     RunError: fn is None; it is a function, defined at the top of a module
