@@ -29,6 +29,7 @@ import torch
 
 from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
 from fxpipe.errors import CheckpointError, told
+from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.lock import FolderLock
 from fxpipe.parameters.saving.manifest import Manifest, Written
@@ -90,10 +91,17 @@ def save(
     """
     parts = inside(forward_backward)
     saver = _SAVERS.setdefault(forward_backward, _Saver())
-    given = _Given(Path(folder), optimizer, step, scheduler, loader, extra, keep, block)
+    given = _Given(path_of(folder), optimizer, step, scheduler, loader, extra, keep, block)
     with parts.failing.together(Exception):  # which all ranks raise alike, with nothing under way
         parts.failing.check_open()
         return saver.save(parts, given)
+
+
+def path_of(folder: str | os.PathLike[str]) -> Path:
+    """CheckpointError for what is no path. What is empty would be the working folder."""
+    if not isinstance(folder, (str, os.PathLike)) or folder == "":
+        raise CheckpointError(f"folder is {shown(folder)}; it is the path of a folder that all ranks see")
+    return Path(folder)
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,8 @@ class _Given:
         """CheckpointError for what cannot be meant."""
         if type(self.step) is not int or self.step < 0:
             raise CheckpointError(f"step={self.step!r} is no number of steps; write how many were made, from 0 on")
+        if not is_flag(self.block):
+            raise CheckpointError(f"block is {shown(self.block)}; it is True or False")
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             raise CheckpointError(f"keep={self.keep!r} keeps no checkpoint; write 1 or more, or None for all")
         if self.extra is not None and (type(self.extra) is not dict or "step" in self.extra):

@@ -50,9 +50,8 @@ def check_given(**given: Any) -> None:
 def check_size(stages: int, microbatches: int) -> None:
     """ScheduleError for a table that would eat the machine."""
     if max(stages, 2 * stages * microbatches) > MOST_ACTIONS:
-        raise ScheduleError(
-            f"{stages} stages and {microbatches} micro-batches; a table goes up to {MOST_ACTIONS:,} actions"
-        )
+        size = f"{shown(stages)} stages and {shown(microbatches)} micro-batches"
+        raise ScheduleError(f"{size}; a table goes up to {MOST_ACTIONS:,} actions")
 
 
 def check_costs(costs: Costs, stages: int) -> None:
