@@ -21,6 +21,7 @@ from fxpipe.distributed.whereabouts import Call
 
 PERIOD = 0.5
 """Seconds between two exchanges."""
+_PER_RANK = 0.0005  # seconds between two exchanges for each rank of a large world, all of which ask one store
 _ANSWER = timedelta(seconds=10)
 _LONGEST = 4000
 """Characters of a text that travels."""
@@ -74,7 +75,7 @@ class Report(NamedTuple):
     @staticmethod
     def unpacked(text: str) -> tuple[int, Report]:
         beat, process, where, age, waits_for, ranks, extends, left, epoch, calls, noted = json.loads(text)
-        known = tuple(Call(n, name, None if members is None else tuple(members)) for n, name, members in calls)
+        known = tuple(Call(n, part, name, None if some is None else tuple(some)) for n, part, name, some in calls)
         place = ProcessId(*process)
         state = Report(place, where, age, waits_for, tuple(ranks), extends, left, epoch, known, tuple(noted))
         return int(beat), state
@@ -91,7 +92,10 @@ class Heard(NamedTuple):
 class Post:
     """Publishes this rank's state, and fetches what others have told, and how the ``wanted`` ones are."""
 
-    def __init__(self, store: Store, rank: int, state: Callable[[], Report], is_on: Callable[[], bool]) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, state: Callable[[], Report], is_on: Callable[[], bool]
+    ) -> None:
+        self._period = max(PERIOD, _PER_RANK * size)
         self._store, self._rank, self._state = _own_connection(store), rank, state
         self._is_on, self.broken, self._beat = is_on, False, 0
         self._thread = threading.Thread(target=self._run, name="fxpipe post", daemon=True)
@@ -121,7 +125,7 @@ class Post:
                 self._exchanged.notify_all()
             if stopping:  # and has told it
                 return
-            self._wake.wait(PERIOD)
+            self._wake.wait(self._period)
             self._wake.clear()
 
     def tell(self, key: str, told: Verdict, seconds: float = 2.0) -> None:

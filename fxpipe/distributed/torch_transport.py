@@ -8,6 +8,7 @@ import ctypes
 import datetime
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -392,14 +393,32 @@ class DistributedTransport:
                 dist.destroy_process_group(groups.pop())
 
     def explain(self, lost: PeerLost) -> str:
-        told: Verdict = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
-        self.watch.judge(self.number, told)
-        message = self.watch.message(told, str(lost))
-        if not self._explained:
-            self._explained = True
-            self.watch.say(message)
-            self.watch.tell(failed(self.number), told)
+        with _ends_later():
+            told: Verdict = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
+            self.watch.judge(self.number, told)
+            message = self.watch.message(told, str(lost))
+            if not self._explained:
+                self._explained = True
+                self.watch.say(message)
+                self.watch.tell(failed(self.number), told)
         return message
+
+
+@contextlib.contextmanager
+def _ends_later() -> Iterator[None]:
+    """A SIGTERM, by which launchers end those that are left, does so once it has been said why."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 _SLICE = datetime.timedelta(seconds=SLICE_SECONDS)

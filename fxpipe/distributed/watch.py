@@ -32,6 +32,7 @@ SAY_AFTER = 30.0
 """Seconds after which it says for whom it waits."""
 EXTENSION = 12
 """How many times its timeout a wait lasts at most, while others capture, compile or save."""
+_SOON = 0.01  # seconds between two looks, once a connection broke: launchers end the others soon
 _SILENT = 5.0  # seconds without a sign after which a rank is called silent
 _LEFT = 5.0  # seconds after which one whose program has ended is not waited for any more
 _CLOSE = 64  # ranks of a world in which each looks at all others, and not only at those of its groups
@@ -54,7 +55,7 @@ class WorldWatch:
         self._extended = 0.0
         self._stopping = threading.Event()
         self._written: set[str] = set()
-        self._post = Post(default_store(), self.rank, self._state, self._is_on)
+        self._post = Post(default_store(), self.rank, self.size, self._state, self._is_on)
         self._bell, self._rings, self._rang_before = _wake_up_calls()
         self._post.start()
         self._thread = threading.Thread(target=self._run, name="fxpipe watch", daemon=True)
@@ -109,6 +110,7 @@ class WorldWatch:
         until = time.monotonic() + seconds
         self._post.wanted = self._peers
         while True:
+            self._gone()  # whom the system calls gone now, so that what they told is heard in the exchange that follows
             self._post.refresh()
             told = self._gone()
             left = [rank for rank in ranks if (heard := self._post.heard.get(rank)) and heard.state.left]
@@ -126,7 +128,7 @@ class WorldWatch:
                 told_of = [self._described(rank) for rank in (quiet or ranks)[:_SHOWN]]
                 text = "; ".join(["a connection broke", *told_of, *([reason] if reason else [])])
                 return Verdict(self.rank, False, text, tuple(quiet))
-            self._stopping.wait(0.1)
+            self._stopping.wait(_SOON)
 
     def tell(self, key: str, told: Verdict) -> None:
         """Tells all ranks why the run ends; what the first one says counts."""
@@ -403,7 +405,7 @@ def _wake_up_calls() -> tuple[socket.socket | None, socket.socket | None, int]:
 def _call_like(mine: Call, calls: Sequence[Call], rank: int) -> Call | None:
     """What another rank has made in place of this rank's call: the first of its calls that is not before it."""
     shared = [call for call in calls if call.members is None or rank in call.members]
-    return next((call for call in shared if call.number == mine.number and call.members == mine.members), None)
+    return next((call for call in shared if call[:2] == mine[:2] and call.members == mine.members), None)
 
 
 def _past(where: str) -> str:
@@ -440,3 +442,12 @@ def watch() -> WorldWatch:
 def current_watch() -> WorldWatch | None:
     """The watch of this process, if it has one."""
     return _current if _current is not None and _current.process.pid == os.getpid() else None
+
+
+def _in_fork() -> None:
+    """Signals of a forked process are not this one's."""
+    if _current is not None:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_in_fork)

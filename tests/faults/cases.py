@@ -6,7 +6,7 @@ from itertools import product
 
 from tests.faults.training import LAYOUTS, PHASES, RANKS, Fault
 
-TIMEOUT = 5.0
+TIMEOUT = 6.0
 SIGNALS = ("SIGKILL", "SIGSTOP")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 import re
 import sys
@@ -44,6 +45,7 @@ def _work(rank: int, fault: Fault, port: int, folder: Path) -> None:
     file = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # of all ranks, in order
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    _await_all(port)
     code = 0
     try:
         train(fault, rank, folder / "struck")
@@ -52,6 +54,15 @@ def _work(rank: int, fault: Fault, port: int, folder: Path) -> None:
         code = 1
     atexit._run_exitfuncs()
     os._exit(code)
+
+
+def _await_all(port: int) -> None:
+    """All begin together: how long a process takes to start is no fault, and timeouts here are short."""
+    wait = datetime.timedelta(seconds=TO_BEGIN)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
+    if store.add("ready", 1) == RANKS:
+        store.set("go", "")
+    store.wait(["go"])
 
 
 def _found(fault: Fault, workers: list[ForkServerProcess], folder: Path) -> list[str]:
