@@ -37,7 +37,11 @@ if TYPE_CHECKING:
     from fxpipe.parameters.weights import Weights
     from fxpipe.precision import Precision
     from fxpipe.run.forward_backward import ForwardBackward
+    from fxpipe.run.loading import load
+    from fxpipe.run.saving import save
     from fxpipe.trace import TRACERS
+
+__version__ = "0.1.0"
 
 __all__ = [
     "SCHEDULES",
@@ -66,9 +70,11 @@ __all__ = [
     "init",
     "init_weights_of",
     "launch",
+    "load",
     "passes",
     "preview",
     "reset_parameters",
+    "save",
     "schedules",
     "stage_boundary",
 ]
@@ -86,9 +92,11 @@ _LATER = {
     "init": "distributed.processes",
     "init_weights_of": "parameters.initialise",
     "launch": "distributed.launch",
+    "load": "run.loading",
     "passes": "passes",
     "preview": "compiler",
     "reset_parameters": "parameters.initialise",
+    "save": "run.saving",
 }
 
 

@@ -1,28 +1,25 @@
-"""``python -m fxpipe``: schedules and topologies on paper, without torch, torchrun or a model."""
+"""``python -m fxpipe``: schedules and topologies on paper, without torch, torchrun or a model; and checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, cast
 
 from tabulate import tabulate
 
 from fxpipe.command_line import MICROBATCHES, Edges, parser
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import FxpipeError, ScheduleError, TopologyError, nearest
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.errors import FxpipeError, ScheduleError, nearest
+from fxpipe.kinds import MOST_ACTIONS
+from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
-
-# What is still drawn in some seconds: a slip of the hand must not eat the machine.
-_MOST_ACTIONS = 1_000_000
-_MOST_RANKS = 1_000_000
 
 
 class _Graph(NamedTuple):
@@ -42,8 +39,8 @@ class _Graph(NamedTuple):
         stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
         microbatches = MICROBATCHES if args.microbatches is None else args.microbatches
         actions = 2 * max(stages, mentioned) * microbatches
-        if max(actions, stages, mentioned, microbatches, *(args.placement or ())) > _MOST_ACTIONS:
-            args.parser.error(f"a table of {actions:,} actions; this command goes up to {_MOST_ACTIONS:,}")
+        if max(actions, stages, mentioned, microbatches, *(args.placement or ())) > MOST_ACTIONS:
+            args.parser.error(f"a table of {actions:,} actions; this command goes up to {MOST_ACTIONS:,}")
         edges = tuple(itertools.pairwise(range(stages))) if args.edges is None else args.edges
         return _Graph(edges, stages, args.placement, microbatches)
 
@@ -56,7 +53,7 @@ def _planned(args: argparse.Namespace, family: str, graph: _Graph) -> Timeline:
     """A family's table for the options' stages, and when its actions run."""
     costs = _costs(args, graph.stages)
     schedule = build(
-        family,
+        cast(ScheduleName, family),
         graph.edges,
         graph.microbatches,
         graph.placement,
@@ -151,10 +148,22 @@ def _figures(family: str, timeline: Timeline) -> list[str]:
 
 
 def _topology(args: argparse.Namespace) -> None:
-    ranks = math.prod(size for _, size in args.axes)
-    if ranks > _MOST_RANKS:
-        raise TopologyError(f"{ranks:,} ranks; this command prints up to {_MOST_RANKS:,}")
     print(Topology(args.axes, args.ranks_per_node))
+
+
+# --- checkpoint ---
+
+
+def _checkpoint(args: argparse.Namespace) -> None:
+    from fxpipe.parameters.saving import commands  # which needs torch
+
+    path = Path(args.path)
+    if (args.what == "export") != (args.out is not None):
+        args.parser.error("write checkpoint export PATH OUT, with the folder to write into; the others take PATH alone")
+    if args.what == "export":
+        print(commands.export(path, Path(args.out), None if args.config is None else Path(args.config), args.prefix))
+    else:
+        print({"show": commands.show, "verify": commands.verify}[args.what](path))
 
 
 # --- running it ---
@@ -166,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without "×" is no reason to fail
     try:
         try:
-            args = parser(_show, _compare, _topology).parse_args(arguments)
+            args = parser(_show, _compare, _topology, _checkpoint).parse_args(arguments)
             args.run(args)
             return 0
         finally:

@@ -41,6 +41,13 @@ examples:
   python -m fxpipe topology pipe=2,tensor=2,data=4
   python -m fxpipe topology pipe=4,data=16 --ranks-per-node 8
 """
+_CHECKPOINT = """\
+examples:
+  python -m fxpipe checkpoint show run
+  python -m fxpipe checkpoint show run/step-000812
+  python -m fxpipe checkpoint verify run
+  python -m fxpipe checkpoint export run exported --config config.json
+"""
 
 
 # --- words ---
@@ -103,11 +110,11 @@ _COST = partial(_one_or_list, one=_number)
 # --- the parser ---
 
 
-def parser(show: Run, compare: Run, topology: Run) -> argparse.ArgumentParser:
+def parser(show: Run, compare: Run, topology: Run, checkpoint: Run) -> argparse.ArgumentParser:
     """The parser of the command line; each command's arguments come with ``run``, the function given here for it."""
     whole = argparse.ArgumentParser(
         prog="python -m fxpipe",
-        description="Pipeline schedules and topologies on paper: no torch, no torchrun, no model.",
+        description="Pipeline schedules and topologies on paper: no torch, no torchrun, no model. And checkpoints.",
         epilog=_OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -116,6 +123,7 @@ def parser(show: Run, compare: Run, topology: Run) -> argparse.ArgumentParser:
     _add_show(_command(commands, "show", show, "print a schedule's table and figures", _SHOW))
     _add_compare(_command(commands, "compare", compare, "schedules side by side, a line each", _COMPARE))
     _add_topology(_command(commands, "topology", topology, "print a topology's groups of ranks", _TOPOLOGY))
+    _add_checkpoint(_command(commands, "checkpoint", checkpoint, "show, verify or export what is saved", _CHECKPOINT))
     return whole
 
 
@@ -162,6 +170,14 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-node", type=_whole, metavar="N", help="how many consecutive ranks reach each other fast; all"
     )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("show", "verify", "export"), help="show it, read it all, or write safetensors")
+    parser.add_argument("path", metavar="PATH", help="the folder of a run, or of one of its checkpoints")
+    parser.add_argument("out", nargs="?", metavar="OUT", help="of export: the folder to write model.safetensors into")
+    parser.add_argument("--config", metavar="JSON", help="of export: the config.json of from_pretrained, to go along")
+    parser.add_argument("--prefix", default="", help="of export: only names that begin with it, and without it")
 
 
 def _add_graph(parser: argparse.ArgumentParser) -> None:

@@ -12,11 +12,13 @@ from torch import nn
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import clock_of
-from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import failing_together
+from fxpipe.distributed.topology import ROLES, Topology
+from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.distributed.whereabouts import announced
+from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.options import BatchDim, Options
+from fxpipe.kinds import shown
+from fxpipe.options import BatchDim, Options, TracerName, Zero, ZeroScope
 from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
@@ -27,7 +29,8 @@ from fxpipe.plan.together import first_plan_together
 from fxpipe.precision import Precision
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.run.rank_state import base_seed, make_rank_state, open_groups, take_own_part
-from fxpipe.schedules import Family
+from fxpipe.run.user_warning import warn
+from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace.cuts_by_name import Boundaries
 
@@ -43,13 +46,13 @@ def compile(
     boundaries: Boundaries = (),
     microbatches: int | None = None,
     batch_dim: BatchDim = 0,
-    schedule: str | Family | Schedule = "1f1b",
+    schedule: ScheduleName | Family | Schedule = "1f1b",
     placement: Mapping[str, int] | None = None,
-    tracer: str = "auto",
+    tracer: TracerName = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    zero: int = 0,
-    zero_scope: str = "node",
+    zero: Zero = 0,
+    zero_scope: ZeroScope = "node",
     bucket_cap_mb: float = 25.0,
     precision: Precision | None = None,
     loss_weight: Callable[..., Any] | None = None,
@@ -123,9 +126,10 @@ def compile(
             failed, or does not come.
     """
     options = Options.of(locals())
-    topology = topo if isinstance(topo, Topology) else Topology.from_mesh(topo)
     check_model(model, options)
+    topology = topo if isinstance(topo, Topology) else Topology.from_mesh(topo)
     connected = connect(topology, options.timeout, options.facts)
+    _tell_what_is_left_out(connected, topology)
     transport = Metered(connected, topology, clock_of(connected.device))
     planner = Planner.none_yet(model, options, topology.size("pipe"), connected.device)
     weights = weights_of(checkpoint)
@@ -139,6 +143,16 @@ def compile(
     return ForwardBackward(topology, transport, state)
 
 
+def _tell_what_is_left_out(transport: Transport, topology: Topology) -> None:
+    left = [f"{name} {size}" for name, size in topology.axes if size > 1 and ROLES[name] != "pipe"]
+    if transport.pipe_rank is None and left:
+        warn(
+            f"one process plays every pipe rank, of one replica: {', '.join(left)} of the topology is left out; start "
+            f"{topology.world_size} processes, with torchrun or fxpipe.launch, for all of it",
+            UserWarning,
+        )
+
+
 def preview(
     model: nn.Module | StageGraph,
     topo: Topology,
@@ -147,9 +161,9 @@ def preview(
     boundaries: Boundaries = (),
     microbatches: int | None = None,
     batch_dim: BatchDim = 0,
-    schedule: str | Family | Schedule = "1f1b",
+    schedule: ScheduleName | Family | Schedule = "1f1b",
     placement: Mapping[str, int] | None = None,
-    tracer: str = "auto",
+    tracer: TracerName = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     memory_per_rank: float | None = None,
@@ -165,5 +179,7 @@ def preview(
     """
     options = Options.of(locals())
     check_model(model, options)
+    if not isinstance(topo, Topology):
+        raise TopologyError(f'topo is {shown(topo)}; write fxpipe.Topology([("pipe", 2), ("data", 4)])')
     planner = Planner.none_yet(model, options, topo.size("pipe"), torch.device("cpu"))
     return planner.plan(first_pattern(planner, options), "nothing is run")

@@ -51,7 +51,7 @@ def told(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))])
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[object]) -> str:
     """The end of a message about an unknown ``name``: the likeliest of the ``known`` names, or all of them.
 
     >>> nearest("1F1b", ["gpipe", "1f1b"])
@@ -59,11 +59,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("zigzag", ["gpipe", "1f1b"])
     '; known: "gpipe", "1f1b"'
 
-    Case is ignored. With nothing known the result is empty.
+    Case is ignored, and what is no text stands for its own. With nothing known the result is empty.
     """
-    names = list(dict.fromkeys(known))
+    names = list(dict.fromkeys(map(str, known)))
     by_folded = {other.casefold(): other for other in names}
-    close = difflib.get_close_matches(name.casefold(), list(by_folded), n=1)
+    close = difflib.get_close_matches(f"{name!s:.100}".casefold(), list(by_folded), n=1)
     if close:
         return f'; did you mean "{by_folded[close[0]]}"?'
     return "; known: " + ", ".join(f'"{other}"' for other in names) if names else ""

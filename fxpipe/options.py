@@ -6,17 +6,31 @@ A new option is a field of ``Options`` and, for the reader's editor, a parameter
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any
-
-from torch import Tensor
+from typing import Any, Literal
 
 from fxpipe.errors import RunError
+from fxpipe.kinds import (
+    MOST_ACTIONS,
+    Expected,
+    check,
+    is_flag,
+    is_list,
+    is_mapping,
+    is_number,
+    is_text,
+    is_whole,
+    list_of,
+    or_none,
+)
 from fxpipe.precision import Precision
 
 BatchDim = int | Mapping[str, int | None]
+TracerName = Literal["auto", "symbolic", "export", "record"]
+Zero = Literal[0, 1, 2, 3]
+ZeroScope = Literal["node", "data"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +49,11 @@ class Options:
     batch_dim: BatchDim = 0
     schedule: Any = "1f1b"
     placement: Mapping[str, int] | None = None
-    tracer: str = "auto"
+    tracer: TracerName = "auto"
     example_args: Sequence[Any] | None = None
     example_kwargs: Mapping[str, Any] | None = None
-    zero: int = 0
-    zero_scope: str = "node"
+    zero: Zero = 0
+    zero_scope: ZeroScope = "node"
     bucket_cap_mb: float = 25.0
     precision: Precision | None = None
     loss_weight: Callable[..., Any] | None = None
@@ -56,16 +70,18 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, (fits, kind) = getattr(self, field.name), _KINDS.get(field.name, _ANYTHING)
-            if value is not field.default and not fits(value):
-                raise RunError(f"{field.name} is {' '.join(repr(value).split()):.100}; it is {kind}")
+            value = getattr(self, field.name)
+            if value is not field.default:
+                check(RunError, _KINDS, **{field.name: value})
         if self.microbatches is not None and self.microbatches < 1:
             raise RunError(f"microbatches={self.microbatches}; at least 1 is needed")
+        if self.microbatches is not None and 2 * self.microbatches > MOST_ACTIONS:
+            raise RunError(f"microbatches={self.microbatches}; a table goes up to {MOST_ACTIONS:,} actions")
         if self.zero not in (0, 1, 2, 3):
             raise RunError(f"zero={self.zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
         if self.zero_scope not in ("node", "data"):
             raise RunError(f'zero_scope={self.zero_scope!r}; write "node" or "data"')
-        if not self.bucket_cap_mb > 0:
+        if not 0 < self.bucket_cap_mb < math.inf:
             raise RunError(f"bucket_cap_mb={self.bucket_cap_mb}; write a size above 0, in MiB")
         if self.memory_per_rank is not None and not self.memory_per_rank > 0:
             raise RunError(f"memory_per_rank={self.memory_per_rank}; write a number above 0, in bytes")
@@ -150,46 +166,34 @@ _OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
 """Options that may differ: a rank is given its own data, and the path of its own disk."""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, Integral) and value in (0, 1)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, (str, Mapping, Tensor))
-
-
-_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "loss_fn": (callable, "a function (output, target) -> loss"),
-    "microbatches": (_is_whole, "a whole number"),
-    "batch_dim": (lambda value: _is_whole(value) or _is_mapping(value), "a dimension, or a dict input -> dimension"),
-    "placement": (_is_mapping, "a dict stage name -> pipe rank"),
-    "tracer": (lambda value: isinstance(value, str), "a name out of fxpipe.TRACERS"),
-    "example_args": (_is_list, "the inputs as a tuple, (x,) where there is one"),
-    "example_kwargs": (_is_mapping, "a dict input name -> value"),
-    "zero": (_is_whole, "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"),
-    "bucket_cap_mb": (_is_number, "a size in MiB"),
-    "loss_weight": (callable, "a function of a micro-batch's inputs"),
-    "memory_per_rank": (_is_number, "a number of bytes"),
-    "init_fn": (callable, "a function (module) -> None"),
-    "parallelize": (callable, "a function (stage_module, mesh) -> None"),
-    "stage_compiler": (callable, "a function such as torch.compile"),
-    "check_batches": (_is_flag, "True or False"),
-    "check_capture": (_is_flag, "True or False"),
-    "error_if_nonfinite": (_is_flag, "True or False"),
-    "timeout": (_is_number, "a number of seconds"),
-    "passes": (_is_list, "a list of functions Program -> Program"),
+_KINDS: Mapping[str, Expected] = {
+    "loss_fn": Expected(callable, "a function (output, target) -> loss"),
+    "microbatches": Expected(is_whole, "a whole number"),
+    "batch_dim": Expected(
+        lambda value: is_whole(value) or (is_mapping(value) and all(map(or_none(is_whole), value.values()))),
+        "a dimension, or a dict input -> dimension or None",
+    ),
+    "placement": Expected(
+        lambda value: is_mapping(value) and all(map(is_whole, value.values())), "a dict stage name -> pipe rank"
+    ),
+    "tracer": Expected(is_text, "a name out of fxpipe.TRACERS"),
+    "example_args": Expected(is_list, "the inputs as a tuple, (x,) where there is one"),
+    "example_kwargs": Expected(
+        lambda value: is_mapping(value) and all(map(is_text, value)), "a dict input name -> value"
+    ),
+    "zero": Expected(is_whole, "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"),
+    "bucket_cap_mb": Expected(is_number, "a size in MiB"),
+    "loss_weight": Expected(callable, "a function of a micro-batch's inputs"),
+    "memory_per_rank": Expected(is_number, "a number of bytes"),
+    "init_fn": Expected(callable, "a function (module) -> None"),
+    "parallelize": Expected(callable, "a function (stage_module, mesh) -> None"),
+    "stage_compiler": Expected(callable, "a function such as torch.compile"),
+    "check_batches": Expected(is_flag, "True or False"),
+    "check_capture": Expected(is_flag, "True or False"),
+    "error_if_nonfinite": Expected(is_flag, "True or False"),
+    "timeout": Expected(is_number, "a number of seconds"),
+    "passes": Expected(
+        lambda value: list_of(callable)(value) and len(value) > 0, "a list of functions Program -> Program"
+    ),
 }
 """Option → whether a value can be meant, and what it is in words. What is not here is looked at by its own room."""
-_ANYTHING = (lambda value: True, "")

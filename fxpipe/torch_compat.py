@@ -44,6 +44,8 @@ __all__ = [
     "DROPOUTS",
     "DUAL_NUMBERS",
     "FAKE_TENSOR_LOG",
+    "METADATA_CLASSES",
+    "METADATA_FUNCTIONS",
     "MODULE_TABLES",
     "RECURRENT_CACHES",
     "SPECTRAL_NORM",
@@ -87,6 +89,7 @@ __all__ = [
     "schema_of",
     "set_grad_enabled",
     "storage_id",
+    "storage_info",
     "version_of",
     "vmap_home",
     "wrapper",
@@ -234,6 +237,31 @@ def default_store() -> dist.distributed_c10d.Store:
     """The store that the processes met in."""
     store: dist.distributed_c10d.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+# --- checkpoints: what torch writes into the ``.metadata`` of a folder
+
+METADATA_CLASSES = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+        "MetadataIndex StorageMeta".split()
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+"""(module, name) of those whose instances are there with their attributes."""
+METADATA_FUNCTIONS = {
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+}
+"""Those that are called there with one argument."""
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where a part of a tensor is. Imported here, since it brings all of torch.distributed.checkpoint."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 # --- FSDP2: torch.distributed.pipelining calls the same

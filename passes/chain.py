@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, noted
 from fxpipe.graph.program import Program, is_compute, made_by
 
 Pass = Callable[[Program], Program]
@@ -23,7 +23,8 @@ def chain(passes: Sequence[Pass], program: Program, callbacks: Sequence[Callback
     looking_on = _from_environment() if callbacks is None else callbacks
     for step in passes:
         start = time.perf_counter()
-        after = step(program)
+        with noted(lambda: f"in the pass {_name(step)}"):  # noqa: B023  (called before the next)
+            after = step(program)
         seconds = time.perf_counter() - start
         for callback in looking_on:
             callback(step, program, after, seconds)

@@ -33,6 +33,9 @@ import torch.distributed as dist
 
 SECONDS = 120.0  # for a call, once its workers have started; with what follows, less than a test's own limit
 START_SECONDS = 100.0  # for a worker to import torch
+SLOW_TO_IMPORT = ["tests.hf"]  # transformers: a second in each worker
+RARELY = 10_000
+"""Objects made until Python looks for garbage; 700 by default."""
 _FOR_STACKS = 2.0
 _FOR_THE_END = 5.0
 
@@ -135,9 +138,9 @@ class Pool:
 
 
 def forking() -> ForkServerContext:
-    """Processes like spawned ones, forked from a server that has imported torch and fxpipe."""
+    """Processes like spawned ones, forked from a server that has imported torch, fxpipe and what tests here have."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
+    context.set_forkserver_preload(["tests.preloaded", *(name for name in SLOW_TO_IMPORT if name in sys.modules)])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by OpenMP when the server imports torch
     return context
 
@@ -197,6 +200,7 @@ def _work(connection: Connection, stacks: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the test's process, which ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    gc.set_threshold(RARELY)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         connection.send_bytes(pickle.dumps(None))

@@ -3,6 +3,7 @@
 None of it starts a thread or draws a number.
 """
 
+import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp

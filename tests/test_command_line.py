@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from fxpipe.__main__ import main
 from fxpipe.distributed.topology import Topology
+from fxpipe.parameters.weights import Weights
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import WORKED, chain
+from tests.run.test_loading import Trained
 
 ROOT = Path(__file__).parents[1]
 EDGES = "--edges", "0-1,1-4,2-3,3-4"
@@ -216,6 +219,60 @@ def test_a_big_topology_is_printed(run: Run) -> None:
     assert printed(run("topology", "pp=16,tp=8,dp=128", "--ranks-per-node", "8")).startswith("16384 ranks")
 
 
+# --- checkpoint ---
+
+
+def test_checkpoints_are_shown_verified_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = Trained()
+    trained.save(tmp_path / "run", 1)
+    trained.step()
+    trained.save(tmp_path / "run", 2)
+    assert main(["checkpoint", "show", "run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:]] == [["step-000002", "2"], ["step-000001", "1"]]
+    assert main(["checkpoint", "show", "run/step-000002"]) == 0
+    assert re.search(r"model: 4 tensors, 49 numbers\n(.*\n)*first\.weight +\[8, 4\] +float32", capsys.readouterr().out)
+    assert main(["checkpoint", "verify", "run"]) == 0
+    assert capsys.readouterr().out.startswith("step-000002: whole, step 2, 3 files\nstep-000001: whole")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["checkpoint", "export", "run", "out", "--config", "config.json"]) == 0
+    assert capsys.readouterr().out == "out/model.safetensors: 4 tensors of step 2\n"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    for name, tensor in Weights.open(tmp_path / "out" / "model.safetensors").entries.items():  # by the library
+        assert tensor.shape == trained.values()[name].shape
+        assert torch.equal(Weights.open(tmp_path / "out").read(name), trained.values()[name])
+    assert main(["checkpoint", "export", "run", "first", "--prefix", "first."]) == 0
+    assert Weights.open(tmp_path / "first").names == ("bias", "weight")
+    capsys.readouterr()
+    data = tmp_path / "run" / "step-000002" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    assert main(["checkpoint", "verify", "run"]) == 1
+    assert re.match(r"fxpipe: step-000002: .* was altered.*\nstep-000001: whole", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["show", "nowhere"], 1, "nowhere has no checkpoint of fxpipe.save"),
+        (["export", "run"], 2, "write checkpoint export PATH OUT"),
+        (["verify", "run", "out"], 2, "the others take PATH alone"),
+        (["draw", "run"], 2, "invalid choice: 'draw'"),
+    ],
+)
+def test_a_wrong_checkpoint_command_is_told(
+    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        found = main(["checkpoint", *arguments])
+    except SystemExit as end:
+        found = int(str(end.code))
+    assert found == code
+    assert says in capsys.readouterr().err
+
+
 # --- help ---
 
 
@@ -298,7 +355,7 @@ REFUSED = {
     "an axis of nothing": (("topology", "pipe=0"), 'axis "pipe" has size 0'),
     "an axis twice": (("topology", "pipe=2,pp=2"), "both the pipe axis"),
     "a node that does not fit": (("topology", "pipe=2,data=4", "--ranks-per-node", "3"), "does not divide the 8 ranks"),
-    "far too many ranks": (("topology", "pipe=9000000000,data=9"), "this command prints up to 1,000,000"),
+    "far too many ranks": (("topology", "pipe=9000000000,data=9"), "write sizes whose product is at most 1,000,000"),
 }
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 # A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
 FLOORS = """
     torch_compat
-    errors precision progress seeds
+    errors kinds precision progress seeds
     options
     graph schedules
     distributed formats passes trace
@@ -43,7 +43,10 @@ IMPORTS_LAZILY = "fxpipe/__init__.py"
 PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
-MAY_NAME_IT_TOO = {"fxpipe/parameters/dtensors.py", "fxpipe/parameters/weight_files.py"}
+MAY_NAME_IT_TOO = {
+    "fxpipe/parameters/dtensors.py",
+    *(f"fxpipe/parameters/saving/{name}.py" for name in ("metadata", "reader", "writer")),
+}
 PYTHONS = set("_replace _fields _getframe _exit _SubParsersAction".split())
 """Private by their form; what Python's documentation names."""
 

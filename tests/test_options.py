@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.options import Options
+from fxpipe.options import Options, TracerName, Zero, ZeroScope
+from fxpipe.schedules import ScheduleName
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
 
@@ -36,6 +38,13 @@ def test_preview_takes_some_of_them() -> None:
 def test_each_option_is_told_of_by_the_docstring_of_compile() -> None:
     told = inspect.getdoc(fxpipe.compile) or ""
     assert [name for name in FIELDS if name not in told] == []
+
+
+def test_a_type_checker_knows_the_names_that_there_are() -> None:
+    assert set(get_args(ScheduleName)) == set(fxpipe.SCHEDULES)
+    assert set(get_args(TracerName)) == set(fxpipe.TRACERS)
+    for zero, scope in itertools.product(get_args(Zero), get_args(ZeroScope)):
+        assert Options(zero=zero, zero_scope=scope).zero == zero
 
 
 def test_options_are_frozen() -> None:
@@ -62,6 +71,7 @@ def test_a_batch_is_cut_into_as_many_as_asked_for_or_four_a_rank(asked: int | No
         ({"microbatches": 4.0}, "microbatches is 4.0; it is a whole number"),
         ({"microbatches": True}, "microbatches is True; it is a whole number"),
         ({"microbatches": 0}, "microbatches=0; at least 1 is needed"),
+        ({"microbatches": 10**30}, "a table goes up to 1,000,000 actions"),
         ({"zero": True}, "zero is True; it is 0, 1"),
         ({"zero": 4}, "zero=4; write 0, 1"),
         ({"check_batches": "no"}, "check_batches is 'no'; it is True or False"),
@@ -91,7 +101,11 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(option: dict[str, An
 def test_what_can_be_meant_is_taken() -> None:
     inputs = {"x": torch.ones(2, 3)}
     taken = Options(
-        microbatches=np.int64(2), check_batches=1, bucket_cap_mb=np.float32(3), example_args=inputs.values()
+        microbatches=np.int64(2),
+        check_batches=1,
+        check_capture=np.True_,
+        bucket_cap_mb=np.float32(3),
+        example_args=inputs.values(),
     )
     assert taken.microbatches_on(4) == 2
     assert taken.has_example

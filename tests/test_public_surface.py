@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,13 @@ def is_record(value: Any) -> bool:
 
 def test_every_public_name_is_where_it_was_with_the_parameters_it_had() -> None:
     assert sorted(surface()) == LIST.read_text().splitlines()
+
+
+def test_the_version_stands_in_one_place() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fxpipe.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+\w*", fxpipe.__version__)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 TABLE = """
 compiler: options whole/transparency
+kinds: whole/wrong_inputs options
 torch_compat: imports
 distributed/broadcast: sharding/reducer
 distributed/last_words: distributed/watch
@@ -22,6 +23,7 @@ distributed/preflight: distributed/watch
 distributed/process_state: distributed/watch
 distributed/whereabouts: distributed/watch
 distributed/connect: distributed/strict_transport distributed/torch_transport
+distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline
 distributed/transport: distributed/strict_transport distributed/torch_transport
 formats/words: formats/svg_picture formats/html_page
@@ -32,6 +34,7 @@ graph/topological: passes/partition graph/stage_graph
 parameters/dtensors: sharding/parallelize
 parameters/initialise: parameters/materialise parameters/materialise_hf
 parameters/ownership: parameters/materialise sharding/fully_sharded
+parameters/saving/: parameters/saving
 parameters/unwritten: parameters/materialise
 parameters/weight_files: parameters/weights
 plan/agreement: whole/refusals whole/bugs_values plan/signatures
@@ -49,6 +52,8 @@ run/failing: whole/refusals whole/bugs_refusals
 run/forward_backward: whole/transparency
 run/item_numbers: whole/whole_batch
 run/outputs: run/evaluate
+run/random_state: whole/save_load
+run/run_state: whole/save_load run/loading
 run/rank_state: parameters/meta parameters/materialise
 run/replicas: run/evaluate
 run/step: whole/transparency run/executor
@@ -57,6 +62,7 @@ run/timeline_recorder: run/measured_timeline
 run/to_host: run/batch_check run/finite
 run/user_warning: run/batch_check
 schedules/dependency: schedules/lower schedules/verify
+schedules/given: whole/wrong_inputs
 schedules/families/: schedules/families schedules/families_closed_forms schedules/lower_bound
 schedules/no_gc: schedules/families
 sharding/flat_bucket: sharding/reducer
@@ -65,6 +71,7 @@ sharding/fsdp_gradients: sharding/fully_sharded
 sharding/optimizer_state: sharding/distributed_optimizer whole/resume whole/bugs_checkpoint
 sharding/parallelize/: sharding/parallelize
 sharding/parameter_groups: sharding/distributed_optimizer
+sharding/plain_optimizer: whole/resume run/loading
 sharding/stepped_piece: sharding/distributed_optimizer
 trace/attributes: trace/export trace/record
 trace/crossing: trace/every_tracer trace/symbolic

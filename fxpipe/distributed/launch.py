@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from fxpipe.distributed.last_words import end_with
 from fxpipe.distributed.processes import init
+from fxpipe.distributed.stores import LOOPBACK, local_store, loopback_interface
 from fxpipe.errors import RunError, TopologyError
+from fxpipe.kinds import is_whole, shown
 
 T = TypeVar("T")
 
@@ -32,6 +34,9 @@ _EXIT_SECONDS = 30.0
 
 
 _END_SECONDS = 5.0
+
+_MOST_PROCESSES = 256
+"""On one machine: each imports torch, and a slip of the hand must not eat the memory."""
 
 
 def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
@@ -43,25 +48,27 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
     none of the processes is left; when the calling process is killed, they end as well.
 
     Raises:
-        TopologyError: ``nproc`` is below 1.
+        TopologyError: ``nproc`` is below 1, or above 256.
         RunError: ``fn`` cannot be pickled, or a process failed: with its rank and traceback, and without
             waiting for the others, which are ended.
     """
-    if nproc < 1:
-        raise TopologyError(f"launch(..., nproc={nproc}) starts no process: write 1 or more")
+    if not callable(fn):
+        raise RunError(f"fn is {shown(fn)}; it is a function, defined at the top of a module")
+    if not is_whole(nproc) or not 1 <= nproc <= _MOST_PROCESSES:
+        raise TopologyError(f"nproc is {shown(nproc)}; it is a whole number from 1 to {_MOST_PROCESSES}")
     task = _pickled_task(fn, args)
     # The store lives here, as torchrun's does: nobody can take its port, and no rank's end takes it away.
-    # (TCPStore is documented as torch.distributed's, but not marked as exported.)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store, port = local_store()
     workers = [_Worker(rank, task) for rank in range(nproc)]
     try:
         for worker in workers:
-            with _environment(_variables(worker.rank, nproc, store.port)):
+            with _environment(_variables(worker.rank, nproc, port)):
                 worker.start()
         results: list[T] = _results(workers)
         _join_all(workers, _EXIT_SECONDS)
     finally:
         _end(workers)
+        del store  # until here it must live
     return results
 
 
@@ -153,11 +160,14 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(nproc),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store runs already: rank 0 is not to start one
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
+    interface = loopback_interface()
+    if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
+        variables["GLOO_SOCKET_IFNAME"] = interface  # nobody but these processes is to reach them
     if torch.cuda.device_count() < nproc:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     return variables

@@ -15,7 +15,7 @@ from fxpipe.distributed.traffic import Moved, Traffic
 from fxpipe.distributed.transport import Pair, Transport
 
 # What each rank of a ring of k sends to work on n bytes in all is this many times n(k − 1)/k. To or from a root it is
-# so on average: one end of the chain sends nothing. What gather carries is pickled, and a few bytes.
+# so on average: one end of the chain sends nothing. What gather carries is a few bytes.
 _RING = {
     "all_reduce": 2,
     "maximum": 2,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.distributed.last_words import install
+from fxpipe.distributed.stores import job_store
 from fxpipe.distributed.topology import served_device_type
 from fxpipe.distributed.watch import watch
 from fxpipe.errors import RunError, TopologyError
@@ -34,6 +35,8 @@ class ProcessPlace:
     port: int
     # srun may show each process nothing but its own GPU, whatever its local rank.
     gpu_may_be_private: bool = False
+    # SLURM's job and step, where they alone give the port, so that another job's may be the same.
+    job: str = ""
 
 
 def init(timeout: float = TIMEOUT) -> torch.device:
@@ -41,7 +44,8 @@ def init(timeout: float = TIMEOUT) -> torch.device:
 
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. SLURM, under srun with several tasks:
     SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; processes meet on the first host of SLURM_STEP_NODELIST (or
-    SLURM_JOB_NODELIST) at a port that SLURM_JOB_ID gives, unless MASTER_ADDR and MASTER_PORT say otherwise.
+    SLURM_JOB_NODELIST) at a port that SLURM_JOB_ID and SLURM_STEP_ID give, unless MASTER_ADDR and MASTER_PORT say
+    otherwise; that nobody else is met there is checked.
     With neither, this is the only process and nothing is started. Nothing is done, either, where
     torch.distributed has been started already.
 
@@ -118,9 +122,10 @@ def slurm_place(environ: Mapping[str, str]) -> ProcessPlace | None:
         variable = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
         address = first_host(environ.get(variable, ""), variable)
     if environ.get("MASTER_PORT"):
-        port = _number(environ, "MASTER_PORT", 1, 65535)
+        port, job = _number(environ, "MASTER_PORT", 1, 65535), ""
     else:
-        port = slurm_port(_number(environ, "SLURM_JOB_ID", 0))
+        number, step = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_STEP_ID", 0, default=0)
+        port, job = slurm_port(number, step), f"{number}.{step}"
     return ProcessPlace(
         rank=_number(environ, "SLURM_PROCID", 0, world_size - 1),
         world_size=world_size,
@@ -128,6 +133,7 @@ def slurm_place(environ: Mapping[str, str]) -> ProcessPlace | None:
         address=address,
         port=port,
         gpu_may_be_private=True,
+        job=job,
     )
 
 
@@ -150,12 +156,14 @@ def first_host(nodelist: str, variable: str = "SLURM_JOB_NODELIST") -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
-def slurm_port(job_id: int) -> int:
-    """The port at which a job's processes meet: the same for all of them, and another for the next job.
+def slurm_port(job_id: int, step: int = 0) -> int:
+    """The port at which the processes of a job's step meet: the same for all of them, and another for the next job or
+    step.
 
-    It lies below 32768, where the ports begin that Linux hands out by itself.
+    It lies below 32768, where the ports begin that Linux hands out by itself. Two of 20,000 jobs have the same one,
+    which ``job_store`` tells.
     """
-    return 12000 + job_id % 20000
+    return 12000 + (job_id + 7919 * step) % 20000
 
 
 def _number(
@@ -186,10 +194,12 @@ def _gpu(place: ProcessPlace, count: int) -> int:
 def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
     cuda = device.type == "cuda"
     host = f"[{place.address}]" if ":" in place.address else place.address  # an IPv6 address
+    store = job_store(place.address, place.port, place.rank, place.job) if place.job else None
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            init_method=f"tcp://{host}:{place.port}",
+            init_method=None if store is not None else f"tcp://{host}:{place.port}",
+            store=store,
             world_size=place.world_size,
             rank=place.rank,
             timeout=datetime.timedelta(seconds=timeout),

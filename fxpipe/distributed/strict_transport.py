@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import threading
 from collections import deque
@@ -25,6 +24,7 @@ from fxpipe.distributed.collective import Collective, PeerLost, Scope, Work
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import decode, encode_for_all
 
 T = TypeVar("T")
 
@@ -244,7 +244,8 @@ class StrictTransport:
         return transfer
 
     def gather(self, scope: str, item: Any) -> list[Any]:
-        return [copy.deepcopy(other) for other in self._meet(scope, "gather", item)]
+        told = self._meet(scope, "gather", encode_for_all(item))
+        return [decode(each, f"rank {rank}") for each, rank in zip(told, self._ranks[scope], strict=True)]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         return tuple(self._meet(scope, "gather_int", item))

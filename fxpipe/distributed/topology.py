@@ -7,17 +7,19 @@ only they import it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tabulate import tabulate
 
 from fxpipe.errors import TopologyError, nearest
+from fxpipe.kinds import is_flag, shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "tensor", "tp": "tensor"}
 # No axis, but a group: the ranks that work on one replica's data.
 MODEL = "model"
+
+MOST_RANKS = 1_000_000
+"""What can still be listed: a slip of the hand must not eat the machine."""
 
 # How many ranks of a group a printed row shows, and how many characters of groups.
 _SHOWN_RANKS = 8
@@ -45,8 +50,9 @@ class Topology:
             None: all of them.
 
     Raises:
-        TopologyError: unknown, repeated or no axes; a size below 1; ``ranks_per_node`` that does not divide
-            the number of ranks, or that leaves a data group with more ranks in one node than in another.
+        TopologyError: unknown, repeated or no axes; a size below 1, or over a million ranks in all;
+            ``ranks_per_node`` that does not divide the number of ranks, or that leaves a data group with more ranks in
+            one node than in another.
 
     >>> topo = Topology([("pipe", 2), ("tensor", 2), ("data", 4)])
     >>> topo.coordinate(13)
@@ -60,9 +66,44 @@ class Topology:
         self._sizes = tuple(size for _, size in self._axes)
         self._index = {ROLES[name]: index for index, (name, _) in enumerate(self._axes)}
         self._world_size = math.prod(self._sizes)
+        if self._world_size > MOST_RANKS:
+            raise TopologyError(f"{self._shape()} is too large: write sizes whose product is at most {MOST_RANKS:,}")
         self._ranks_per_node = None if ranks_per_node is None else self._checked_node(ranks_per_node)
         self._live: _Live | None = None
         self._has_sampler = False
+
+    @classmethod
+    def fit(
+        cls,
+        world_size: int,
+        *,
+        pipe: int,
+        tensor: int = 1,
+        rows: int | None = None,
+        ranks_per_node: int | None = None,
+    ) -> Topology:
+        """The topology of so many ranks, for a run that is started again with fewer or more: data takes what is left.
+
+        >>> Topology.fit(8, pipe=2, rows=256), Topology.fit(4, pipe=2, rows=256)
+        (Topology([('pipe', 2), ('data', 4)]), Topology([('pipe', 2), ('data', 2)]))
+
+        Args:
+            world_size: how many processes run, such as ``int(os.environ["WORLD_SIZE"])``.
+            pipe: how many ranks a pipeline has.
+            tensor: how many ranks share a stage.
+            rows: of a whole step, over all replicas; each is then given ``rows // topology.size("data")``, so that
+                steps stay what they were. None: nothing is checked.
+            ranks_per_node: as in the constructor.
+
+        Raises:
+            TopologyError: the ranks are no multiple of ``pipe × tensor``, or the rows none of the replicas.
+        """
+        model = _positive(pipe, "pipe") * _positive(tensor, "tensor")
+        data = _replicas(_positive(world_size, "world_size"), model, f"pipe {pipe} × tensor {tensor}")
+        if rows is not None:
+            _check_rows(_positive(rows, "rows"), data, model)
+        axes = [("pipe", pipe), ("tensor", tensor), ("data", data)]
+        return cls([(name, size) for name, size in axes if name != "tensor" or size > 1], ranks_per_node)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -191,7 +232,7 @@ class Topology:
             )
         return live.groups[key]
 
-    def data_mesh(self, zero_scope: str = "node") -> DeviceMesh:
+    def data_mesh(self, zero_scope: Literal["node", "data"] = "node") -> DeviceMesh:
         """This rank's data group as a 2-dimensional ``DeviceMesh``, (replica, shard).
 
         Made on the first call, which every rank must make, in the same order where there are both. It covers this group
@@ -263,6 +304,10 @@ class Topology:
                 f"{type(dataset).__name__} has no length, so that no sampler can draw from it: in its __iter__ give "
                 "every topo.data_size-th row from number topo.data_rank on"
             )
+        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not is_flag(flag):
+                raise TopologyError(f"{name} is {shown(flag)}; it is True or False")
+        seed = _whole(seed, "the sampler's seed")
         self._has_sampler = True
         return DistributedSampler(
             dataset,  # type: ignore[arg-type]
@@ -286,7 +331,11 @@ class Topology:
             TopologyError: the mesh names no dimensions or unknown ones, covers only some of the processes,
                 or orders its ranks otherwise than row-major.
         """
-        names = mesh.mesh_dim_names
+        names = getattr(mesh, "mesh_dim_names", "")
+        if names == "":
+            raise TopologyError(
+                f'{shown(mesh)} is no Topology, and no DeviceMesh: write fxpipe.Topology([("pipe", 2), ("data", 4)])'
+            )
         if names is None:
             raise TopologyError(
                 f"a DeviceMesh of shape {tuple(mesh.shape)} names no dimensions: "
@@ -454,10 +503,10 @@ def _new_group(groups: list[list[int]]) -> ProcessGroup:
 def _checked_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     checked: list[tuple[str, int]] = []
     roles: dict[str, str] = {}
-    for axis in axes:
+    for axis in axes if isinstance(axes, Iterable) else [axes]:
         if not isinstance(axis, tuple | list) or len(axis) != 2 or not isinstance(axis[0], str):
             raise TopologyError(
-                f'an axis is a (name, size) pair, got {axis!r}: write Topology([("pipe", 2), ("data", 4)])'
+                f'an axis is a (name, size) pair, got {shown(axis)}: write Topology([("pipe", 2), ("data", 4)])'
             )
         name, size = axis[0], _whole(axis[1], f'the size of axis "{axis[0]}"')
         role = _role(name)
@@ -473,17 +522,43 @@ def _checked_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...
 
 
 def _role(axis: str) -> str:
-    role = ROLES.get(axis)
+    role = ROLES.get(axis) if isinstance(axis, str) else None
     if role is None:
-        raise TopologyError(f'unknown axis "{axis}"{nearest(axis, ROLES)}')
+        raise TopologyError(f'unknown axis "{axis!s:.100}"{nearest(axis, ROLES)}')
     return role
 
 
 def _whole(value: int, what: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TopologyError(f"{what} must be a whole number, got {value!r}") from None
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool):
+            return operator.index(value)
+    raise TopologyError(f"{what} must be a whole number, got {shown(value)}")
+
+
+def _positive(value: int, what: str) -> int:
+    if _whole(value, what) < 1:
+        raise TopologyError(f"{what} is {value}: write 1 or more")
+    return _whole(value, what)
+
+
+def _replicas(ranks: int, model: int, what: str) -> int:
+    """How many replicas so many ranks make, of ``model`` ranks each."""
+    if ranks % model:
+        fewer, more = ranks // model * model, (ranks // model + 1) * model
+        start = f"{fewer} or {more}" if fewer else f"{more}"
+        raise TopologyError(f"{ranks} ranks are no multiple of {what}: start {start}, or write another pipe=")
+    return ranks // model
+
+
+def _check_rows(rows: int, data: int, model: int) -> None:
+    """TopologyError where replicas cannot share the rows of a step evenly; with numbers of ranks that can."""
+    if rows % data:
+        sizes = [size for size in range(1, min(rows, 4 * data) + 1) if rows % size == 0]
+        near = sorted(sorted(sizes, key=lambda size: abs(size - data))[:3])
+        raise TopologyError(
+            f"{rows} rows of a step are no multiple of {data} replicas, and a step would be another one: start "
+            f"{' or '.join(str(model * size) for size in near)} ranks, or write another pipe= or rows="
+        )
 
 
 def _axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:

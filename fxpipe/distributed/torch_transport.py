@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import datetime
 import os
-import pickle
 import signal
 import threading
 import time
@@ -37,6 +36,7 @@ from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, reduce_scatter_single
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
@@ -268,14 +268,13 @@ class DistributedTransport:
         group, count = self._member(self._hosts, scope), len(self._ranks[scope])
         if count == 1:
             return [item]
-        # torch's all_gather_object needs NumPy. Pickled, and filled up to the longest.
-        pickled = pickle.dumps(item)
-        sizes = self.gather_int(scope, len(pickled))
-        longest = max(sizes)
-        mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
+        # torch's all_gather_object pickles. As data, and filled up to the longest.
+        told, names = encode_for_all(item), [f"rank {rank}" for rank in self._ranks[scope]]
+        longest = max(map(check_length, self.gather_int(scope, len(told)), names))
+        mine = torch.frombuffer(bytearray(told.ljust(longest)), dtype=torch.uint8)
         items = torch.empty(count * longest, dtype=torch.uint8, device="cpu")
         self._together("an all-gather", scope, group, all_gather_single, items, mine)
-        return [pickle.loads(bytes_of(each)) for each in items.chunk(count)]
+        return [decode(bytes_of(each), name) for each, name in zip(items.chunk(count), names, strict=True)]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         group = self._member(self._hosts, scope)

@@ -50,7 +50,10 @@ class Transport(Protocol):
     def receive(self, pair: Pair, buffer: Tensor) -> Work: ...
 
     def gather(self, scope: str, item: Any) -> list[Any]:
-        """Every rank's ``item``, by rank in the group: small picklable objects, on the host."""
+        """Every rank's ``item``, by rank in the group: plain data as ``plain_data`` has it, on the host.
+
+        RunError on all of them alike where one rank's item is none.
+        """
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         """The same for one 63-bit integer, faster."""

@@ -24,6 +24,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.formats.csv_messages import COMPUTE, MESSAGES, Cell, Token, ends_of, faults
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import in_steps
+from fxpipe.schedules.given import check_given, nested
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
 from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import execution_order
@@ -55,7 +56,9 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
         raise ScheduleError(f"{name} holds no action; write a line per rank, as in 0F0,0F1,,0B0,,0B1")
     _check_stages(lines)
     placement = _placement(rows)
-    links = itertools.pairwise(range(len(placement))) if edges is None else ((int(a), int(b)) for a, b in edges)
+    links: Iterable[tuple[int, int]] = itertools.pairwise(range(len(placement)))
+    if edges is not None:
+        check_given(edges=(links := nested(edges)))
     differentiated = {action.stage for row in rows for action in row if action.op is not Op.F}
     schedule = Schedule(
         rows=rows,

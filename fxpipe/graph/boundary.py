@@ -7,8 +7,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from fxpipe.errors import TraceError
+from fxpipe.kinds import shown
+
 T = TypeVar("T")
 
+_NO_TENSOR = (int, float, complex, str, bytes)
 _recorder: Callable[[Any, str | None], Any] | None = None
 _recording_thread = 0
 _ignored = False
@@ -24,14 +28,19 @@ def stage_boundary(value: T, *, name: str | None = None) -> T:
         value: a tensor, or any tuple, list or dict that holds tensors: one boundary carries them all, and what is no
             tensor passes through unchanged.
         name: names the stage that the boundary opens, the code behind it.
+
+    Raises:
+        TraceError: the value is a number or a text (in a capture: it holds no tensor), or the name is none.
     """
-    if _recorder is None:
-        return value
-    return _record(value, name)
+    return value if _recorder is None and not isinstance(value, _NO_TENSOR) else _record(value, name)
 
 
 def _record(value: T, name: str | None) -> T:
+    if not (name is None or (isinstance(name, str) and name)):
+        raise TraceError(f"stage_boundary is given name={shown(name)}; it is the name of the stage behind it, a text")
     if _recorder is None or _ignored or threading.get_ident() != _recording_thread:
+        if isinstance(value, _NO_TENSOR):
+            raise TraceError(f"stage_boundary is given {shown(value)}; give it the tensors that cross the cut")
         return value  # or another thread's eager call while this process captures a model
     captured: T = _recorder(value, name)
     return captured

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import admitted
 
 ITEMS = "num_items_in_batch"
 """The input that Hugging Face's losses divide by in place of a micro-batch's own labels; float32, 0-dimensional."""
 
 
+@admitted
 @dataclass(frozen=True)
 class TensorLike:
     """What a tensor is, without its numbers. ``device``: its type only. ``stride``: of the whole batch's tensor."""

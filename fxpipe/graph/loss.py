@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.kinds import is_number, shown
 
 
 class Sum(NamedTuple):
@@ -53,6 +54,8 @@ def read_loss(result: Any) -> MicrobatchLoss:
     count = None
     if isinstance(loss, Sum):
         loss, count = loss
+        if not _is_count(count):
+            raise RunError(f"fxpipe.Sum has count={shown(count)}; it is a number of items, or a tensor with one")
     if not _is_scalar(loss):
         raise RunError(
             f"the loss must be one number, but the model returned {_describe(loss)}; "
@@ -63,6 +66,12 @@ def read_loss(result: Any) -> MicrobatchLoss:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return is_number(value) and value >= 0
 
 
 def _is_metric(value: Any) -> bool:

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import admitted
 from fxpipe.torch_compat import pytree
 
 _LINE = 64  # bytes of a cache line, to which torch aligns what it allocates
 
 
+@admitted
 @dataclass(frozen=True)
 class TensorMeta:
     """A tensor without its numbers. ``device`` is its type only."""
@@ -63,14 +66,33 @@ class Meta:
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as the container itself, with its leaves' descriptions in it."""
-        return _meta_of, (pytree.tree_unflatten(self.leaves, self.spec),)
+    @property
+    def tree(self) -> Any:
+        """The container itself, with its leaves' descriptions in it, which is how it is told to other ranks."""
+        return pytree.tree_unflatten(self.leaves, self.spec)
+
+    @staticmethod
+    def of(tree: Any, sender: str) -> Meta:
+        """The description that ``sender``, "rank 3", has told as a tree; RunError where it describes no value."""
+        leaves, spec = pytree.tree_flatten(tree)
+        for leaf in leaves:
+            if isinstance(leaf, TensorMeta) and not _is_sound(leaf):
+                raise RunError(f"{sender} has sent what describes no tensor, {leaf!r:.500}; run the same program there")
+        return Meta(spec, tuple(leaves))
 
 
-def _meta_of(tree: Any) -> Meta:
-    leaves, spec = pytree.tree_flatten(tree)
-    return Meta(spec, tuple(leaves))
+def _is_sound(meta: TensorMeta) -> bool:
+    """Whether a tensor can be of this description: it says what memory is taken."""
+    sizes = (*meta.shape, *meta.stride, meta.shift) if type(meta.shape) is type(meta.stride) is tuple else (None,)
+    return (
+        all(type(size) is int and 0 <= size < 2**63 for size in sizes)
+        and len(meta.shape) == len(meta.stride)
+        and meta.shift < _LINE
+        and type(meta.dtype) is torch.dtype
+        and type(meta.requires_grad) is bool
+        and type(meta.device) is str
+        and meta.nbytes < 2**63
+    )
 
 
 def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
@@ -85,6 +107,11 @@ def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
         if not isinstance(leaf, Tensor):
             metas.append(leaf)
             continue
+        if leaf.layout is not torch.strided:
+            raise RunError(
+                f"a tensor of layout {leaf.layout} cannot be sent to other ranks; send what it is made of, such as "
+                "indices and values, or .to_dense()"
+            )
         tensor = leaf.detach().resolve_conj().resolve_neg()
         meta = TensorMeta(
             tuple(tensor.shape),

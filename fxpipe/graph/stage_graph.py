@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any
 
@@ -14,11 +15,14 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.modes import modes_restored
+from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
+from fxpipe.kinds import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 from fxpipe.torch_compat import pytree
 
 
+@admitted
 @dataclass(frozen=True, order=True)
 class Edge:
     """One value on its way from the stage that makes it to one stage that uses it."""
@@ -65,7 +69,9 @@ class Stage:
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
-    def _input_names(self) -> list[str]:
+    @property
+    def input_names(self) -> list[str]:
+        """What its inputs are called: batch inputs as the model calls them, values as their makers do."""
         return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
 
     def _output_names(self) -> list[str]:
@@ -75,12 +81,12 @@ class Stage:
     def forward(self) -> Forward:
         """``forward(*inputs) -> (outputs, saved)``; prints as code."""
         code = self.module.code.strip() if isinstance(self.module, fx.GraphModule) else repr(self.module)
-        return Forward(self.name, self.run, self._input_names(), self._output_names(), code)
+        return Forward(self.name, self.run, self.input_names, self._output_names(), code)
 
     @cached_property
     def backward(self) -> Backward:
         """``backward(saved, gradients) -> input gradients``; prints as code."""
-        return Backward(self.name, self._input_names(), self._output_names())
+        return Backward(self.name, self.input_names, self._output_names())
 
 
 @dataclass(frozen=True)
@@ -152,12 +158,14 @@ class StageGraph:
         return len(self.stages)
 
     def __getitem__(self, key: int | str) -> Stage:
-        if isinstance(key, int):
-            return self.stages[key]
+        if is_whole(key) and -len(self) <= int(key) < len(self):
+            return self.stages[int(key)]
         for stage in self.stages:
             if stage.name == key:
                 return stage
-        raise PartitionError(f"no stage is called {key!r}{nearest(key, self.names)}")
+        if is_text(key):
+            raise PartitionError(f"no stage is called {key!r}{nearest(key, self.names)}")
+        raise PartitionError(f"there is no stage {shown(key)}; write a number from 0 to {len(self) - 1}, or a name")
 
     def __str__(self) -> str:
         rows = []
@@ -211,9 +219,10 @@ class StageGraph:
                 mention.
 
         Raises:
-            PartitionError: a name is no stage or cannot be one, an edge is given twice, the edges form a cycle, or not
-                exactly one stage returns the loss.
+            PartitionError: a name is no stage or cannot be one, a stage cannot be called, an edge is given twice, the
+                edges form a cycle, or not exactly one stage returns the loss.
         """
+        check(PartitionError, _KINDS, stages=stages, edges=edges, inputs=inputs)
         order = _ordered(list(stages), edges)
         index = {name: place for place, name in enumerate(order)}
         unknown = [name for name in inputs if name not in index]
@@ -252,6 +261,32 @@ class StageGraph:
                 module.add_module(name, call)
         names = tuple(dict.fromkeys(name for stage in inputs.values() for name in stage))
         return StageGraph(tuple(built), names, module, origin="the user's callables").with_backward()
+
+
+def _is_pair(value: Any) -> bool:
+    return is_list(value) and len(value) == 2 and all(map(is_text, value))
+
+
+def _is_input(value: Any) -> bool:
+    """A name by which a call can give it."""
+    return is_text(value) and value.isidentifier() and not iskeyword(value)
+
+
+_KINDS: Mapping[str, Expected] = {
+    "stages": Expected(
+        lambda value: (
+            is_mapping(value)
+            and all(map(is_text, value))
+            and all(callable(call) and not isinstance(call, type) for call in value.values())
+        ),
+        "a dict name -> module or function",
+    ),
+    "edges": Expected(list_of(_is_pair), 'a list of pairs of names, [("image", "loss")]'),
+    "inputs": Expected(
+        lambda value: is_mapping(value) and all(map(list_of(_is_input), value.values())),
+        'a dict name -> list of the inputs that a call gives it by name, {"image": ["pixels"]}',
+    ),
+}
 
 
 def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:

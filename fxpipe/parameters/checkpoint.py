@@ -11,8 +11,10 @@ from fxpipe.distributed.broadcast import broadcast
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import CheckpointError, nearest
+from fxpipe.kinds import shown
 from fxpipe.parameters.dtensors import is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.parameters.ownership import Ownership
+from fxpipe.parameters.weights import converts
 
 
 def full_state_dict(
@@ -61,6 +63,8 @@ def _whole(tensor: Tensor, transport: Transport) -> Tensor:
 
 def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
     held, whole = module.state_dict(), model.state_dict()
     unknown = [name for name in state if name not in whole]
     if unknown:
@@ -72,6 +76,13 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
             f"{nearest(missing[0], state)}; load a plain model's state dict, or this rank's own part"
         )
     for name, tensor in held.items():
+        if not isinstance(state[name], Tensor) or state[name].is_meta or state[name].layout is not torch.strided:
+            raise CheckpointError(f"{name} of the state dict is {shown(state[name])}; it is a dense tensor with values")
+        if not converts(state[name].dtype, tensor.dtype):
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, the state dict has it as {state[name].dtype}, and only floats of 16 to 64 "
+                "bits are converted; load one of the model's types"
+            )
         if state[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{name} has shape {list(tensor.shape)}, the state dict has {list(state[name].shape)}"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError, noted
 from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.kinds import shown
 from fxpipe.parameters.ownership import on_meta
 from fxpipe.parameters.unwritten import mark, marks_left
 from fxpipe.seeds import seeded
@@ -27,6 +28,7 @@ InitFn = Callable[[nn.Module], Any]
 
 def reset_parameters(module: nn.Module) -> None:
     """An ``init_fn`` for modules that know how: those of torch.nn, and whatever has a ``reset_parameters``."""
+    _check_module(module)
     for name in ("reset_parameters", "_reset_parameters"):  # the second in nn.MultiheadAttention and nn.Transformer
         reset = getattr(module, name, None)
         if reset is not None:
@@ -34,11 +36,17 @@ def reset_parameters(module: nn.Module) -> None:
             return
 
 
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise RunError(f"{shown(module)} is no nn.Module")
+
+
 def init_weights_of(model: nn.Module) -> InitFn:
     """An ``init_fn`` for models made of several Hugging Face models: each part is initialised by its own rules.
 
     Those are the ``_init_weights`` of the innermost module around it that has one; without any, ``reset_parameters``.
     """
+    _check_module(model)
     rules: dict[int, InitFn] = {}
 
     def note(module: nn.Module, rule: InitFn) -> None:

@@ -7,7 +7,6 @@ checkpoint holds that part, and a piece.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError
+from fxpipe.parameters.saving.manifest import MANIFEST, Manifest
 
 PIECE = 8 * 2**20
 """Bytes that are read at a time; a single row of more than that is read at once."""
@@ -53,10 +53,14 @@ def sources(path: Path) -> Iterator[WeightFile]:
 
 
 def _sources_in(folder: Path) -> Iterable[WeightFile]:
-    """What a folder holds, the first of: an index, safetensors files, what torch.distributed saved, one torch file."""
+    """What a folder holds, the first of: an index, what fxpipe.save wrote, safetensors files, what torch.distributed
+    saved, one torch file."""
     for name in _INDICES:
         if (folder / name).exists():
             return _indexed(folder / name)
+    for saved in (folder, folder / "latest"):
+        if (saved / MANIFEST).exists():
+            return [_saved_run(saved)]
     if tensors := sorted(folder.glob("*.safetensors")):
         return map(_Safetensors, tensors)
     if (folder / ".metadata").exists():
@@ -151,27 +155,27 @@ class _TorchFile:
         return state
 
 
-@dataclass(frozen=True)
 class _Distributed:
-    """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in."""
+    """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in, and as data."""
 
-    path: Path
+    def __init__(self, path: Path, prefix: str = "") -> None:
+        from fxpipe.parameters.saving.reader import FolderReader  # it imports torch.distributed.checkpoint
+
+        self.path, self._prefix = path, prefix
+        self._reader = FolderReader(path)
 
     def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        saved = FileSystemReader(self.path).read_metadata().state_dict_metadata
-        tensors = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-        return {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
+        tensors = self._reader.tensors.items()
+        return {name.removeprefix(self._prefix): one for name, one in tensors if name.startswith(self._prefix)}
 
     def read_into(self, name: str, target: Tensor) -> None:
-        from torch.distributed.checkpoint.state_dict_loader import load
+        self._reader.plan({self._prefix + name: target.detach()})()
 
-        tensor = target.detach()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*in a single process", category=UserWarning)
-            load({name: tensor}, checkpoint_id=self.path, no_dist=True)
+
+def _saved_run(folder: Path) -> WeightFile:
+    """The model of a checkpoint that ``fxpipe.save`` has written: its own names, and nothing of the optimizer."""
+    Manifest.read(folder).check_sizes(folder)
+    return _Distributed(folder, prefix="model.")
 
 
 def _pieces(tensor: Tensor) -> Iterator[slice | None]:

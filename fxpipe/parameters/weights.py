@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, nearest
+from fxpipe.kinds import is_text, shown
 from fxpipe.parameters.weight_files import WeightFile, sources
 
 _SHOWN = 5
@@ -45,11 +46,18 @@ class Weights:
         Raises:
             CheckpointError: there is no such file, it is of no known kind, or two tensors are given one name.
         """
+        if not isinstance(path, (str, os.PathLike)) or path == "":  # which Path takes for the working folder
+            hint = "; load_state_dict() takes a state dict" if isinstance(path, Mapping) else ""
+            raise CheckpointError(f"the checkpoint is {shown(path)}; it is the path of a file or folder{hint}")
+        if rename is not None and not callable(rename):
+            raise CheckpointError(f"rename is {shown(rename)}; it is a function (name) -> name")
         path = Path(path)
         entries: dict[str, Entry] = {}
         for source in sources(path):
             for key, (shape, dtype) in source.entries().items():
                 name = key if rename is None else rename(key)
+                if not is_text(name):
+                    raise CheckpointError(f"rename gives {shown(name)} for {key!r}; it gives a name")
                 if name in entries:
                     _raise_twice(name, entries[name], source, key)
                 entries[name] = Entry(source, key, shape, dtype)
@@ -90,21 +98,23 @@ class Weights:
 
     def check_fits(self, name: str, bearer: str, target: Tensor) -> None:
         """CheckpointError unless the tensor ``name`` can be read into ``target``, which the model calls ``bearer``."""
+        if not isinstance(target, Tensor):
+            raise CheckpointError(f"{bearer} is {shown(target)}; it is a tensor to read into")
         entry = self._entry(name)
         if entry.shape != target.shape:
             raise CheckpointError(
                 f"{bearer} has shape {list(target.shape)}, {self.path} has {list(entry.shape)}; build the model with "
                 "the configuration that the checkpoint was saved with"
             )
-        if not _converts(entry.dtype, target.dtype):
+        if not converts(entry.dtype, target.dtype):
             raise CheckpointError(
                 f"{bearer} is {target.dtype}, {self.path} has it as {entry.dtype}, and only floats of 16 to 64 bits "
                 "are converted, for others may need scales; save the checkpoint with the model's types"
             )
 
     def _entry(self, name: str) -> Entry:
-        if name not in self.entries:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}{likeliest(name, self.names)}")
+        if not is_text(name) or name not in self.entries:
+            raise CheckpointError(f"{self.path} has no tensor {shown(name)}{likeliest(name, self.names)}")
         return self.entries[name]
 
 
@@ -121,7 +131,7 @@ def _raise_twice(name: str, first: Entry, source: WeightFile, key: str) -> None:
     raise CheckpointError(f"two tensors of the checkpoint are called {name!r}: {here} and {there}")
 
 
-def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether a number of one type is the same, but for rounding, in the other; 8-bit ones and integers have scales."""
     plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     return stored == wanted or (stored in plain and wanted in plain)

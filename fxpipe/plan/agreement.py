@@ -14,15 +14,19 @@ from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
+from fxpipe.graph.plain_data import admitted
 from fxpipe.plan.batch import (
     Description,
     bind,
+    check_calls,
     cut_description,
     describe,
     merge,
     row_count,
+    sendable,
     split,
     split_rows,
+    with_own,
 )
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Flags, Pattern, flags_of, pattern_of
@@ -46,6 +50,7 @@ class Agreed:
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
 
 
+@admitted
 @dataclass(frozen=True)
 class _Offer:
     """One rank's side of a call: what it was given, described; or what is wrong with it."""
@@ -71,6 +76,7 @@ class Agreement:
         """This rank's side, and its inputs by name."""
         flags = flags_of(self._planner.module)
         try:
+            check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
         except TypeError as error:
@@ -88,7 +94,8 @@ class Agreement:
         number = self._numbers.setdefault(offer, len(self._numbers))
         key = self._transport.gather_int("pipe", number)
         if key not in self._settled:
-            self._settled[key] = self._decide(self._transport.gather("pipe", offer))
+            told = dataclasses.replace(offer, given=tuple(map(sendable, offer.given)))
+            self._settled[key] = self._decide(self._transport.gather("pipe", told), offer)
         return self._settled[key]
 
     def replan(self, planner: Planner) -> None:
@@ -144,10 +151,12 @@ class Agreement:
         parameters = [p.replace(default=None) if p.name == "target" else p for p in signature.parameters.values()]
         return signature.replace(parameters=parameters)
 
-    def _decide(self, offers: Sequence[_Offer]) -> Agreed:
+    def _decide(self, offers: Sequence[_Offer], mine: _Offer) -> Agreed:
+        """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
         _check_same_call(offers, partial(member, self._transport, "pipe"))
         first = offers[0]
-        merged = [merge([offer.given[place] for offer in offers]) for place in range(len(first.given))]
+        told = zip(*(offer.given for offer in offers), strict=True)
+        merged = [with_own(merge(each), own) for each, own in zip(told, mine.given, strict=True)]
         sizes = self._sizes(merged, first)
         if first.split_evenly:
             merged = [cut_description(merged[0], self._options.batch_dim, size) for size in sizes]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS, TensorLike
+from fxpipe.graph.plain_data import admitted, encode
+from fxpipe.kinds import is_list, is_mapping, shown
 from fxpipe.options import BatchDim
 from fxpipe.torch_compat import pytree
 
@@ -20,6 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 
 
+@admitted
 @dataclass(frozen=True)
 class InputDescription:
     """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
@@ -66,6 +69,15 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
     return values
 
 
+def check_calls(calls: Any) -> None:
+    """TypeError unless these are micro-batches that are split already, (args, kwargs) each."""
+    if not is_list(calls):
+        raise TypeError(f"microbatches is {shown(calls)}; it is a list of (args, kwargs)")
+    for call in calls:
+        if not (isinstance(call, (tuple, list)) and len(call) == 2 and is_list(call[0]) and is_mapping(call[1])):
+            raise TypeError(f"a micro-batch is (args, kwargs), as in ((x, y), {{}}), and this one is {shown(call)}")
+
+
 def required_names(signature: inspect.Signature) -> list[str]:
     """The inputs that every call must give."""
     return [
@@ -100,10 +112,43 @@ def _told(leaf: Any, exact: bool) -> Any:
     return (name, repr(leaf)) if exact and isinstance(leaf, _PLAIN) else name
 
 
+class NotSent(NamedTuple):
+    """Stands for an input that holds an object which is no plain data, on ranks that were not given it."""
+
+    what: str
+
+    def __repr__(self) -> str:
+        return f"what this rank was not given and cannot be told: {self.what}"
+
+
+def sendable(description: Description) -> Description:
+    """The description as other ranks may be told it."""
+    return tuple((name, replace(given, like=_sent(given.like))) for name, given in description)
+
+
+def _sent(like: Any) -> Any:
+    try:
+        encode(like)
+    except RunError as error:
+        return NotSent(str(error))
+    return like
+
+
+def with_own(merged: Description, mine: Description) -> Description:
+    """What ranks were given together, with this rank's own objects in place of those that could not be told."""
+    own = {name: given.like for name, given in mine if given.kind != "none"}
+    return tuple(
+        (name, replace(given, like=own.get(name, given.like)) if isinstance(given.like, NotSent) else given)
+        for name, given in merged
+    )
+
+
 def untold(description: Description) -> Iterator[tuple[str, Any]]:
     """(input, leaf) for each leaf beside tensors of which the description tells the type alone."""
     for name, given in description:
-        if given.kind == "input":
+        if isinstance(given.like, NotSent):
+            yield name, given.like
+        elif given.kind == "input":
             leaves = pytree.tree_leaves(given.like, is_leaf=lambda leaf: leaf is None)
             yield from ((name, leaf) for leaf, told in zip(leaves, given.detail[1], strict=True) if type(told) is str)
 

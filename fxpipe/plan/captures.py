@@ -111,7 +111,7 @@ class Captures:
         made = self._captured(pattern, shape, sample)
         for name, leaf in untold(shape) if made.of_one_shape and shape is not None else ():
             raise TraceError(
-                f"input {name!r} holds {leaf!r:.60}, which is no tensor, and what {made.tracer} captures would hold "
+                f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would hold "
                 'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'
             )
         self.kept[this if made.of_one_shape else this.for_any_shape()] = made

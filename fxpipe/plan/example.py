@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from fxpipe.errors import RunError, nearest
 from fxpipe.graph.modes import ambient_autocast
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
+from fxpipe.kinds import shown
 from fxpipe.options import Options
 from fxpipe.plan.batch import bind, describe, required_names, row_count, split, split_rows
 from fxpipe.plan.capture_check import Sample
@@ -22,7 +23,10 @@ from fxpipe.trace import Request
 
 
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
-    """RunError for options that do not go with the model: what would be ignored is refused."""
+    """RunError for what is no model, and for options that do not go with it: what would be ignored is refused."""
+    if not isinstance(model, (nn.Module, StageGraph)):
+        made = f"; write {model.__name__}(...)" if isinstance(model, type) and issubclass(model, nn.Module) else ""
+        raise RunError(f"model is {shown(model)}; it is an nn.Module, or a fxpipe.StageGraph{made}")
     if isinstance(model, StageGraph):
         if options.loss_fn is not None:
             raise RunError("loss_fn= is for traced models; the last of the user's own stages returns the loss")
@@ -77,7 +81,11 @@ def _sample(planner: Planner, options: Options) -> Sample | str:
 
 def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:
     """The micro-batches of the example: what a call would make of it; or, of a smaller one, itself each time."""
-    given = bind(planner.signature, options.example_args or (), options.example_kwargs or {})
+    args = () if options.example_args is None else tuple(options.example_args)
+    try:
+        given = bind(planner.signature, args, options.example_kwargs or {})
+    except TypeError as error:
+        raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
     rows = row_count(describe(given), options.batch_dim)
     if rows is None or rows < planner.microbatches:
         return [given] * planner.microbatches

@@ -11,9 +11,11 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.modes import Autocast
+from fxpipe.graph.plain_data import admitted
 from fxpipe.plan.batch import Description
 
 
+@admitted
 @dataclass(frozen=True)
 class Flags:
     """The state of a model that a capture depends on: each module's training flag, each parameter's requires_grad."""

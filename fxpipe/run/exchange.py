@@ -6,7 +6,6 @@ travels once, in front of the first such message; from the second step on the re
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Hashable
 from typing import Any, Protocol
@@ -18,7 +17,9 @@ from fxpipe.distributed.collective import Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.packing import Meta, TensorMeta, allocate, pack, unpack
+from fxpipe.graph.plain_data import check_length, decode, encode
 from fxpipe.schedules.lower import Message
+from fxpipe.torch_compat import bytes_of
 
 
 class Exchange(Protocol):
@@ -99,8 +100,8 @@ class WireExchange:
         known = self._known.get((self._kind, message))
         meta, buffers = pack(value, known)
         if known is None:
-            self._known[self._kind, message] = meta
             self._send_header(message, meta)
+            self._known[self._kind, message] = meta
         elif known != meta:
             raise RunError(
                 f"{message} is {_describe(meta)}, but for this kind of batch it was {_describe(known)}; what passes "
@@ -112,7 +113,11 @@ class WireExchange:
         return self._transport.send((message.sender, message.receiver), buffer), buffer
 
     def _send_header(self, message: Message, meta: Meta) -> None:
-        body = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
+        try:
+            described = encode(meta.tree)
+        except RunError as error:
+            raise RunError(f"{message} is {_describe(meta)}: {error}") from None
+        body = torch.frombuffer(bytearray(described), dtype=torch.uint8)
         length = torch.tensor([body.numel()], device="cpu").view(torch.uint8)
         self._headers += [self._start(message, part.to(self._device)) for part in (length, body)]
 
@@ -152,9 +157,11 @@ class WireExchange:
     def _receive_header(self, message: Message) -> Meta:
         length = torch.empty(8, dtype=torch.uint8, device=self._device)
         self._receive(message, length).wait()
-        body = torch.empty(int(length.cpu().view(torch.int64)), dtype=torch.uint8, device=self._device)
+        sender = f"pipe rank {message.sender}"
+        size = check_length(int(length.cpu().view(torch.int64)), sender)
+        body = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._receive(message, body).wait()
-        meta: Meta = pickle.loads(bytes(body.tolist()))
+        meta = Meta.of(decode(bytes_of(body.cpu()), sender), sender)
         self._known[self._kind, message] = meta
         return meta
 

@@ -17,6 +17,7 @@ from fxpipe.graph.loss import StepLoss, read_loss
 from fxpipe.graph.modes import Autocast, within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, bytes_in
+from fxpipe.kinds import shown
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.finite import Extremes
 from fxpipe.schedules.action import Action, Op
@@ -113,7 +114,7 @@ class Executor:
             if stage.draws_random
             else contextlib.nullcontext()
         )
-        with self._telling(action, stage), self._grad(), within(self.step.autocast), random:
+        with self._telling(action, stage, inputs), self._grad(), within(self.step.autocast), random:
             outputs, saved = stage.forward(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
@@ -127,12 +128,17 @@ class Executor:
             if edge not in self.bytes_of:
                 self.bytes_of[edge] = bytes_in(value)
 
-    def _telling(self, action: Action, stage: Stage) -> contextlib.AbstractContextManager[None]:
-        """What fails in the user's code says where in the step it was; all counted from 0."""
+    def _telling(
+        self, action: Action, stage: Stage, inputs: Sequence[Any] = ()
+    ) -> contextlib.AbstractContextManager[None]:
+        """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
         what = "forward" if action.op is Op.F else "backward"
         step = f"step {self.step.number}" if self.step.training else "in evaluate"
         return noted(
-            lambda: f"in the {what} of stage {stage.index} `{stage.name}`, micro-batch {action.microbatch}, {step}"
+            lambda: (
+                f"in the {what} of stage {stage.index} `{stage.name}`, micro-batch {action.microbatch}, {step}"
+                + "".join(f"\n  {name}: {_told(value)}" for name, value in zip(stage.input_names, inputs, strict=False))
+            )
         )
 
     def _extremes(self, microbatch: int) -> Extremes | None:
@@ -161,7 +167,7 @@ class Executor:
             returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
         self.stopwatch.end(action)
         for entry, gradient in zip(stage.inputs, returned, strict=True):
-            if isinstance(entry, Edge) and self.graph[entry.source].has_backward:
+            if isinstance(entry, Edge) and self.graph.stages[entry.source].has_backward:
                 self._values[self._index[entry], Op.B, microbatch] = gradient
 
     def _take(self, edge: Edge, op: Op, microbatch: int, maker: int) -> Any:
@@ -180,3 +186,10 @@ def _in_words(graph: StageGraph, edge: Edge, op: Op, microbatch: int) -> str:
     """What makes a message, as the table has it: "2F5 of stage `text`"."""
     stage = edge.source if op is Op.F else edge.target
     return f"{Action(stage, op, microbatch)} of stage `{graph.names[stage]}`"
+
+
+def _told(value: Any) -> str:
+    """What a stage was given, without its numbers."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    return shown(pytree.tree_map_only(torch.Tensor, lambda tensor: list(tensor.shape), value))

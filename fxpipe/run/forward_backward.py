@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Traffic
 from fxpipe.distributed.whereabouts import announced
-from fxpipe.errors import FxpipeError, RunError
+from fxpipe.errors import FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.kinds import Expected, check, is_flag, is_whole, shown
 from fxpipe.parameters.checkpoint import full_state_dict, load_into
 from fxpipe.parameters.ownership import RankModule
 from fxpipe.plan.agreement import Call
@@ -25,7 +27,7 @@ from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.run.failing import Failing
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step import Steps
-from fxpipe.schedules import Family, with_costs
+from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Cost
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
@@ -51,8 +53,10 @@ class ForwardBackward:
         self._planner, self._plan = state.planner, state.planner.first
         self._module, self._reducer = state.module, state.reducer
         self._optimizers: WeakSet[DistributedOptimizer] = WeakSet()
+        self._steppers: WeakValueDictionary[str, DistributedOptimizer] = WeakValueDictionary()
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
+        self._running = False
         self._steps = Steps(topology, transport, state, self._exchange, self._failing)
 
     # what it is
@@ -89,6 +93,7 @@ class ForwardBackward:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
+        _check_flag(set_to_none=set_to_none)
         if set_to_none or self._reducer.way.sharded:
             self._reducer.clear()
         else:
@@ -121,6 +126,9 @@ class ForwardBackward:
         Raises:
             RunError: ``cls`` is LBFGS or SparseAdam; or a group asks for what is no parameter of the model.
         """
+        _check_flag(offload=offload)
+        if elementwise is not None:
+            _check_flag(elementwise=elementwise)
         held = dict(self.module.named_parameters(remove_duplicate=False))
         whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
         optimizer = DistributedOptimizer(
@@ -137,6 +145,7 @@ class ForwardBackward:
             originals=self._state.originals,
             elementwise=elementwise,
             cause=self._steps.watch.cause,
+            steppers=self._steppers,
         )
         self._optimizers.add(optimizer)
         return optimizer
@@ -155,7 +164,10 @@ class ForwardBackward:
 
     def seed(self, stage: int | str, microbatch: int, step: int, replica: int = 0) -> int:
         """The seed under which a stage's forward of a micro-batch draws, in the step with that number from 0."""
-        return seed_of(self._state.seed, step, self.stages[stage].index, microbatch, replica)
+        for number in (microbatch, step, replica):
+            if not is_whole(number) or not 0 <= number < 2**63:
+                raise RunError(f"seed() is given {shown(number)}; micro-batch, step and replica count from 0")
+        return seed_of(self._steps.seed, step, self.stages[stage].index, microbatch, replica)
 
     # running
 
@@ -167,7 +179,7 @@ class ForwardBackward:
         """A call for micro-batches already split: ``[(args, kwargs), ...]``, each of its own shape."""
         return self._train(microbatches, split_evenly=False)
 
-    def evaluate(self, *args: Any, outputs: str = "last", **kwargs: Any) -> Any:
+    def evaluate(self, *args: Any, outputs: Literal["last", "all"] = "last", **kwargs: Any) -> Any:
         """Forward only, in eval mode and without gradients: the model's output. A collective call of all ranks.
 
         Rows of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
@@ -185,10 +197,12 @@ class ForwardBackward:
         """
         if outputs not in ("last", "all"):
             raise RunError(f'outputs is {outputs!r}; it is "last" or "all"')
-        return self._steps.evaluate((args, kwargs), everywhere=outputs == "all")
+        with self._alone():
+            return self._steps.evaluate((args, kwargs), everywhere=outputs == "all")
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
-        done = self._steps.train(calls, split_evenly)
+        with self._alone():
+            done = self._steps.train(calls, split_evenly)
         if done.bytes_of is not None:
             self._plan = dataclasses.replace(self._plan, graph=dataclasses.replace(self.stages, bytes_of=done.bytes_of))
         self.metrics = dict(done.metrics)
@@ -199,10 +213,25 @@ class ForwardBackward:
         loss: Tensor = detached(done.loss)
         return loss
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """RunError for a call from inside of a call, whose values and messages it would take."""
+        if self._running:
+            raise RunError(
+                "forward_backward is called while a call of it runs: from a hook, a function that it calls or another "
+                "thread; call it when that has returned"
+            )
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
     # what ran
 
     def record_timeline(self, on: bool = True) -> None:
         """Whether the steps from now on are timed, for ``timeline()``; off by default. The same on every rank."""
+        _check_flag(on=on)
         self._steps.recorder.on = on
 
     def timeline(self) -> Timeline:
@@ -228,7 +257,7 @@ class ForwardBackward:
 
     def reschedule(
         self,
-        schedule: str | Family = "greedy",
+        schedule: ScheduleName | Family = "greedy",
         in_flight: int | Sequence[int] | None = None,
         memory: float | Sequence[float] | None = None,
         activation_bytes: Cost | None = None,
@@ -268,6 +297,7 @@ class ForwardBackward:
 
         Without it gradients are only accumulated, until a call that sums them all.
         """
+        _check_flag(on=on)
         self._steps.sync = on
 
     # state
@@ -278,6 +308,7 @@ class ForwardBackward:
         Args:
             full: the whole model's on every rank, which a plain model loads; a collective call of all ranks.
         """
+        _check_flag(full=full)
         if not full:
             return self.module.state_dict()
         with announced("state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")):
@@ -310,6 +341,15 @@ class ForwardBackward:
             and state[name].dtype.itemsize > parameter.dtype.itemsize
         }
 
+    if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says what stands in its place, of what a model or a tensor would have."""
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property has failed, and fails again as it did
+            hint = "" if name[0] == "_" else _ELSEWHERE.get(name) or nearest(name, dir(type(self)))
+            raise AttributeError(f"forward_backward has no {name!r}{hint}", name=name, obj=self)
+
     def close(self) -> None:
         """Gives back the process groups. For programs that compile many times; the last ones end with the process."""
         self._exchange.drop()
@@ -317,3 +357,50 @@ class ForwardBackward:
         self._reducer.close()
         self._transport.close()
         self._failing.close()
+
+
+_FLAG = Expected(is_flag, "True or False")
+
+
+def _check_flag(**given: object) -> None:
+    check(RunError, dict.fromkeys(given, _FLAG), **given)
+
+
+_ELSEWHERE = {
+    "train": "; a call trains, and evaluate() evaluates; flags of single modules are set in the model itself",
+    "eval": "; evaluate() is forward only and in eval mode, whatever the model's flags are; a call always trains",
+    "backward": "; a call has run it already: gradients are there when it returns",
+    "to": "; each rank computes where the model's tensors are when it is compiled: move the model before that",
+    "cuda": "; each rank computes where the model's tensors are when it is compiled: move the model before that",
+    "forward": "; call forward_backward itself, or evaluate()",
+}
+"""What stands in place of what a model or a tensor has."""
+
+
+class Inside(NamedTuple):
+    """What ``fxpipe.save`` and ``fxpipe.load`` have of a ``ForwardBackward``. ``names``: the whole model's tensors."""
+
+    transport: Metered
+    failing: Failing
+    steps: Steps
+    module: RankModule
+    names: frozenset[str]
+    stages: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]
+    device: torch.device
+    load_model: Callable[[Mapping[str, Tensor]], None]
+
+
+def inside(one: ForwardBackward) -> Inside:
+    """The parts of a ``ForwardBackward``, for its own room."""
+    return Inside(
+        one._transport,
+        one._failing,
+        one._steps,
+        one.module,
+        frozenset(one._planner.module.state_dict()),
+        one.stages.names,
+        one.topology.axes,
+        one._state.device,
+        one.load_state_dict,
+    )

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import Sum
+from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.options import BatchDim
 from fxpipe.torch_compat import pytree
 
@@ -23,6 +25,19 @@ def join(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], 
     flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.tree_unflatten([_join_leaf(column, shares, sizes, along) for column in columns], flat[0][1])
+
+
+def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
+    """What one rank of a pipe group has, on all of them, its tensors on ``device``. A collective call of the group."""
+    meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
+    told = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
+    if meta is None:
+        meta = Meta.of(told, f"pipe rank {rank}")
+        buffers = allocate(meta, device)
+    buffers = [buffer.to(device) for buffer in buffers]
+    for buffer in buffers:
+        transport.broadcast("pipe", buffer, rank)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), unpack(meta, buffers))
 
 
 def _join_leaf(column: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], along: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.kinds import shown
 from fxpipe.plan.agreement import Agreed
 
 LossWeight = Callable[..., Any]
@@ -31,11 +32,12 @@ def weights_of(
 def _weighed(loss_weight: LossWeight, batches: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | str:
     """The weights, or what is wrong with them."""
     try:
-        weights = tuple(float(loss_weight(*batch.values())) for batch in batches)
+        given = [loss_weight(*batch.values()) for batch in batches]
+        weights = tuple(math.nan if isinstance(one, str) else float(one) for one in given)
     except Exception as error:
         return f"loss_weight failed: {type(error).__name__}: {error}"
     if not all(0 <= weight < float("inf") for weight in weights):
-        return f"loss_weight returned {weights}; weights are finite and not negative"
+        return f"loss_weight returned {shown(given)}; weights are finite and not negative"
     return weights
 
 

@@ -28,7 +28,7 @@ from fxpipe.run.executor import Executor, StepInput
 from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.item_numbers import ItemNumbers
-from fxpipe.run.outputs import join
+from fxpipe.run.outputs import from_rank, join
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import shares_of, weights_of
@@ -37,7 +37,6 @@ from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import is_forward
 from fxpipe.seeds import seed_of
-from fxpipe.torch_compat import pytree
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,8 @@ class Steps:
         self.watch = Watch(transport, options.error_if_nonfinite, leads)
         self.recorder = TimelineRecorder(transport, state.device)
         self.sync = True
-        self._number = 0
+        self.seed, self.number = state.seed, 0
+        """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
@@ -78,7 +78,7 @@ class Steps:
 
     def train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
         """Forward, backward and gradient reduction of one batch. A collective call of all ranks."""
-        with announced(f"forward_backward, step {self._number}"):
+        with announced(f"forward_backward, step {self.number}"):
             return self._train(calls, split_evenly)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
@@ -95,14 +95,14 @@ class Steps:
             outcome = self._outcome(agreed, executors, known)
             self._gradients.end(outcome.factor)
             bytes_of = self._bytes_of(executors) if known is None else None
-            self.recorder.keep(self._number, agreed.plan.schedule, [e.stopwatch for e in executors])
-            broken = self.watch.end(self._number, outcome.loss, agreed.plan.graph.names)
-            self._number += 1
+            self.recorder.keep(self.number, agreed.plan.schedule, [e.stopwatch for e in executors])
+            broken = self.watch.end(self.number, outcome.loss, agreed.plan.graph.names)
+            self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
 
     def evaluate(self, call: Call, everywhere: bool) -> Any:
         """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
-        with _in_eval_mode(self._module), announced(f"evaluate, before step {self._number}"):
+        with _in_eval_mode(self._module), announced(f"evaluate, before step {self.number}"):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")
@@ -120,7 +120,7 @@ class Steps:
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])):
             agreed = self.agreement.settle(offer)
-        self._check.note(agreed.kind, self._number, training, given)
+        self._check.note(agreed.kind, self.number, training, given)
         return agreed, self.agreement.batches(agreed, offer, given)
 
     def compare_batches(self, everywhere: bool) -> None:
@@ -143,13 +143,13 @@ class Steps:
     def _input(
         self, agreed: Agreed, batches: list[dict[str, Any]], shares: Sequence[float], training: bool
     ) -> StepInput:
-        number, replica, precision = self._number, self._transport.data_rank, self._options.precision
+        number, replica, precision = self.number, self._transport.data_rank, self._options.precision
         if precision is not None:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         return StepInput(
             self._items.add(agreed.plan.graph, batches, shares),
             shares,
-            lambda stage, microbatch: seed_of(self._state.seed, number, stage, microbatch, replica),
+            lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             training,
             agreed.pattern.autocast,
             number,
@@ -201,9 +201,7 @@ class Steps:
             output = over_replicas(self._transport, joined)
         if not everywhere or self._transport.pipe_rank is None:
             return output
-        cpu = pytree.tree_map_only(Tensor, Tensor.cpu, output)
-        output = self._transport.gather("pipe", cpu)[agreed.plan.output_rank]
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._state.device), output)
+        return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)
 
 
 @contextlib.contextmanager

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 import torch
 
+from fxpipe.distributed.collective import PeerLost
 from fxpipe.distributed.stopwatch import Stopwatch, clock_of
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import admitted
 from fxpipe.run.measured_timeline import Recording, clock_offset, has_run, mean_costs, timeline_of
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Schedule, Timeline
+
+admitted(Costs)  # here, for schedules know nothing of torch
 
 
 class TimelineRecorder:
@@ -21,7 +25,23 @@ class TimelineRecorder:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport, self._device = transport, device
         self._last: Recording | None = None
+        self.loaded: Costs | None = None
+        """Those of a checkpoint, until a step is timed; the same on every rank."""
         self.on = False
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether a step was timed, or costs were loaded."""
+        return self._last is not None or self.loaded is not None
+
+    def known_costs(self) -> Costs | None:
+        """Each stage's costs, where all ranks have timed a step with weight. A collective call of all ranks."""
+        try:
+            return self.costs(None)
+        except PeerLost:
+            raise
+        except RunError:  # of which all ranks raise the same
+            return None
 
     def stopwatch(self) -> Stopwatch:
         """For one rank's actions of a step."""
@@ -42,6 +62,8 @@ class TimelineRecorder:
 
     def costs(self, activation_bytes: Cost | None) -> Costs:
         """Each stage's costs in the last timed step, over replicas their mean. A collective call of all ranks."""
+        if self._last is None and self.loaded is not None:
+            return mean_costs([self.loaded], activation_bytes)
         self._recorded("pipe", "data")
         timeline = self.timeline()
         everyone = self._transport.gather("data", timeline.costs if has_run(timeline) else None)

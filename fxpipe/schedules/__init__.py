@@ -9,18 +9,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError, nearest
+from fxpipe.kinds import check, shown
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gpipe import gpipe
 from fxpipe.schedules.families.greedy import greedy
 from fxpipe.schedules.families.interleaved import interleaved_1f1b
-from fxpipe.schedules.families.limited import Family, Limited
+from fxpipe.schedules.families.limited import Family, Limited, ScheduleName
 from fxpipe.schedules.families.one_f_one_b import one_f_one_b
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.zb_h1 import zb_h1
+from fxpipe.schedules.given import KINDS, check_given, check_size, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Row, Schedule
 
-SCHEDULES: Mapping[str, Family] = MappingProxyType(
+SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
@@ -34,7 +36,7 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
 
 @paused()
 def build(
-    family: str | Family,
+    family: ScheduleName | Family,
     edges: Iterable[tuple[int, int]],
     microbatches: int,
     placement: Sequence[int] | None = None,
@@ -71,8 +73,12 @@ def build(
     36.0
     """
     limited = with_costs(family, costs, in_flight, memory)
+    edges, tied = nested(edges), nested(tied)
+    check(ScheduleError, KINDS, edges=edges, microbatches=microbatches, tied=tied)
+    check_given(placement=placement, stages=stages, backward=backward, names=names)
     edges = tuple((int(source), int(target)) for source, target in edges)
     count = _count(edges, placement, stages)
+    check_size(count, microbatches)
     given = Problem(
         edges=edges,
         microbatches=microbatches,
@@ -114,7 +120,7 @@ def _rows(limited: Limited, problem: Problem) -> tuple[Row, ...]:
 
 
 def with_costs(
-    family: str | Family,
+    family: ScheduleName | Family,
     costs: Costs | None = None,
     in_flight: int | Sequence[int] | None = None,
     memory: float | Sequence[float] | None = None,
@@ -128,8 +134,9 @@ def with_costs(
         memory: the most bytes of them, one number or one per rank; the costs must then have ``activation_bytes``.
 
     Raises:
-        ScheduleError: there is no such family.
+        ScheduleError: there is no such family, or costs and limits are none.
     """
+    check_given(costs=costs, in_flight=in_flight, memory=memory)
     if isinstance(family, str):
         if family not in SCHEDULES:
             raise ScheduleError(f"unknown schedule {family!r}{nearest(family, SCHEDULES)}")
@@ -137,7 +144,7 @@ def with_costs(
     if isinstance(family, Limited):
         return Limited(family.family, family.name, costs, in_flight, memory).or_else(family)
     if not callable(family):
-        raise ScheduleError(f"a {type(family).__name__} is no family; write a name out of SCHEDULES, or a function")
+        raise ScheduleError(f"schedule is {shown(family)}; it is a name out of SCHEDULES, a function, or a Schedule")
     return Limited(family, getattr(family, "__name__", "custom"), costs, in_flight, memory)
 
 
@@ -153,4 +160,4 @@ def _count(edges: Sequence[tuple[int, int]], placement: Sequence[int] | None, st
     return count
 
 
-__all__ = ["SCHEDULES", "Costs", "Family", "Limited", "Problem", "build", "with_costs"]
+__all__ = ["SCHEDULES", "Costs", "Family", "Limited", "Problem", "ScheduleName", "build", "with_costs"]

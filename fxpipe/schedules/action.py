@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
+from fxpipe.kinds import shown
 
 
 class Op(enum.Enum):
@@ -44,7 +45,7 @@ class Action(NamedTuple):
         >>> Action.parse("2B1") == Action(2, Op.B, 1)
         True
         """
-        match = re.fullmatch(r"([0-9]{1,18})([FBIW])([0-9]{1,18})", text.strip())
+        match = re.fullmatch(r"([0-9]{1,18})([FBIW])([0-9]{1,18})", text.strip() if isinstance(text, str) else "")
         if match is None:
-            raise ScheduleError(f"{text!r} is no action; write <stage><F, B, I or W><micro-batch>, as in 2F0")
+            raise ScheduleError(f"{shown(text)} is no action; write <stage><F, B, I or W><micro-batch>, as in 2F0")
         return Action(int(match[1]), Op(match[2]), int(match[3]))

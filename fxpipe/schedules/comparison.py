@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from fxpipe.errors import ScheduleError
+from fxpipe.kinds import shown
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Timeline
@@ -62,6 +63,9 @@ def compare(planned: Timeline, real: Timeline) -> Comparison:
     Raises:
         ScheduleError: the tables differ, or the plan is at the default costs, which are not in seconds.
     """
+    for name, given in (("planned", planned), ("real", real)):
+        if not isinstance(given, Timeline):
+            raise ScheduleError(f"{name} is {shown(given)}; it is a Timeline, as schedule.simulate() gives")
     if planned.schedule.rows != real.schedule.rows:
         raise ScheduleError("the timelines are of different tables; compare a plan with a step that ran the same one")
     if real.measured and not planned.measured and planned.costs == Costs.of(len(planned.costs.forward)):

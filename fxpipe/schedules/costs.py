@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from fxpipe.errors import ScheduleError
+from fxpipe.kinds import MOST_ACTIONS, is_whole, shown
 from fxpipe.schedules.action import Action, Op
 
 _MOST = 1e100  # sums of them stay finite
@@ -59,13 +61,24 @@ class Costs:
         Raises:
             ScheduleError: there are too many or too few, or one is negative or not finite.
         """
+        if not (is_whole(stages) and 0 <= stages <= MOST_ACTIONS):
+            raise ScheduleError(f"stages is {shown(stages)}; it is a whole number up to {MOST_ACTIONS:,}")
         full = _per_stage("backward", backward, stages)
         part = tuple(cost / 2 for cost in full) if weight is None else _per_stage("weight", weight, stages)
         for stage, (whole, half) in enumerate(zip(full, part, strict=True)):
             if half > whole:
                 raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
         held = None if activation_bytes is None else _per_stage("activation_bytes", activation_bytes, stages)
-        return Costs(_per_stage("forward", forward, stages), full, part, _checked("comm", comm), held)
+        return Costs(_per_stage("forward", forward, stages), full, part, comm, held)
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "weight", "activation_bytes"):
+            given = getattr(self, name)
+            if given is not None or name != "activation_bytes":
+                if not isinstance(given, Collection):
+                    raise ScheduleError(f"Costs({name}={shown(given)}) is not one per stage; write Costs.of(...)")
+                object.__setattr__(self, name, _per_stage(name, given, len(self.forward)))
+        object.__setattr__(self, "comm", _checked("comm", self.comm))
 
     def time(self, action: Action) -> float:
         """How long an action takes."""
@@ -76,6 +89,8 @@ class Costs:
 
     def per_microbatch(self, stage: int, has_backward: bool) -> float:
         """What a stage needs for a micro-batch in all."""
+        if not 0 <= stage < len(self.forward):
+            raise ScheduleError(f"there is no stage {stage}; they are 0 to {len(self.forward) - 1}")
         return self.forward[stage] + (self.backward[stage] if has_backward else 0)
 
     @cached_property
@@ -88,16 +103,21 @@ class Costs:
         return {Op.F: self.forward, Op.B: self.backward, Op.I: self.input, Op.W: self.weight}
 
 
-def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
-    if not isinstance(cost, Sized):
+def _per_stage(name: str, cost: Any, stages: int) -> tuple[float, ...]:
+    if not isinstance(cost, Collection) or isinstance(cost, (str, Mapping, Set)):
         return (_checked(name, cost),) * stages
     if len(cost) != stages:
         raise ScheduleError(f"{name} has {len(cost)} costs for {stages} stages; give one number, or one per stage")
     return tuple(_checked(name, one) for one in cost)
 
 
-def _checked(name: str, cost: float) -> float:
-    number = math.nan if isinstance(cost, str) else float(cost)
+def _checked(name: str, cost: Any) -> float:
+    try:
+        number = math.nan if isinstance(cost, str) else float(cost)
+    except (TypeError, ValueError):
+        number = math.nan
     if not 0 <= number <= _MOST:
-        raise ScheduleError(f"{name} is {cost!r}; a cost is a finite number, 0 or more, and no more than {_MOST:g}")
+        raise ScheduleError(
+            f"{name} is {shown(cost)}; a cost is a finite number, 0 or more, and no more than {_MOST:g}"
+        )
     return number

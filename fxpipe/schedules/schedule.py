@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
+from fxpipe.kinds import check, is_whole, shown
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link
+from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, in_order, nested
 from fxpipe.schedules.lower import Instruction, lower
 
 StrPath = str | os.PathLike[str]
@@ -59,9 +61,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("rows", "edges", "tied"):
-            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+            object.__setattr__(self, name, nested(getattr(self, name)))
         for name in ("placement", "backward", "stage_names"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, in_order(getattr(self, name)))
+        check(ScheduleError, KINDS, **{name: value for name, value in vars(self).items() if name != "costs"})
+        check_given(costs=self.costs)
         if self.microbatches < 1:
             raise ScheduleError(f"{self.microbatches} micro-batches; at least 1 is needed")
         stages = len(self.placement)
@@ -74,9 +78,9 @@ class Schedule:
         for stage in (stage for group in self.tied for stage in group):
             if not 0 <= stage < stages:
                 raise ScheduleError(f"tied names stage {stage}, which is outside of 0..{stages - 1}")
-        stranger = next((cell for row in self.rows for cell in row if not isinstance(cell, Action)), None)
-        if stranger is not None:
-            raise ScheduleError(f"{stranger!r} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")
+        if self.costs is not None:
+            check_costs(self.costs, stages)
+        check_cells(self.rows)
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < len(self.rows):
                 raise ScheduleError(f"stage {stage} is placed on rank {rank}, but there are {len(self.rows)} rows")
@@ -129,7 +133,9 @@ class Schedule:
         csv_file.write(self, path, communication)
 
     def name_of(self, stage: int) -> str:
-        """A stage's name, or its number where it has none."""
+        """A stage's name, or its number where it has none. ScheduleError where there is no such stage."""
+        if not is_whole(stage) or not 0 <= stage < len(self.placement):
+            raise ScheduleError(f"there is no stage {shown(stage)}; they are 0 to {len(self.placement) - 1}")
         return self.stage_names[stage] if self.stage_names else str(stage)
 
     def label(self, stage: int) -> str:
@@ -185,6 +191,7 @@ class Schedule:
 
         if not isinstance(forward, Costs):
             forward = Costs.of(len(self.placement), forward, backward, weight, comm, activation_bytes)
+        check_costs(forward, len(self.placement))
         return simulate(self, forward)
 
     def planned(self, costs: Costs | None = None) -> Timeline:
@@ -313,6 +320,8 @@ class Timeline:
 
         Where its rank was busy until then, that is the action in front of it.
         """
+        check_cells([[action]])
+        self.schedule.name_of(action.stage)
         rank = self.schedule.placement[action.stage]
         ahead = self._ahead.get(action)
         cause, latest = (None, 0.0) if ahead is None else (Cause(ahead, False), self.spans[ahead].end)
@@ -326,6 +335,7 @@ class Timeline:
 
     def waited(self, action: Action) -> float:
         """How long an action's rank stood ready for it; 0 where it did not run, or that is not known."""
+        check_cells([[action]])
         return self.spans[action].start - self.since[action] if action in self.spans and action in self.since else 0.0
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
 from fxpipe.sharding.flat_bucket import Piece
 
@@ -35,11 +36,17 @@ def clip_grad_norm_(
     A collective call of all ranks.
 
     Raises:
-        RunError: ``norm_type`` is not positive; or the norm is inf or nan, and ``error_if_nonfinite``.
+        RunError: ``max_norm`` is no number from 0, ``norm_type`` none above 0; or the norm is inf or nan, and
+            ``error_if_nonfinite``.
     """
+    if isinstance(max_norm, Iterator) or not _number(max_norm) >= 0:
+        hint = ", and parameters it has already" * isinstance(max_norm, (Iterator, list))
+        raise RunError(f"max_norm is {shown(max_norm)}; it is the largest norm that stays, a number from 0{hint}")
+    if not _number(norm_type, "inf") > 0:
+        raise RunError(f"norm_type is {shown(norm_type)}; write a positive number, or inf for the largest gradient")
+    if not is_flag(error_if_nonfinite):
+        raise RunError(f"error_if_nonfinite is {shown(error_if_nonfinite)}; it is True or False")
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if not norm_type > 0:
-        raise RunError(f"norm_type is {norm_type}; write a positive number, or inf for the largest gradient")
     gradients = [(piece, gradient) for piece in pieces if (gradient := gradient_of(piece)) is not None]
     total = _norm([gradient for piece, gradient in gradients if piece.counts], norm_type, transport.device)
     for scope in ("shard", "pipe") if sharded else ("pipe",):
@@ -96,3 +103,11 @@ def _over(scope: str, transport: Transport, norm: Tensor, order: float) -> Tenso
     power = norm.pow(order)
     transport.all_reduce(scope, power)
     return power.pow(1.0 / order)
+
+
+def _number(given: Any, *words: str) -> float:
+    """A number, or a tensor with one; nan for anything else, but for these words."""
+    try:
+        return math.nan if isinstance(given, str) and given not in words else float(given)
+    except (TypeError, ValueError):
+        return math.nan

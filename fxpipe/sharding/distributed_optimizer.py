@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.distributed.whereabouts import announced, phase
 from fxpipe.errors import FxpipeError, RunError
+from fxpipe.kinds import is_number, shown
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision
 from fxpipe.sharding.clip import gradient_of
@@ -56,9 +57,28 @@ def is_elementwise(cls: OptimizerMaker) -> bool:
 def check_class(cls: OptimizerMaker, copies: bool) -> None:
     """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
     made = _class_of(cls)
+    if not callable(made):
+        like = f"; write torch.optim.{made}" if isinstance(made, str) and hasattr(torch.optim, made) else ""
+        raise RunError(f"cls is {shown(made)}; it is a class of optimizers, such as torch.optim.AdamW{like}")
     for refused, why in REFUSED.items():
         if isinstance(made, type) and issubclass(made, refused) and (copies or refused is torch.optim.LBFGS):
             raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")
+
+
+def _made(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """``cls(groups, **kw)``. What it refuses is the user's, and is told with what it was given."""
+    given = "".join(f", {name}={shown(value)}" for name, value in kw.items())
+    called = f"{getattr(_class_of(cls), '__name__', cls)}(params{given})"
+    try:
+        made = cls(groups, **kw)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{called} failed: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise RunError(f"{called} made {shown(made)}, which is no torch.optim.Optimizer")
+    for name, value in ((name, group.get(name)) for group in made.param_groups for name in made.defaults):
+        if is_number(made.defaults[name]) and (isinstance(value, str) or (is_number(value) and value != value)):
+            raise RunError(f"a parameter group has {name}={shown(value)}; it is a number")
+    return made
 
 
 def _class_of(cls: OptimizerMaker) -> Any:
@@ -85,10 +105,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         precision: steps masters of this type. offload: steps on the CPU, with masters and state there.
         originals: parameters before they were rounded, by name, for the masters; it lets go of those that it makes.
         elementwise: whether ``cls`` steps each element by itself; None: whether it is known to, see ``ELEMENTWISE``.
+        steppers: parameter → who steps it, of the model's optimizers: the one that was made last.
         cause: what is known of why a step is left out, the same on every rank; called by all of them.
 
     Raises:
-        RunError: ``cls`` is LBFGS or SparseAdam; or a group asks for what is no parameter of the model.
+        RunError: ``cls`` makes no optimizer, or is LBFGS or SparseAdam; or a group asks for what is no parameter of the
+            model, or none asks for any.
     """
 
     def __init__(
@@ -107,7 +129,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         originals: dict[str, Tensor] | None = None,
         elementwise: bool | None = None,
         cause: Callable[[], str] = str,
+        steppers: MutableMapping[str, DistributedOptimizer] | None = None,
     ) -> None:
+        check_class(cls, store.way.sharded or precision is not None or offload)
         self._inner: torch.optim.Optimizer | None = None
         self._store, self._transport = store, transport
         self._held, self._all = held, held if whole is None else whole
@@ -125,14 +149,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self._steps = self.skipped_steps = 0
-        check_class(cls, store.way.sharded or precision is not None or offload)
+        self._steppers = {} if steppers is None else steppers
+        self._replaced = ""  # a parameter that a later optimizer steps
         super().__init__(self._resolved(params), {})
         self._targets = self._claim(self.param_groups)
         given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
-        self._inner = settle_foreach(cls(given, **kw))
+        self._inner = settle_foreach(_made(cls, given, kw))
         self._is_lazy = not self._inner.state
         self.state, self.defaults = self._inner.state, self._inner.defaults
         self._exchange(self._inner.param_groups, self.param_groups)
+        self._take_over()
 
     def _resolved(self, params: Any) -> list[dict[str, Any]]:
         """This rank's part of the groups, and in ``_group_names`` whole ones. All ranks have as many, or all refuse."""
@@ -147,8 +173,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             everyone = self._transport.gather("pipe", told)
         if failure is not None:
             raise failure
-        self._group_names += whole_groups(everyone, list(self._all))
+        names = whole_groups(everyone, list(self._all))
+        if params is not None and not any(names):
+            raise RunError(
+                f"params is {shown(params)}, and has no parameter of the model; leave it out for all of them"
+            )
+        taken = {name for group in self._group_names for name in group}
+        twice = next((name for group in names for name in group if name in taken), None)
+        if twice is not None:
+            raise RunError(f"{twice} is in a parameter group of this optimizer already")
+        self._group_names += names
         return groups
+
+    def _take_over(self) -> None:
+        """From now on this is who steps its parameters. All ranks know it, so that none waits for one that refuses."""
+        for name in (name for group in self._group_names for name in group):
+            former = self._steppers.get(name, self)
+            if former is not self:
+                former._replaced = name
+            self._steppers[name] = self
 
     def _name_of(self, entry: Any) -> str:
         parameter = entry[1] if isinstance(entry, tuple) else entry
@@ -170,6 +213,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner.add_param_group(self._given(group, targets))
         self._targets.append(targets)
         self._exchange(settle_foreach(self._inner).param_groups, self.param_groups)
+        self._take_over()
 
     @staticmethod
     def _given(group: Mapping[str, Any], targets: Iterable[Target]) -> dict[str, Any]:
@@ -224,10 +268,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``closure``, if given, is called first, with gradients enabled, and its loss returned.
         """
+        if closure is not None and not callable(closure):
+            raise RunError(f"step() is given {shown(closure)}; it is None, or a function () -> loss")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._replaced:
+            raise RunError(
+                f"{self._replaced} is stepped by an optimizer that was made after this one; step that one, or give "
+                "each of them parameters of its own"
+            )
         number, self._steps = self._steps, self._steps + 1
         with torch.no_grad(), self._announced(), self._together():
             broken = self._broken_ranks() if self._precision is not None else ()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, nearest
+from fxpipe.kinds import Expected, check, is_list, is_mapping, list_of, shown
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.sharding.slices import Slice, memory_order
@@ -231,9 +232,11 @@ def read_state_dict(
 
     CheckpointError where it does not fit a model of these parameters.
     """
+    check(CheckpointError, _KINDS, state_dict=state_dict)
     lacking = [key for key in ("state", "param_groups") if key not in state_dict]
     if lacking:
         raise CheckpointError(f"the state dict has no {lacking[0]!r}; load what optimizer.state_dict() gave")
+    check(CheckpointError, _KINDS, state=state_dict["state"], param_groups=state_dict["param_groups"])
     saved = state_dict["state"]
     options = group_options(state_dict["param_groups"], groups, lambda name: parameters[name].requires_grad)
     unknown = [name for name in saved if name not in parameters]
@@ -255,6 +258,10 @@ def group_options(
     home: dict[str, int] = {}
     taken_by: dict[int, int] = {}
     for number, group in enumerate(saved):
+        if not is_list(group.get("params", ())):
+            raise CheckpointError(
+                f"parameter group {number} of the state dict has params={shown(group['params'])}; {_SAVE}"
+            )
         if "params" not in group:
             raise CheckpointError(f"parameter group {number} of the state dict has no 'params'; {_SAVE}")
         home |= dict.fromkeys(group["params"], number)
@@ -283,6 +290,13 @@ def group_options(
     return found
 
 
+_KINDS = {
+    "state_dict": Expected(is_mapping, "what optimizer.state_dict() gave"),
+    "state": Expected(
+        lambda value: is_mapping(value) and all(map(is_mapping, value.values())), "a dict parameter name -> its state"
+    ),
+    "param_groups": Expected(list_of(is_mapping), "a list of dicts"),
+}
 _SAVE = 'save {"model": forward_backward, "optim": optimizer}, or a plain one by torch\'s get_optimizer_state_dict'
 
 

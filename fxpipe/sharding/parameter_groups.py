@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxpipe.errors import RunError, nearest
+from fxpipe.errors import RunError, nearest, noted
+from fxpipe.kinds import shown
 
 
 def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -25,24 +26,26 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
     the order given or, under a pattern or predicate, in the model's. Parameters outside of the model pass through.
 
     Raises:
-        RunError: a name, pattern or predicate fits nothing in the whole model.
-        TypeError, ValueError: what torch's optimizers refuse, a parameter in two groups above all.
+        RunError: a name, pattern or predicate fits nothing in the whole model; or what torch's optimizers refuse, a
+            parameter in two groups above all.
     """
-    if isinstance(params, Tensor):
-        raise TypeError("params is a tensor; write [tensor], or groups of parameters")
+    if isinstance(params, (Tensor, nn.Module)):
+        raise RunError(f"params is a {type(params).__name__}; write a list of parameters, or of groups of them")
     entries = list(held) if params is None else _listed(params)
-    groups: list[Any] = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
+    groups: list[Any] = entries if any(isinstance(one, Mapping) for one in entries) else [{"params": entries}]
     index = ParameterIndex(held, whole)
     resolved: list[dict[str, Any]] = []
     home: dict[str | int, int] = {}
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            raise TypeError(f"parameter group {number} is of type {type(group).__name__}, not a dict")
+            raise RunError(f"parameter group {number} is {shown(group)}, and no dict; write {_GROUP}")
+        if "params" not in group:
+            raise RunError(f"parameter group {number} has {list(group)}, and no 'params'; write {_GROUP}")
         listed = index.find(group["params"], number)
         found = {id(tensor) if name is None else name: (name, tensor) for name, tensor in listed}
         for identity, (name, _) in found.items():
             if home.setdefault(identity, number) != number:
-                raise ValueError(
+                raise RunError(
                     f"some parameters appear in more than one parameter group: {name or 'one without a name'} "
                     f"is in groups {home[identity]} and {number}"
                 )
@@ -52,6 +55,9 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         for group in resolved:  # with names, as torch keeps them
             group["params"] = [(index.name_of(parameter), parameter) for parameter in group["params"]]
     return resolved
+
+
+_GROUP = '{"params": "*.bias", "lr": 0.1}'
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,9 +72,19 @@ def first_names(parameters: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def comparable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a group's hyperparameters is equal on another rank, if it is."""
-    given = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options_of(group).items()}
-    return {key: value for key, value in given.items() if isinstance(value, int | float | str | tuple | list)}
+    """What of a group's hyperparameters is equal on another rank, if it is; as plain data."""
+    given = options_of(group).items()
+    return {key: _plain(value) for key, value in given if isinstance(value, int | float | str | tuple | list | Tensor)}
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's as Python's own, equal to it; what is neither number, text nor list as its class's name."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else tuple(map(_plain, value))
+    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return kind(value) if kind is not None else type(value).__name__
 
 
 def whole_groups(everyone: Sequence[Any], order: Sequence[str]) -> list[tuple[str, ...]]:
@@ -96,8 +112,12 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str]) -> list[tuple[st
 def _listed(params: Any) -> list[Any]:
     """A group's parameters, one or several of them, as a list."""
     if isinstance(params, set | frozenset):
-        raise TypeError("parameters come in a set, whose order changes between runs; write a list")
-    return [params] if isinstance(params, str | Tensor) or callable(params) else list(params)
+        raise RunError("parameters come in a set, whose order changes between runs; write a list")
+    if isinstance(params, (str, Tensor, Mapping)) or callable(params):
+        return [params]
+    if not isinstance(params, Iterable):
+        raise RunError(f"params is {shown(params)}; write parameters, names, patterns or predicates, or groups of them")
+    return list(params)
 
 
 def _is_pair(entry: Any) -> bool:
@@ -130,17 +150,17 @@ class ParameterIndex:
                 found.append((self._names.get(id(entry)), entry))
                 continue
             elif callable(entry):
-                names = [name for name, tensor in self._whole.items() if entry(name, tensor)]
+                called = getattr(entry, "__qualname__", repr(entry))
+                with noted(lambda: f"in a predicate (name, parameter) of parameter group {group}"):
+                    names = [name for name, tensor in self._whole.items() if entry(name, tensor)]
                 if not names:
-                    called = getattr(entry, "__qualname__", repr(entry))
                     raise RunError(
                         f"parameter group {group} asks for {called}(name, parameter), "
                         "which is true for no parameter of the model"
                     )
             else:
-                raise TypeError(
-                    f"parameter group {group} holds an object of type {type(entry).__name__}; "
-                    "write parameters, names, patterns or predicates"
+                raise RunError(
+                    f"parameter group {group} holds {shown(entry)}; write parameters, names, patterns or predicates"
                 )
             found += [(self._canonical[name], self._whole[name]) for name in names]
         return found

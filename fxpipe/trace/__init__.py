@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
+from fxpipe.options import TracerName
 from fxpipe.trace.export.tracer import export
 from fxpipe.trace.furthest import Refusal, entering, told
 from fxpipe.trace.record.tracer import record
@@ -40,7 +41,7 @@ def _accepted(program: Program, request: Request) -> Program:
     return program
 
 
-TRACERS: Mapping[str, Tracer] = MappingProxyType(
+TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
     {"symbolic": symbolic, "export": export, "record": record, "auto": auto}
 )
 NEED_SHAPES = frozenset({"export", "record"})
@@ -51,7 +52,7 @@ _ASK_FOR_EXAMPLE = (
 )
 
 
-def capture(request: Request, tracer: str = "auto") -> Program:
+def capture(request: Request, tracer: TracerName = "auto") -> Program:
     """Captures a model with the tracer of that name; TraceError where it is unknown, refuses, or is not accepted."""
     if tracer not in TRACERS:
         raise TraceError(f"unknown tracer {tracer!r}{nearest(tracer, TRACERS)}")

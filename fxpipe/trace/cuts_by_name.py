@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, get_args
 
 from torch import nn
 
-from fxpipe.errors import PartitionError, nearest
+from fxpipe.errors import PartitionError, nearest, noted
 from fxpipe.trace.request import Cut
 
 Boundaries: TypeAlias = (
@@ -39,7 +39,8 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if callable(boundaries):
-        boundaries = boundaries(dict(modules))
+        with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
+            boundaries = boundaries(dict(modules))
     found: dict[str, set[Cut]] = {}
     for name, rule in _rules(boundaries):
         for path, cut in _cuts(name, rule, _matching(modules, name)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -35,8 +36,20 @@ def report(scale: int, values: torch.Tensor) -> tuple[int, torch.Tensor, dict[st
         "local rank": os.environ["LOCAL_RANK"],
         "device": init().type,
         "world": dist.get_world_size(),
+        "listens on": listens_on(),
     }
     return rank * scale, total, around
+
+
+def listens_on() -> set[str]:
+    """The addresses on which this process listens, as Linux has them; nothing elsewhere."""
+    own = set()
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            own.add(os.readlink(path))
+    tables = [path for path in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")) if path.exists()]
+    lines = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
 
 
 def test_launch_returns_the_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +62,7 @@ def test_launch_returns_the_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> 
         assert around["threads"] == 1
         assert around["local rank"] == str(rank)
         assert around["world"] == 3
+        assert around["listens on"] == ({"0100007F"} if sys.platform == "linux" else set())  # 127.0.0.1
         assert around["device"] == ("cuda" if torch.cuda.device_count() >= 3 else "cpu")
     assert dict(os.environ) == before
     assert not set(multiprocessing.active_children()) - children
@@ -120,7 +134,7 @@ def test_a_function_that_does_not_pickle_is_refused() -> None:
 
 @pytest.mark.parametrize("nproc", [0, -1])
 def test_no_process_is_no_launch(nproc: int) -> None:
-    with pytest.raises(TopologyError, match=f"nproc={nproc}"):
+    with pytest.raises(TopologyError, match=f"nproc is {nproc}; it is a whole number from 1"):
         launch(fail_in_rank_1, nproc)
 
 
@@ -128,7 +142,7 @@ def test_no_process_is_no_launch(nproc: int) -> None:
 
 # Each rank reports to the test over a connection, whose end then tells the test that the rank has ended.
 HANG = """
-import socket, sys, time
+import signal, socket, sys
 from fxpipe.distributed.launch import launch
 
 def hang(port):
@@ -138,6 +152,7 @@ def hang(port):
     line.recv(1)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     launch(hang, 2, int(sys.argv[1]))
 """
 

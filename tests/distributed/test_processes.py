@@ -42,7 +42,15 @@ def test_torchrun_s_variables_say_where_a_process_stands() -> None:
 
 
 def test_slurm_s_variables_say_where_a_process_stands() -> None:
-    assert slurm_place(SLURM) == ProcessPlace(5, 8, 1, "gpu07", slurm_port(1234567), gpu_may_be_private=True)
+    port = slurm_port(1234567)
+    assert slurm_place(SLURM) == ProcessPlace(5, 8, 1, "gpu07", port, gpu_may_be_private=True, job="1234567.0")
+
+
+def test_each_step_of_a_job_has_a_port_of_its_own() -> None:
+    places = [slurm_place(SLURM | {"SLURM_STEP_ID": str(step)}) for step in range(100)]
+    assert len({place.port for place in places if place is not None}) == 100
+    assert places[3] is not None
+    assert places[3].job == "1234567.3"
 
 
 def test_a_step_meets_on_its_own_first_host() -> None:
@@ -54,7 +62,7 @@ def test_a_step_meets_on_its_own_first_host() -> None:
 def test_an_address_and_port_that_are_set_win_over_slurm_s() -> None:
     place = slurm_place(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "4000", "WORLD_SIZE": "8"})
     assert place is not None
-    assert (place.address, place.port) == ("head", 4000)
+    assert (place.address, place.port, place.job) == ("head", 4000, "")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +112,7 @@ def test_malformed_torchrun_variables_are_named(
         ({"SLURM_PROCID": "8"}, 'SLURM_PROCID is "8": it must be a whole number from 0 to 7'),
         ({"SLURM_LOCALID": ""}, 'SLURM_LOCALID is ""'),
         ({"SLURM_JOB_ID": "1_2"}, 'SLURM_JOB_ID is "1_2"'),
+        ({"SLURM_STEP_ID": "batch"}, 'SLURM_STEP_ID is "batch"'),
         ({"SLURM_JOB_NODELIST": "gpu[07"}, 'SLURM_JOB_NODELIST is "gpu[07"'),
         ({"SLURM_STEP_NODELIST": "[]"}, 'SLURM_STEP_NODELIST is "[]"'),
         ({"MASTER_PORT": "0"}, 'MASTER_PORT is "0"'),

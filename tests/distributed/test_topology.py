@@ -332,6 +332,38 @@ def test_an_unknown_axis_is_refused_wherever_it_is_asked_for(method: str) -> Non
         getattr(Topology(CONTRACT), method)("tenser")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options", "axes"),
+    [
+        (8, {"pipe": 2}, [("pipe", 2), ("data", 4)]),
+        (8, {"pipe": 2, "tensor": 2, "rows": 64}, [("pipe", 2), ("tensor", 2), ("data", 2)]),
+        (4, {"pipe": 4}, [("pipe", 4), ("data", 1)]),
+        (12, {"pipe": 4, "rows": 96, "ranks_per_node": 3}, [("pipe", 4), ("data", 3)]),
+    ],
+)
+def test_the_data_axis_takes_the_ranks_that_are_left(ranks: int, options: dict[str, int], axes: Axes) -> None:
+    topology = Topology.fit(ranks, **options)
+    assert topology == Topology(axes, options.get("ranks_per_node"))
+    assert topology.world_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "says"),
+    [
+        (6, {"pipe": 4}, "6 ranks are no multiple of pipe 4 × tensor 1: start 4 or 8, or write another pipe="),
+        (3, {"pipe": 2, "tensor": 2}, "3 ranks are no multiple of pipe 2 × tensor 2: start 4, or"),
+        (6, {"pipe": 2, "rows": 64}, "64 rows of a step are no multiple of 3 replicas.*: start 2 or 4 or 8 ranks"),
+        (0, {"pipe": 2}, "world_size is 0: write 1 or more"),
+        (4, {"pipe": 0}, "pipe is 0: write 1 or more"),
+        (4, {"pipe": 2, "rows": -2}, "rows is -2: write 1 or more"),
+        (4, {"pipe": 2.0}, r"pipe must be a whole number, got 2\.0"),
+    ],
+)
+def test_ranks_that_would_change_a_step_are_refused(ranks: int, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(TopologyError, match=says):
+        Topology.fit(ranks, **options)
+
+
 def test_without_torch_distributed_there_is_no_mesh_and_no_group() -> None:
     topo = Topology([("pipe", 2)])
     with pytest.raises(TopologyError, match=r"torch.distributed is not started.*fxpipe.init\(\)"):

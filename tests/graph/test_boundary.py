@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, namedtuple
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import pytest
 import torch
@@ -34,8 +34,6 @@ class Opaque:
         OrderedDict(a=torch.ones(2)),
         Pair(torch.ones(1), torch.ones(2)),
         None,
-        7,
-        "text",
         (),
         Opaque(),
     ],
@@ -51,7 +49,19 @@ def test_outside_a_capture_it_costs_one_function_call() -> None:
         return value
 
     x = torch.ones(1)
-    assert steps(fxpipe.stage_boundary, x) == 1 + steps(empty, x)  # a line more: whether there is a capture
+    assert steps(fxpipe.stage_boundary, x) == steps(empty, x)
+
+
+@pytest.mark.parametrize("value", [3, 3.5, True, "x", b"x"])
+def test_a_number_or_a_text_is_refused(value: Any) -> None:
+    with pytest.raises(fxpipe.TraceError, match=r"stage_boundary is given .*; give it the tensors that cross the cut"):
+        fxpipe.stage_boundary(value)
+
+
+def test_a_type_checker_sees_the_type_of_its_argument() -> None:
+    hints = get_type_hints(fxpipe.stage_boundary)
+    assert isinstance(hints["value"], TypeVar)
+    assert hints["value"] is hints["return"]
 
 
 def test_another_thread_runs_eagerly_while_this_one_captures() -> None:

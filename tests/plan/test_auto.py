@@ -30,7 +30,7 @@ class Lopsided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text, self.join = layers(64, 12), layers(8, 1), nn.Linear(8, 64)
+        self.image, self.text, self.join = layers(64, 6), layers(8, 1), nn.Linear(8, 64)
 
     def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
         v = self.image(image)

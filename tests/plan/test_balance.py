@@ -328,7 +328,7 @@ def test_a_frozen_tower_is_reckoned_without_its_backward() -> None:
 
 @pytest.mark.parametrize("family", ["1f1b", "gpipe", "greedy", "interleaved_1f1b", "zb_h1"])
 def test_the_family_that_is_going_to_run_is_the_one_that_is_simulated(family: str) -> None:
-    found = balanced(Towers(4, 3), 3, schedule=family)
+    found = balanced(Towers(3, 2), 3, schedule=family)
     graph = stage_graph(found)
     table = fxpipe.schedules.build(
         with_costs(family, found.costs),

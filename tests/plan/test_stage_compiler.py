@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe import RunError, StageGraph, passes, stage_boundary
 from fxpipe.plan.stage_compiler import StageCompiler, compiled_lazily
 from tests.capturing import partitioned, run_stages
+from tests.thinned import ALL
 
 
 class Writing(nn.Module):
@@ -80,7 +81,7 @@ def test_compiled_stages_compute_what_the_model_does(name: str) -> None:
     model = Writing()
     graph = compiled(passes.split(partitioned(model)), stage_compiler)
     assert len(graph) == 3
-    for rows in (6, 6, 9):
+    for rows in (6, 6, 9) if ALL or name != "inductor" else (6, 6):  # another 10 s in the C++ compiler
         x = batch(rows)
         wanted = trained(model, lambda x=x: model(x))
         found = trained(model, lambda x=x: run_stages(graph, {"x": x}))

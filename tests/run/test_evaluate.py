@@ -279,3 +279,36 @@ def test_a_squeeze_that_drops_the_dimension_of_a_single_row_is_told_of() -> None
     assert step.evaluate(torch.ones(4, WIDTH)).shape == (4,)
     with pytest.raises(fxpipe.RunError, match=r"squeeze\(\) drops the dimension of a single row, too"):
         step.evaluate(torch.ones(3, WIDTH))
+
+
+# --- the output on every rank ---
+
+
+class Described(nn.Module):
+    """An output of containers, rows of odd strides, numbers and words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        rows = self.two(stage_boundary(self.one(x)))
+        return {"loss": rows.mean(), "rows": rows, "seen": (rows[:, ::2], [x.shape[1], "four"], {"empty": rows[:0]})}
+
+
+def test_every_rank_is_given_the_output_with_all_that_is_in_it(two_replicas: Engine) -> None:
+    wanted = Described()(torch.arange(16.0).view(4, 4))
+    for output in two_replicas(2, described_output):
+        assert list(output) == ["loss", "rows", "seen"]
+        for name in ("loss", "rows"):
+            torch.testing.assert_close(output[name], wanted[name])
+        part, told, rest = output["seen"]
+        torch.testing.assert_close(part, wanted["seen"][0])
+        assert told == [4, "four"]
+        assert rest["empty"].shape == (0, 3)
+
+
+def described_output() -> Any:
+    forward_backward = fxpipe.compile(Described(), Topology([("pipe", 2)]), microbatches=1)
+    return forward_backward.evaluate(torch.arange(16.0).view(4, 4), outputs="all")

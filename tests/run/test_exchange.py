@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,3 +358,59 @@ def test_a_mailbox_is_empty_at_the_start_of_a_step() -> None:
     mailbox.begin("kind")
     with pytest.raises(KeyError):
         mailbox.take(forward(0))
+
+
+# --- descriptions are data ---
+
+
+class Handle:
+    """What only its own process can use."""
+
+
+def test_what_is_no_plain_data_is_refused_at_its_sender() -> None:
+    def body(rank: int, exchange: WireExchange, _: Recording) -> None:
+        exchange.begin("kind")
+        if rank == 0:
+            exchange.send(forward(0), {"x": numbers(1), "handle": Handle()})
+        else:
+            exchange.post(forward(0))
+            exchange.take(forward(0))
+
+    with pytest.raises(
+        RunError, match=r"value 0 of micro-batch 0 from rank 0 to rank 1 is dict\(.*\): an obj"
+    ) as error:
+        on_two_ranks(body)
+    assert "test_exchange.Handle, which is neither a tensor nor plain data" in str(error.value)
+
+
+class Touch:
+    """What a pickle can do."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("kind", ["a pickle", "too long", "a negative length", "a tensor of 2**60 bytes"])
+def test_a_hostile_description_runs_nothing_and_takes_no_memory(kind: str, tmp_path: Path) -> None:
+    pickled = pickle.dumps(Touch(str(tmp_path / "touched")))
+    fields = [["tuple", 2**60], ["tuple", -1], ["constant", "torch.uint8"], False, "cpu", 0]
+    body_of = {"a pickle": pickled, "a tensor of 2**60 bytes": json.dumps(["value", "TensorMeta", *fields]).encode()}
+    length_of = {"too long": 2**40, "a negative length": -1}
+
+    def body(rank: int, exchange: WireExchange, transport: Recording) -> None:
+        exchange.begin("kind")
+        if rank == 1:
+            exchange.post(forward(0))
+            exchange.take(forward(0))
+            return
+        told = body_of.get(kind, b"")
+        length = torch.tensor([length_of.get(kind, len(told))]).view(torch.uint8)
+        for part in (length, torch.frombuffer(bytearray(told or b" "), dtype=torch.uint8)):
+            transport.send((0, 1), part)
+
+    with pytest.raises(RunError, match=r"pipe rank 0 (has sent what|announces a description of)"):
+        on_two_ranks(body)
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -367,13 +368,15 @@ class Sleeper(nn.Module):
 
 
 SECONDS = {"a": 0.002, "b": 0.012, "c": 0.002, "join": 0.004}
+AWAKE = dict.fromkeys(SECONDS, 0.0)
+"""Where it matters not what a stage costs."""
 EDGES = [("a", "b"), ("b", "join"), ("c", "join")]
 
 
-def sleepers(ranks: list[int], **options: Any) -> fxpipe.ForwardBackward:
+def sleepers(ranks: list[int], times: Mapping[str, float] = SECONDS, **options: Any) -> fxpipe.ForwardBackward:
     """a → b → join ← c, with b the slowest."""
     torch.manual_seed(0)
-    stages = {name: Sleeper(seconds, name == "join") for name, seconds in SECONDS.items()}
+    stages = {name: Sleeper(seconds, name == "join") for name, seconds in times.items()}
     graph = fxpipe.StageGraph.from_callables(stages, EDGES, {"a": ["x"], "c": ["x"]})
     topology = options.pop("topology", Topology([("pipe", 1 + max(ranks))]))
     placement = dict(zip(SECONDS, ranks, strict=True))
@@ -455,7 +458,7 @@ def test_a_limit_is_kept_by_the_new_table_even_if_it_is_slower(many_ranks: Engin
 def rescheduled_at(forwards: dict[str, float], comm: float, limits: dict[str, Any], data: int = 1) -> dict[str, Any]:
     """What reschedule makes of these costs, the replicas' each other ones, in place of measured ones."""
     topology = Topology([("pipe", 4), ("data", data)])
-    forward_backward = sleepers([0, 1, 2, 3], topology=topology)
+    forward_backward = sleepers([0, 1, 2, 3], AWAKE, topology=topology)
     before, names = forward_backward.schedule, forward_backward.stages.names
     forward_backward.record_timeline()
     forward_backward(batch())
@@ -527,10 +530,10 @@ def test_a_limit_that_compile_was_given_goes_on_until_another_one_is(many_ranks:
 
 def own_table_then_reschedule() -> bool:
     """A user's own table puts the stages on ranks; a new table, and what is captured later, leaves them there."""
-    table = sleepers([1, 0, 1, 0]).schedule
+    table = sleepers([1, 0, 1, 0], AWAKE).schedule
     names = list(SECONDS)
-    placement = dict(zip(sleepers([0, 0, 0, 0]).stages.names, table.placement, strict=True))
-    forward_backward = sleepers([placement[name] for name in names], schedule=table)
+    placement = dict(zip(sleepers([0, 0, 0, 0], AWAKE).stages.names, table.placement, strict=True))
+    forward_backward = sleepers([placement[name] for name in names], AWAKE, schedule=table)
     forward_backward.record_timeline()
     forward_backward(batch())
     before = forward_backward.stages.placement
@@ -545,7 +548,7 @@ def test_a_users_table_can_be_rescheduled_and_new_kinds_of_batch_still_come() ->
 
 
 def refused(limits: dict[str, Any]) -> str:
-    forward_backward = sleepers([0, 1, 0, 1])
+    forward_backward = sleepers([0, 1, 0, 1], AWAKE)
     before = forward_backward.schedule
     forward_backward.record_timeline()
     forward_backward(batch())
@@ -584,7 +587,7 @@ def test_a_table_that_cannot_be_made_is_refused_and_the_present_one_stays(
 
 def different_arguments(limits: list[dict[str, Any]]) -> str:
     """Each rank asks for something else; then training goes on."""
-    forward_backward = sleepers([0, 1, 0, 1])
+    forward_backward = sleepers([0, 1, 0, 1], AWAKE)
     before = forward_backward.schedule
     forward_backward.record_timeline()
     forward_backward(batch())
@@ -605,7 +608,7 @@ def test_ranks_that_ask_for_different_tables_all_fail_and_go_on(many_ranks: Engi
 
 def different_steps() -> str:
     """One rank records the first step, the other one the second."""
-    forward_backward = sleepers([0, 1, 0, 1])
+    forward_backward = sleepers([0, 1, 0, 1], AWAKE)
     for step in (0, 1):
         forward_backward.record_timeline(forward_backward._transport.pipe_rank == step)
         forward_backward(batch())
@@ -621,7 +624,7 @@ def test_steps_that_are_not_the_same_make_no_timeline(many_ranks: Engine) -> Non
 
 
 def no_weight() -> str:
-    forward_backward = sleepers([0, 1, 0, 1], loss_weight=lambda x: 0.0)
+    forward_backward = sleepers([0, 1, 0, 1], AWAKE, loss_weight=lambda x: 0.0)
     forward_backward.record_timeline()
     forward_backward(batch())
     assert all(action.op is Op.F for action in forward_backward.timeline().spans)
@@ -637,7 +640,7 @@ def test_a_step_without_backward_says_nothing_about_costs(engine: Engine) -> Non
 
 def other_kinds_of_batch() -> list[Tensor]:
     """Losses and outputs for batches of other sizes, before and after a new table."""
-    forward_backward = sleepers([0, 1, 0, 1])
+    forward_backward = sleepers([0, 1, 0, 1], AWAKE)
     forward_backward.record_timeline()
     results = []
     for _ in range(2):

@@ -16,6 +16,8 @@ from fxpipe.errors import noted, told
 from tests.harness import engine_of
 
 TWO = fxpipe.Topology([("pipe", 2)])
+GIVEN = "\n  x: float32 [2, 4] on cpu\n  decoder: float32 [2, 4] on cpu"
+"""What the stage was given, by name."""
 
 
 class Refused(Exception):
@@ -103,7 +105,7 @@ def current_process_plays_all(forward_backward: fxpipe.ForwardBackward) -> bool:
 def test_an_error_keeps_its_type_and_bears_a_note(request: pytest.FixtureRequest, engine: str, where: str) -> None:
     run = engine_of(engine, lambda: request.getfixturevalue("pool"))
     *others, (kind, text, notes, again) = run(2, failed, where, Refused)
-    note = f"in the {where} of stage 1 `head`, micro-batch 2, step 2"
+    note = f"in the {where} of stage 1 `head`, micro-batch 2, step 2" + GIVEN * (where == "forward")
     assert (kind, text, notes) == ("Refused", "too large", [note])
     assert ("an earlier step failed (Refused: too large)" in again) == bool(others)
     for other_kind, other_text, _, _ in others:
@@ -118,14 +120,14 @@ def test_the_strict_engine_tells_it_to_all() -> None:
 
 def test_in_evaluation_no_step_is_counted() -> None:
     _, _, notes, _ = failed("forward", Refused, evaluates=True)
-    assert notes == ["in the forward of stage 1 `head`, micro-batch 2, in evaluate"]
+    assert notes == ["in the forward of stage 1 `head`, micro-batch 2, in evaluate" + GIVEN]
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, StopIteration, SystemExit, Slotted, MemoryError])
 def test_any_error_bears_it_and_remains_what_it_is(kind: type[BaseException]) -> None:
     name, _, notes, _ = failed("forward", kind)
     assert name == kind.__name__
-    assert notes == ["in the forward of stage 1 `head`, micro-batch 2, step 2"]
+    assert notes == ["in the forward of stage 1 `head`, micro-batch 2, step 2" + GIVEN]
 
 
 def test_an_error_that_takes_no_note_remains_what_it_is() -> None:
@@ -149,7 +151,10 @@ def test_whatever_has_captured_the_stages(tracer: str) -> None:
     tokens[7] = 4
     with pytest.raises(IndexError, match="out of range") as error:
         forward_backward(batch(large=False), tokens)
-    assert error.value.__notes__[-1] == "in the forward of stage 1 `b`, micro-batch 3, step 0"
+    note = error.value.__notes__[-1]
+    assert note.startswith("in the forward of stage 1 `b`, micro-batch 3, step 0\n")
+    assert "\n  tokens: int64 [2] on cpu" in note
+    assert ": float32 [2, 4] on cpu" in note
 
 
 def test_a_loss_that_is_none_says_where() -> None:
@@ -163,7 +168,7 @@ def test_a_loss_that_is_none_says_where() -> None:
 
     with pytest.raises(fxpipe.RunError, match="must be one number") as error:
         fxpipe.compile(Rows(), TWO, microbatches=4)(batch())
-    assert error.value.__notes__ == ["in the forward of stage 1 `b`, micro-batch 0, step 0"]
+    assert error.value.__notes__ == ["in the forward of stage 1 `b`, micro-batch 0, step 0\n  a: float32 [2, 4] on cpu"]
 
 
 def test_what_does_not_fail_costs_no_text() -> None:

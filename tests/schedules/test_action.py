@@ -50,7 +50,7 @@ def test_every_op_survives_the_way_there_and_back(op: Op) -> None:
 def test_what_is_no_action_is_refused_with_the_text_and_an_example(text: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Action.parse(text)
-    assert repr(text) in str(error.value)
+    assert repr(text)[:40] in str(error.value)
     assert "as in 2F0" in str(error.value)
 
 

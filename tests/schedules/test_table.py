@@ -486,7 +486,7 @@ def test_a_long_grid_in_which_nothing_is_marked_is_folded() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_printing_takes_four_times_the_work_for_four_times_as_many_micro_batches(name: str) -> None:
-    few, many = build(name, chain(16), 64), build(name, chain(16), 256)
+    few, many = build(name, chain(8), 64), build(name, chain(8), 256)
     assert steps(str, many) <= 4.5 * steps(str, few)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,12 +19,13 @@ from torch.optim import lr_scheduler
 
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import CheckpointError, RunError
+from fxpipe.graph.plain_data import decode, encode
 from fxpipe.precision import Precision, cast_parameters
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.distributed_optimizer import ELEMENTWISE, DistributedOptimizer, is_elementwise
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import OptimizerPieces
-from fxpipe.sharding.parameter_groups import resolve_groups
+from fxpipe.sharding.parameter_groups import comparable, resolve_groups
 from fxpipe.sharding.slices import Slice
 
 STEPS = 5
@@ -559,16 +561,16 @@ def test_what_fits_nothing_in_the_whole_model_is_an_error(params: Any, message: 
 
 
 @pytest.mark.parametrize("mine", [True, False])
-def test_a_parameter_in_two_groups_is_torchs_error_on_every_rank(mine: bool) -> None:
+def test_a_parameter_in_two_groups_is_an_error_on_every_rank(mine: bool) -> None:
     model = Tied()
     groups = [{"params": "head.weight"}, {"params": "embed.*"}]
-    with pytest.raises(ValueError, match=r"more than one parameter group: embed\.weight is in groups 0 and 1"):
+    with pytest.raises(RunError, match=r"more than one parameter group: embed\.weight is in groups 0 and 1"):
         resolve_groups(groups, held(model) if mine else {}, held(model))
 
 
 @pytest.mark.parametrize("params", [torch.ones(2), {"x"}, [3], [{"params": "*"}, "head.bias"]])
-def test_what_is_no_parameter_is_a_type_error(params: Any) -> None:
-    with pytest.raises(TypeError):
+def test_what_is_no_parameter_is_an_error(params: Any) -> None:
+    with pytest.raises(RunError, match="write"):
         resolve_groups(params, held(Tied()), held(Tied()))
 
 
@@ -757,3 +759,16 @@ def test_reload_takes_full_precision_values_where_there_are_some() -> None:
     state = optimizers[0].state_dict()["state"]
     assert torch.equal(state["a.bias"]["master"].local, values[:12])
     assert torch.equal(state["b.bias"]["master"].local, torch.full((2,), 2.0))
+
+
+def test_options_are_told_to_other_ranks_as_plain_data_equal_to_them() -> None:
+    given = {
+        "lr": numpy.float64(0.1),
+        "betas": (torch.tensor(0.5), 0.9),
+        "amsgrad": True,
+        "extra": [{1}],
+        "fused": None,
+    }
+    told = comparable({"params": [], **given})
+    assert told == {"lr": 0.1, "betas": (0.5, 0.9), "amsgrad": True, "extra": ["set"]}
+    assert decode(encode(told), "rank 1") == told

@@ -692,3 +692,39 @@ def test_a_nested_input_that_would_be_cut_into_rows_is_refused(microbatches: int
         fxpipe.RunError, match="is a nested tensor, which torch cannot cut into rows; pass its values padded"
     ):
         fxpipe.preview(model, Topology([("pipe", 1)]), microbatches=microbatches, example_args=(nested,))
+
+
+class Vocabulary:
+    """An object of a user's own, which no other rank can be told of."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class WithVocabulary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, vocabulary: Any) -> Tensor:
+        return (self.two(stage_boundary(self.one(x))) * vocabulary.scale).square().mean()
+
+
+def with_vocabulary(given: bool, tracer: str = "symbolic") -> Tensor:
+    torch.manual_seed(0)
+    example: Any = {} if tracer == "symbolic" else {"example_args": (torch.ones(4, 4), Vocabulary(3.0))}
+    forward_backward = fxpipe.compile(WithVocabulary(), TWO, tracer=tracer, **example)
+    return forward_backward(torch.ones(8, 4), Vocabulary(3.0) if given else None)
+
+
+@pytest.mark.parametrize("given", [(True, True), (False, True)], ids=["to both ranks", "where it is used"])
+def test_an_object_that_no_rank_can_be_told_of_is_what_its_own_rank_has(given: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    wanted = WithVocabulary()(torch.ones(8, 4), Vocabulary(3.0)).detach()
+    for loss in run_strict(lambda rank: with_vocabulary(given[rank]), 2):
+        torch.testing.assert_close(loss, wanted)
+
+
+def test_an_object_that_a_capture_would_hold_is_refused_on_all_ranks() -> None:
+    for told in refusals(lambda rank: with_vocabulary(True, "record"), 2):
+        assert "input 'vocabulary' holds <tests.whole.test_bugs_values.Vocabulary object" in told

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -122,22 +123,23 @@ def test_the_other_ranks_end_with_an_error(tmp_path: Path, victim: int) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("victim", "topology", "options"),
-    every(
-        2,
-        [
-            (0, fxpipe.Topology([("data", 4)], ranks_per_node=2), {"zero": 1}),  # reduce-scatter, across nodes
-            (2, fxpipe.Topology([("data", 4)]), {}),  # all-reduce
-            (3, fxpipe.Topology([("pipe", 2), ("data", 2)]), {"zero": 1}),  # in the last stage
-        ],
-    ),
-)
-def test_a_rank_killed_during_a_reduction_is_named_with_the_operation(
-    tmp_path: Path, victim: int, topology: fxpipe.Topology, options: Mapping[str, Any]
-) -> None:
-    said = what_the_others_say(victim, tmp_path / "store", amid_a_reduction, topology, options)
-    for text in said:
-        assert re.match(rf"rank {victim} \(.*?\) is gone: its process has ended; rank \d \(.*?\) {OPERATION}", text), (
-            text
-        )
+REDUCTIONS: list[tuple[int, fxpipe.Topology, dict[str, Any]]] = [
+    (0, fxpipe.Topology([("data", 4)], ranks_per_node=2), {"zero": 1}),  # reduce-scatter, across nodes
+    (2, fxpipe.Topology([("data", 4)]), {}),  # all-reduce
+    (3, fxpipe.Topology([("pipe", 2), ("data", 2)]), {"zero": 1}),  # in the last stage
+]
+"""(victim, topology, options)."""
+
+
+def test_a_rank_killed_during_a_reduction_is_named_with_the_operation(tmp_path: Path) -> None:
+    """At the same time, for all that they do is to wait some seconds for the victim's answer."""
+    with ThreadPoolExecutor() as threads:
+        worlds = [
+            threads.submit(what_the_others_say, case[0], tmp_path / f"store{place}", amid_a_reduction, *case[1:])
+            for place, case in enumerate(every(2, REDUCTIONS))
+        ]
+    for (victim, *_), world in zip(every(2, REDUCTIONS), worlds, strict=True):
+        for text in world.result():
+            assert re.match(
+                rf"rank {victim} \(.*?\) is gone: its process has ended; rank \d \(.*?\) {OPERATION}", text
+            ), text

@@ -2,66 +2,60 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import Scripts
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").glob("*.md"))]
 README = PAGES[0].read_text()
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def run(arguments: list[str], folder: Path) -> str:
-    """What Python prints."""
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    server = Scripts(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", COLUMNS="120")
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def test_a_page_that_fails_is_told(tmp_path: Path, scripts: Scripts) -> None:
+    (tmp_path / "page.py").write_text("print(1 / 0)")
+    with pytest.raises(AssertionError, match=r'exit status 1\n(.|\n)*page.py", line 1(.|\n)*ZeroDivisionError'):
+        scripts.run(["page.py"], tmp_path)
+
+
 @every_page
-def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks(page, "python")))
-    printed = run(["page.py"], tmp_path)
+def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, scripts: Scripts) -> None:
+    (tmp_path / "page.py").write_text("\n".join(blocks(page, "python")))
+    printed = scripts.run(["page.py"], tmp_path)
     for shown in blocks(page, "text"):
         assert shown in printed
-
-
-def test_the_first_thing_that_the_readme_prints_is_its_table(tmp_path: Path) -> None:
-    script = tmp_path / "first.py"
-    script.write_text(blocks(PAGES[0], "python")[0])
-    assert run(["first.py"], tmp_path).startswith(blocks(PAGES[0], "text")[0])
+    if page.name == "README.md":
+        assert printed.startswith(blocks(page, "text")[0])
 
 
 @every_page
-def test_a_command_of_a_page_prints_what_stands_below_it(page: Path, tmp_path: Path) -> None:
+def test_a_command_of_a_page_prints_what_stands_below_it(page: Path, tmp_path: Path, scripts: Scripts) -> None:
     for block in blocks(page, "console"):
         for command, shown in re.findall(r"^\$ python (.*)\n((?:[^$].*\n)*)", block, re.MULTILINE):
             arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(command)]
-            assert run(arguments, tmp_path).startswith(shown), command
+            assert scripts.run(arguments, tmp_path).startswith(shown), command
 
 
-def test_the_picture_is_what_the_command_line_draws(tmp_path: Path) -> None:
-    run(shlex.split("-m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 8 --svg drawn.svg"), tmp_path)
+def test_the_picture_is_what_the_command_line_draws(tmp_path: Path, scripts: Scripts) -> None:
+    scripts.run(shlex.split("-m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 8 --svg drawn.svg"), tmp_path)
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "examples" / "worked_example.svg").read_text()
 
 

@@ -13,7 +13,7 @@ from fxpipe.plan.balance.coarsen import coarsened
 from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.plan.balance.search import Found, search
 from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, StageLayout, without_gaps
-from fxpipe.schedules import Family, with_costs
+from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
 
@@ -70,7 +70,7 @@ def balance(
     ranks: int,
     microbatches: int,
     costs: NodeCosts,
-    schedule: str | Family = "1f1b",
+    schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
 ) -> Balanced:
     """The program cut into stages for so many ranks, and placed, for the least makespan by simulation.
@@ -97,7 +97,7 @@ def place_stages(
     ranks: int,
     microbatches: int,
     costs: NodeCosts,
-    schedule: str | Family = "1f1b",
+    schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
 ) -> Balanced:
     """The ranks of a program's given stages, of which there are at least as many, for the least makespan.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
@@ -15,6 +15,9 @@ from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
 from fxpipe.schedules.schedule import Schedule
 
 T = TypeVar("T", int, float)
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy"]
+"""A name out of ``SCHEDULES``, for editors and type checkers."""
 
 Family = Callable[[Problem], Sequence[Sequence[Action]]]
 """Problem → a row of actions for each rank."""

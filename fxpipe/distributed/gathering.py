@@ -1,0 +1,169 @@
+"""Gathering: what ranks tell each other about a checkpoint, as JSON: nothing of a peer is unpickled.
+
+Between steps over the transport, where a collective call is one of all ranks; while training goes on over the store
+that the processes met in, which other threads do not use.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import CheckpointError, told
+from fxpipe.torch_compat import default_store
+
+PATIENCE = 1800.0
+"""Seconds for which a rank that has written its part waits for the others' while training goes on."""
+_AT_EXIT = 20.0
+"""The same once the program is over: a rank that still writes then has until then."""
+_SLICE = datetime.timedelta(seconds=0.5)
+_FAREWELL = 5.0
+
+
+class Gathering(Protocol):
+    """Two messages. ``rank``: this process's number among those that meet."""
+
+    rank: int
+
+    def to_first(self, mine: Any) -> list[Any]:
+        """All ranks' values, by rank, on the first one."""
+
+    def from_first(self, given: Any) -> Any:
+        """The first rank's value on all."""
+
+
+class Alone:
+    """One process."""
+
+    rank = 0
+
+    def to_first(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def from_first(self, given: Any) -> Any:
+        return given
+
+
+class TransportGathering:
+    """Over the transport: collective calls of all ranks."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank = transport.rank
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        everyone = self._transport.gather("all", json.dumps(mine).encode())
+        return [json.loads(one) for one in everyone]
+
+    def to_first(self, mine: Any) -> list[Any]:
+        return self.gather(mine)
+
+    def from_first(self, given: Any) -> Any:
+        return self.gather(given)[0]
+
+
+class StoreGathering:
+    """Over a store of torch.distributed. ``name``: of this gathering, the same on all ranks and new each time."""
+
+    def __init__(self, store: dist.distributed_c10d.Store, name: str, rank: int, ranks: int) -> None:
+        self.rank, self._ranks = rank, ranks
+        self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/checkpoint/{name}", store.clone())  # type: ignore[attr-defined]
+        self._since = time.monotonic()
+
+    def to_first(self, mine: Any) -> list[Any]:
+        self._store.set(f"part {self.rank}", json.dumps(mine))
+        self._since = time.monotonic()
+        return [json.loads(self._get(f"part {rank}", rank)) for rank in range(self._ranks)] if self.rank == 0 else []
+
+    def from_first(self, given: Any) -> Any:
+        seen = [f"seen {rank}" for rank in range(1, self._ranks)]
+        if self.rank:
+            given = json.loads(self._get("outcome", 0))
+            self._store.set(seen[self.rank - 1], "")
+            return given
+        self._store.set("outcome", json.dumps(given))
+        self._wait_for_all(seen)
+        for key in ["outcome", *seen, *(f"part {rank}" for rank in range(self._ranks))]:
+            self._store.delete_key(key)
+        return given
+
+    def _wait_for_all(self, seen: list[str]) -> None:
+        """The store may end with this process: others are to have read what it has. One that is gone does not."""
+        end = time.monotonic() + _FAREWELL
+        while not self._arrived(seen) and time.monotonic() < end:
+            continue
+
+    def _get(self, key: str, rank: int) -> bytes:
+        while not self._arrived([key]):
+            waited = time.monotonic() - self._since
+            is_over = not threading.main_thread().is_alive()
+            if waited > (_AT_EXIT if is_over else PATIENCE):
+                raise CheckpointError(f"rank {rank} has not written its part of the checkpoint after {waited:.0f} s")
+        return bytes(self._store.get(key))
+
+    def _arrived(self, keys: list[str]) -> bool:
+        """Whether they are there, after waiting a little."""
+        try:
+            self._store.wait(keys, _SLICE)
+        except dist.DistStoreError:  # the time is over
+            return False
+        except RuntimeError as error:
+            raise CheckpointError(f"the store that the processes met in is gone: {error}") from error
+        return True
+
+
+class Verdict:
+    """What a rank's part of a common task came to: a value for ``json``, or an error."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.error: Exception | None = None
+        self.message: list[Any] = []
+        try:
+            value = make()
+            json.dumps(value)
+            self.message = [value, None]
+        except Exception as error:
+            self.error = _as_fxpipes(error)
+            self.message = [None, told(self.error)]
+
+
+def _as_fxpipes(error: Exception) -> Exception:
+    if isinstance(error, OSError) and error.strerror is not None:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        raised = CheckpointError(f"{where}{error.strerror}; the checkpoints that were complete are as they were")
+        raised.__cause__ = error
+        return raised
+    return error
+
+
+def values_of(messages: list[list[Any]], own: Verdict) -> list[Any]:
+    """All ranks' values; where one has failed, its own error on that rank, and a CheckpointError on the others."""
+    if own.error is not None:
+        raise own.error
+    for rank, (_, error) in enumerate(messages):
+        if error is not None:
+            raise CheckpointError(f"rank {rank}: {error.removeprefix('CheckpointError: ')}")
+    return [value for value, _ in messages]
+
+
+def agreed(gathering: TransportGathering, make: Callable[[], Any]) -> list[Any]:
+    """What ``make`` gives on every rank, by rank; where it fails on one, all raise. A collective call of all ranks."""
+    verdict = Verdict(make)
+    return values_of(gathering.gather(verdict.message), verdict)
+
+
+def gathering_beside(transport: Transport, name: str) -> Gathering | None:
+    """Where ranks meet while training goes on; None where they cannot: several ranks in one process."""
+    if transport.pipe_rank is None:
+        return Alone()
+    if not dist.is_initialized():
+        return None
+    return StoreGathering(default_store(), name, transport.rank, len(transport.ranks("all")))

@@ -1,0 +1,236 @@
+"""Plain data: values as bytes and back, without pickle. What comes from another rank is data: none of its code runs.
+
+The bytes are JSON, and what JSON lacks is a list that begins with a word: ``["tuple", 1, 2]``. A message names classes
+and brings none: they are the receiver's own, fxpipe's values that were admitted, containers that pytree knows, enums
+and named tuples that are imported already. Making one of them calls no code but a registered container's.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.torch_compat import pytree
+
+T = TypeVar("T")
+
+MOST_BYTES = 64 * 2**20
+"""No message is longer. What it is made into in memory takes some ten times as much, at most."""
+
+_AS_THEY_ARE = (type(None), bool, int, float, str)
+_CONSTANTS: dict[str, Any] = {
+    str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype | torch.layout)
+}
+_CONSTANTS |= {str(one): one for one in vars(torch).values() if isinstance(one, torch.memory_format)}
+_CONSTANTS |= {one.__name__: one for one in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
+_CONSTANTS["..."] = ...
+_REFUSED = "refused"
+_admitted: dict[str, type] = {}
+
+
+def admitted(cls: type[T]) -> type[T]:
+    """Decorates a frozen dataclass of fxpipe's own that may stand in messages; they name it by its name alone."""
+    _admitted[cls.__name__] = cls
+    return cls
+
+
+def encode(value: Any) -> bytes:
+    """``value`` as bytes; RunError, which says what to write instead, where something in it is no plain data."""
+    try:
+        message = json.dumps(_told(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    except RecursionError:
+        raise RunError(
+            "containers cannot be sent to other ranks that are nested so deeply, or hold themselves"
+        ) from None
+    except ValueError as error:  # a whole number of thousands of digits
+        raise RunError(f"a value cannot be sent to other ranks: {error}") from None
+    if len(message) > MOST_BYTES:
+        raise RunError(
+            f"what is to be sent to other ranks beside tensors takes {len(message):,} bytes, and at most "
+            f"{MOST_BYTES:,} are sent; put it into tensors"
+        )
+    return message
+
+
+def decode(message: bytes, sender: str) -> Any:
+    """The value again; RunError where ``sender``, "rank 3", has sent no such message, or what it had to say instead."""
+    try:
+        parts = json.loads(message.decode("utf-8", "surrogatepass"))
+        if not isinstance(parts, list) or parts[0] != _REFUSED:
+            return _made(parts)
+        refusal = str(parts[1])
+    except Exception as error:  # whatever such parts make a constructor raise
+        raise RunError(
+            f"{sender} has sent what is no description of a value ({type(error).__name__}: {error}); run the same "
+            "program on every rank, with the same versions of Python, torch and fxpipe"
+        ) from None
+    raise RunError(f"{sender}: {refusal}")
+
+
+def encode_for_all(value: Any) -> bytes:
+    """``value`` as bytes; where it is no plain data a message that all who decode it raise, for they wait for one."""
+    try:
+        return encode(value)
+    except RunError as error:
+        return json.dumps([_REFUSED, str(error)]).encode()
+
+
+def check_length(length: int, sender: str) -> int:
+    """The length that a message has by its sender, before memory is taken for it; RunError where it is none."""
+    if not 0 <= length <= MOST_BYTES:
+        raise RunError(
+            f"{sender} announces a description of {length:,} bytes, and none has more than {MOST_BYTES:,}; run the "
+            "same program on every rank, and nothing else on the ports of this job"
+        )
+    return length
+
+
+# --- a value → what JSON has
+
+
+def _told(value: Any) -> Any:
+    cls = type(value)
+    if cls in _AS_THEY_ARE:
+        return value
+    if cls in _PARTS:
+        return [cls.__name__, *map(_told, _PARTS[cls](value))]
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format | type) or value is ...:
+        name = "..." if value is ... else value.__name__ if isinstance(value, type) else str(value)
+        if _CONSTANTS.get(name) is value:
+            return ["constant", name]
+    if _admitted.get(cls.__name__) is cls:
+        return ["value", cls.__name__, *(_told(getattr(value, field)) for field in _fields(cls))]
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if _registered(name) == [cls]:
+        children, context = pytree.SUPPORTED_NODES[cls].flatten_fn(value)
+        return ["container", name, _told(context), *map(_told, children)]
+    if isinstance(value, enum.Enum) and _imported(name) is cls and cls.__members__.get(value.name) is value:
+        return ["enum", name, value.name]
+    if isinstance(value, tuple) and hasattr(cls, "_fields") and _imported(name) is cls:
+        return ["named", name, *map(_told, value)]
+    raise RunError(
+        f"an object of class {cls.__module__}.{cls.__qualname__}, which is neither a tensor nor plain data, cannot be "
+        f"sent to other ranks; {_remedy(cls)}"
+    )
+
+
+def _remedy(cls: type) -> str:
+    """What to write instead."""
+    if issubclass(cls, Tensor):
+        return "send the numbers that it holds"
+    if cls.__module__.split(".")[0] == "numpy":
+        return "write a tensor, torch.as_tensor(...), or a number of Python's, .item()"
+    if "<locals>" in cls.__qualname__ and (issubclass(cls, enum.Enum) or hasattr(cls, "_fields")):
+        return "define its class at the top of a module, where other ranks find it by its name"
+    if dataclasses.is_dataclass(cls):
+        return f"register its class on every rank, torch.export.register_dataclass({cls.__name__})"
+    return (
+        "write None, numbers, text, bytes, lists, tuples, dicts, sets, slices, enums, named tuples, torch's dtypes and "
+        "devices, or a dataclass registered on every rank by torch.export.register_dataclass"
+    )
+
+
+_PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
+    list: list,
+    tuple: list,
+    set: list,
+    frozenset: list,
+    torch.Size: list,
+    dict: lambda value: [each for pair in value.items() for each in pair],
+    complex: lambda value: [value.real, value.imag],
+    slice: lambda value: [value.start, value.stop, value.step],
+    range: lambda value: [value.start, value.stop, value.step],
+    bytes: lambda value: [base64.b64encode(value).decode()],
+    torch.device: lambda value: [str(value)],
+}
+
+
+# --- and back
+
+
+def _made(parts: Any) -> Any:
+    if not isinstance(parts, list):
+        return parts if not isinstance(parts, dict) else _fail("a JSON object")
+    word, *rest = parts
+    if word in _FOUND:
+        make = _FOUND[word]
+        return make(rest[0], [_made(part) for part in rest[1:]])
+    return _MADE[word]([_made(part) for part in rest])
+
+
+def _fail(what: str) -> Any:
+    raise ValueError(what)
+
+
+def _value(name: str, values: list[Any]) -> Any:
+    cls = _admitted[name]
+    return cls(**dict(zip(_fields(cls), values, strict=True)))
+
+
+def _container(name: str, parts: list[Any]) -> Any:
+    (cls,) = _registered(name)
+    context, *children = parts
+    return pytree.SUPPORTED_NODES[cls].unflatten_fn(children, context)
+
+
+def _member(name: str, parts: list[Any]) -> Any:
+    cls = _imported(name)
+    return cls.__members__[parts[0]] if isinstance(cls, enum.EnumMeta) else _fail(f"{name} is no enum")
+
+
+def _named(name: str, parts: list[Any]) -> Any:
+    cls = _imported(name)
+    if cls is None or not issubclass(cls, tuple) or len(getattr(cls, "_fields", ())) != len(parts):
+        return _fail(f"{name} is no named tuple of {len(parts)}")
+    return tuple.__new__(cls, parts)
+
+
+_MADE: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+    "dict": lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    "complex": lambda parts: complex(*parts),
+    "slice": lambda parts: slice(*parts),
+    "range": lambda parts: range(*parts),
+    "bytes": lambda parts: base64.b64decode(parts[0], validate=True),
+    "device": lambda parts: torch.device(*parts),
+    "constant": lambda parts: _CONSTANTS[parts[0]],
+}
+_FOUND: dict[str, Callable[[str, list[Any]], Any]] = {
+    "value": _value,
+    "container": _container,
+    "enum": _member,
+    "named": _named,
+}
+"""What is made of a class that is found by its name."""
+
+
+def _fields(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _registered(name: str) -> list[type]:
+    """The containers of that name that pytree knows."""
+    known = (cls for cls in pytree.SUPPORTED_NODES if isinstance(cls, type))
+    return [cls for cls in known if f"{cls.__module__}:{cls.__qualname__}" == name]
+
+
+def _imported(name: str) -> type | None:
+    """The class of that name in a module that is imported, found without running code of it."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) else None

@@ -1,0 +1,120 @@
+"""Commands: ``python -m fxpipe checkpoint show|verify|export``, for who has a folder and no model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from tabulate import tabulate
+
+from fxpipe.errors import CheckpointError
+from fxpipe.parameters.saving import run_folder
+from fxpipe.parameters.saving.manifest import Manifest
+from fxpipe.parameters.saving.reader import FolderReader, read_tensors
+from fxpipe.parameters.saving.safetensors_file import write_safetensors
+
+MODEL = "model."
+"""What names of the model begin with in a checkpoint."""
+_SHOWN = 40
+
+
+def found(path: Path) -> list[Path]:
+    """A checkpoint's own folder, or those of a run, the newest first; CheckpointError where there are none."""
+    if run_folder.is_checkpoint(path):
+        return [path]
+    folders = run_folder.checkpoints(path)
+    if not folders:
+        raise CheckpointError(f"{path} has no checkpoint of fxpipe.save")
+    return folders
+
+
+def show(path: Path) -> str:
+    """Of a run, a line for each checkpoint; of one checkpoint, what is in it."""
+    folders = found(path)
+    return _of_one(folders[0]) if folders == [path] else tabulate([_line(folder) for folder in folders], _HEADERS)
+
+
+_HEADERS = ["checkpoint", "step", "saved at", "ranks", "bytes", "files"]
+
+
+def _line(folder: Path) -> list[str]:
+    try:
+        manifest = Manifest.read(folder)
+        manifest.check_sizes(folder)
+    except CheckpointError as error:
+        return [folder.name, "", "", "", "", str(error)[:200]]
+    size = sum(written.size for written in manifest.files.values())
+    return [folder.name, str(manifest.step), manifest.saved_at, _axes(manifest), f"{size:,}", str(len(manifest.files))]
+
+
+def _axes(manifest: Manifest) -> str:
+    return " × ".join(f"{name} {size}" for name, size in manifest.axes)
+
+
+def _of_one(folder: Path) -> str:
+    manifest, reader = Manifest.read(folder), FolderReader(folder)
+    manifest.check_sizes(folder)
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    head = f"step {manifest.step}, saved at {manifest.saved_at} by run {manifest.run}: {_axes(manifest)}; {versions}"
+    model = {name: one for name, one in reader.tensors.items() if name.startswith(MODEL)}
+    numbers = sum(shape.numel() for shape, _ in model.values())
+    rows = [
+        (name.removeprefix(MODEL), str(list(shape)), str(dtype).removeprefix("torch."))
+        for name, (shape, dtype) in sorted(model.items())[:_SHOWN]
+    ]
+    more = f"\n… and {len(model) - _SHOWN} more" if len(model) > _SHOWN else ""
+    written = sorted(manifest.files.items())[:_SHOWN]
+    files = tabulate([(name, f"{size:,}", f"{crc:08x}") for name, (size, crc) in written], disable_numparse=True)
+    table = tabulate(rows, ["tensor", "shape", "type"], disable_numparse=True)
+    return f"{head}\n{files}\nmodel: {len(model)} tensors, {numbers:,} numbers\n{table}{more}"
+
+
+def verify(path: Path) -> str:
+    """A line for each checkpoint, all of whose bytes are read.
+
+    Raises:
+        CheckpointError: a file of one is cut or altered; with the lines of all.
+    """
+    lines, damaged = [], False
+    for folder in found(path):
+        try:
+            manifest = Manifest.read(folder)
+            manifest.check_sizes(folder)
+            manifest.check_contents(folder, manifest.files)
+            FolderReader(folder)
+            lines.append(f"{folder.name}: whole, step {manifest.step}, {len(manifest.files)} files")
+        except CheckpointError as error:
+            damaged = True
+            lines.append(f"{folder.name}: {error}")
+    if damaged:
+        raise CheckpointError("\n".join(lines))
+    return "\n".join(lines)
+
+
+def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
+    """Writes the plain model's parameters and buffers as ``out/model.safetensors``; of a run, the newest checkpoint's.
+
+    With ``config``, the model's ``config.json``, the folder is one that ``from_pretrained`` loads.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has no such names, or the file is there already.
+    """
+    folder = found(path)[0]
+    manifest = Manifest.read(folder)
+    manifest.check_sizes(folder)
+    manifest.check_contents(folder, manifest.files)
+    reader = FolderReader(folder)
+    whole = MODEL + prefix
+    entries = {name.removeprefix(whole): one for name, one in reader.tensors.items() if name.startswith(whole)}
+    if not entries:
+        raise CheckpointError(f"{folder} has no tensor of the model whose name begins with {prefix!r}")
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "model.safetensors"
+    write_safetensors(
+        file, entries, lambda tensors: read_tensors(reader, {whole + name: one for name, one in tensors.items()})
+    )
+    if config is not None:
+        json.loads(config.read_bytes())  # a slip of the hand is told here
+        shutil.copyfile(config, out / "config.json")
+    return f"{file}: {len(entries)} tensors of step {manifest.step}"

@@ -1,0 +1,156 @@
+"""Manifest: what a checkpoint's files are, how long each is and its crc32, so that a cut or altered one is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fxpipe.errors import CheckpointError
+
+MANIFEST = "fxpipe.json"
+FORMAT = 1
+_PIECE = 2**22
+_MOST = 2**28  # bytes of a manifest
+
+
+class Written(NamedTuple):
+    """A file as it was written: bytes and crc32."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is told of a checkpoint, and of every file in it.
+
+    ``number``: counts the checkpoints of a folder, over restarts. ``axes``: of the topology that has saved it.
+    """
+
+    step: int
+    number: int
+    saved_at: str
+    run: str
+    axes: tuple[tuple[str, int], ...]
+    versions: Mapping[str, str]
+    files: Mapping[str, Written] = field(repr=False)
+
+    def write(self, folder: Path) -> None:
+        """Writes it, behind everything else, and waits until it is on the disk."""
+        content = asdict(self)
+        text = json.dumps({"format": FORMAT, "crc32": _crc_of(content), "checkpoint": content}, indent=1)
+        with (folder / MANIFEST).open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of a checkpoint's folder.
+
+        Raises:
+            CheckpointError: there is none, it was altered, or is another version's.
+        """
+        path = folder / MANIFEST
+        try:
+            if path.stat().st_size > _MOST:
+                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, which no manifest has")
+            read = json.loads(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} is no checkpoint of fxpipe.save, or not a whole one: {MANIFEST}: {error.strerror}"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} was cut or altered: it is no JSON ({str(error)[:100]})") from error
+        return _checked(path, read)
+
+    def check_sizes(self, folder: Path) -> None:
+        """CheckpointError where a file is gone, or has another length than it was written with."""
+        for name, written in self.files.items():
+            try:
+                found = (folder / name).stat().st_size
+            except OSError as error:
+                raise CheckpointError(
+                    f"{folder / name} cannot be read ({error.strerror}), and its manifest expects {written.size} bytes"
+                ) from error
+            if found != written.size:
+                raise CheckpointError(f"{folder / name} has {found} bytes, and its manifest expects {written.size}")
+
+    def check_contents(self, folder: Path, names: Iterable[str]) -> None:
+        """CheckpointError where one of these files has another crc32 than it was written with."""
+        for name in names:
+            try:
+                found = crc32_of(folder / name)
+            except OSError as error:
+                raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
+            if found != self.files[name].crc32:
+                raise CheckpointError(
+                    f"{folder / name} was altered: its crc32 is {found:08x}, and its manifest expects "
+                    f"{self.files[name].crc32:08x}"
+                )
+
+    def share(self, rank: int, ranks: int) -> list[str]:
+        """The files that one of so many ranks looks through: together all, each about as many bytes."""
+        loads = [0] * ranks
+        mine = []
+        for name in sorted(self.files, key=lambda name: (-self.files[name].size, name)):
+            lightest = loads.index(min(loads))
+            loads[lightest] += self.files[name].size + 1
+            if lightest == rank:
+                mine.append(name)
+        return mine
+
+
+def crc32_of(path: Path) -> int:
+    """A file's crc32, read in pieces."""
+    crc, piece = 0, memoryview(bytearray(_PIECE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            crc = zlib.crc32(piece[:count], crc)
+    return crc
+
+
+def _crc_of(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _checked(path: Path, read: Any) -> Manifest:
+    """A manifest out of JSON, whatever it says."""
+    try:
+        if read["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {str(read['format'])[:20]}; this fxpipe reads {FORMAT}")
+        content = read["checkpoint"]
+        if read["crc32"] != _crc_of(content):
+            raise CheckpointError(
+                f"{path} was altered: its crc32 is {_crc_of(content):08x}, and it says {int(read['crc32']):08x}"
+            )
+        return Manifest(
+            step=_natural(content["step"]),
+            number=_natural(content["number"]),
+            saved_at=str(content["saved_at"])[:100],
+            run=str(content["run"])[:100],
+            axes=tuple((str(name), _natural(size)) for name, size in content["axes"]),
+            versions={str(name): str(version) for name, version in content["versions"].items()},
+            files={_plain_name(name): Written(*map(_natural, one)) for name, one in content["files"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{path} is no manifest of fxpipe.save: {type(error).__name__} {str(error)[:100]}") from (
+            error
+        )
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{str(value)[:40]!r} stands where a number should")
+    return value
+
+
+def _plain_name(name: str) -> str:
+    if not name or name in (".", "..") or set(name) & set("/\\\0"):
+        raise ValueError(f"{name[:80]!r} is no file of its folder")
+    return name

@@ -1,0 +1,102 @@
+"""Reader: tensors and plain values out of a folder of torch.distributed.checkpoint, by this process alone, as data.
+
+Whatever world it is in, no process asks another, and nothing that was read is run: see ``metadata``. What is stored
+beside tensors is read by ``torch.load(weights_only=True)``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from fxpipe.errors import CheckpointError, nearest
+from fxpipe.parameters.saving.metadata import read_metadata
+
+
+class FolderReader:
+    """A folder that is read from. ``tensors``: shape and type of each tensor in it, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metadata: Metadata = read_metadata(folder)
+        entries = self.metadata.state_dict_metadata.items()
+        self.tensors = {
+            name: (entry.size, entry.properties.dtype)
+            for name, entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """All that is in it, tensors and plain values."""
+        return list(self.metadata.state_dict_metadata)
+
+    def plan(self, state: dict[str, Any]) -> Callable[[], None]:
+        """Checks that a state dict, nested or flat, can be filled; returns what fills it, in place.
+
+        Raises:
+            CheckpointError: something is missing, or of another shape or kind.
+        """
+        planner = _DataOnlyPlanner()
+        planner.set_up_planner(state, self.metadata)
+        for name, value in planner.state_dict.items():
+            self._check(name, value)
+        plan = planner.create_local_plan()
+        reader = FileSystemReader(self.folder)
+        reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+
+        def fill() -> None:
+            try:
+                reader.read_data(planner.finish_plan(plan), planner).wait()
+            except Exception as error:  # of torch's unpickler for weights, of its zip reader, of the file
+                raise CheckpointError(f"{self.folder} cannot be read, or was altered: {_line(error)}") from error
+
+        return fill
+
+    def _check(self, name: str, value: Any) -> None:
+        entry = self.metadata.state_dict_metadata.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.folder} has no {name!r}{nearest(name, self._like(name))}")
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor == isinstance(entry, BytesStorageMetadata):
+            kinds = ("a tensor", "none") if is_tensor else ("no tensor", "one")
+            raise CheckpointError(f"{name} is {kinds[0]}, {self.folder} has {kinds[1]} under this name")
+        if is_tensor and isinstance(entry, TensorStorageMetadata) and value.shape != entry.size:
+            raise CheckpointError(
+                f"{name} has shape {list(value.shape)}, {self.folder} has {list(entry.size)}; build the model with the "
+                "configuration that was saved"
+            )
+
+    def _like(self, name: str) -> list[str]:
+        """Names that begin alike: of thousands none would help."""
+        part = name.partition(".")[0]
+        found = [other for other in self.names if other.partition(".")[0] == part]
+        return found if len(found) <= 2000 else found[:5]
+
+
+def read_tensors(reader: FolderReader, into: Mapping[str, torch.Tensor]) -> None:
+    """Copies tensors out of the folder into tensors of the same shapes, by name."""
+    reader.plan({name: tensor.detach() for name, tensor in into.items()})()
+
+
+class _DataOnlyPlanner(DefaultLoadPlanner):
+    """torch's, but for its ``load_bytes``, which unpickles."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        *outer, last = self.mappings[read_item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for key in outer:
+            place = place[key]
+        place[last] = torch.load(value, weights_only=True)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__

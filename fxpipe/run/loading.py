@@ -1,0 +1,221 @@
+"""Loading: the newest whole checkpoint of a run into a model and its optimizer, on any layout of ranks.
+
+1. The first rank says which checkpoints there are; the ranks look through the files of the newest, each a share, and go
+   back to the one before it where a file was cut or altered.
+2. Each rank checks that what it has can be filled, and only then fills it, in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fxpipe.distributed.gathering import TransportGathering, agreed
+from fxpipe.errors import CheckpointError
+from fxpipe.parameters.saving import run_folder
+from fxpipe.parameters.saving.manifest import Manifest
+from fxpipe.parameters.saving.reader import FolderReader
+from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
+from fxpipe.run.random_state import seed_all, set_random_state
+from fxpipe.run.run_state import Layout, PlainParts, savable, tensors_for, value_of
+from fxpipe.run.saving import STATE, wait_for_saves
+from fxpipe.schedules.costs import Costs
+from fxpipe.seeds import seed_of
+
+
+def load(
+    folder: str | os.PathLike[str],
+    forward_backward: ForwardBackward,
+    optimizer: Any = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+) -> dict[str, Any]:
+    """Goes on from what ``fxpipe.save`` wrote, on any ranks, cut and ``zero``. A collective call of all ranks.
+
+    Nothing that is read is run. Before anything is changed, sizes and checksums of all files are compared with the
+    manifest's, and names and shapes with the model's. Where the same ranks lie as they lay, the run goes on with the
+    same bits. Elsewhere the random state is that of the same replica; ``loader``, ``scheduler`` and ``extra`` are taken
+    where they were the same on all ranks, or on all ranks of a replica and there are as many of these.
+
+    Args:
+        folder: of the run, for the checkpoint that was written last and is whole; or a checkpoint's own, for that one.
+        forward_backward: what ``fxpipe.compile`` returned.
+        optimizer: as it was saved; None: the model alone is read, to evaluate it, say.
+        scheduler: its ``load_state_dict`` is called with what was saved.
+        loader: likewise.
+
+    Returns:
+        ``extra``, with the number of steps that were made under "step".
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or none that fits; on all ranks alike.
+    """
+    parts = inside(forward_backward)
+    gathering = TransportGathering(parts.transport)
+    with parts.failing.together(Exception):  # which all ranks raise alike, with nothing under way
+        parts.failing.check_open()
+        wait_for_saves(forward_backward)
+        path, manifest = _newest_whole(Path(folder), gathering, parts)
+        loading = _Loading(path, manifest, parts, gathering.rank)
+        filled: list[Callable[[], dict[str, Any]]] = []
+        agreed(gathering, lambda: filled.append(loading.prepare(optimizer, scheduler, loader)))
+        extra: list[dict[str, Any]] = []
+        agreed(gathering, lambda: extra.append(filled[0]()))
+        return extra[0]
+
+
+def _newest_whole(folder: Path, gathering: TransportGathering, parts: Inside) -> tuple[Path, Manifest]:
+    """The checkpoint to load. The one that is asked for by its own name is loaded or refused."""
+    ranks = 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all"))
+    found = agreed(gathering, lambda: _candidates(folder) if gathering.rank == 0 else [])[0]
+    refused: list[CheckpointError] = []
+    for path in map(Path, found):
+        try:
+            agreed(gathering, partial(_check, path, gathering.rank, ranks))
+        except CheckpointError as error:
+            refused.append(error)
+            continue
+        if refused and gathering.rank == 0:
+            told = "; ".join(map(str, refused))
+            warnings.warn(f"{told}. Going on from the one before: {path}", RuntimeWarning, stacklevel=4)
+        return path, Manifest.read(path)
+    raise (
+        refused[0]
+        if len(refused) == 1
+        else CheckpointError(f"{folder} has no whole checkpoint: " + "; ".join(map(str, refused)))
+    )
+
+
+def _candidates(folder: Path) -> list[str]:
+    """A checkpoint's own folder, or those of a run, the newest first."""
+    if folder.name == run_folder.LATEST:
+        folder = folder.parent
+    if run_folder.is_checkpoint(folder):
+        return [str(folder.absolute())]
+    found = [str(path) for path in run_folder.checkpoints(folder.absolute())]
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no checkpoint of fxpipe.save; write to it first, or look whether "
+            "os.path.exists(folder + '/latest') before you load"
+            + (", and what dcp.save has written is read by dcp.load" if (folder / ".metadata").exists() else "")
+        )
+    return found
+
+
+def _check(path: Path, rank: int, ranks: int) -> None:
+    """CheckpointError where a file was cut or altered; of the contents a rank reads its share."""
+    manifest = Manifest.read(path)
+    manifest.check_sizes(path)
+    manifest.check_contents(path, manifest.share(rank, ranks))
+
+
+class _Loading:
+    """One checkpoint on its way into one rank."""
+
+    def __init__(self, path: Path, manifest: Manifest, parts: Inside, rank: int) -> None:
+        self._path, self._manifest, self._parts, self._rank = path, manifest, parts, rank
+
+    def prepare(self, optimizer: Any, scheduler: Any, loader: Any) -> Callable[[], dict[str, Any]]:
+        """Checks that everything fits, and returns what loads it and gives back ``extra``."""
+        parts, reader = self._parts, FolderReader(self._path)
+        plain = _plain_parts(self._path / STATE)
+        saved = Layout(self._manifest.axes, len(plain.of_rank))
+        now = Layout(parts.axes, 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all")))
+        self._check_names(reader)
+        optimizers = savable(optimizer, parts.module)
+        states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
+        states["model"] = parts.module.state_dict()
+        takers = {"scheduler": scheduler, "loader": loader}
+        wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
+        trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
+        run = _next_step(value_of(trees.pop("run"), {}))
+        tensors = tensors_for(list(trees.values()), reader.tensors)
+        fill = reader.plan({**states, "plain": tensors} if tensors else states)
+        random = _random_state(plain, saved, now, self._rank) if optimizers else None
+        self._warn_of_what_is_left(plain, takers if optimizers else {})
+
+        def finish() -> dict[str, Any]:
+            fill()
+            values = {part: value_of(tree, tensors) for part, tree in trees.items()}
+            parts.load_model(states["model"])
+            for name, one in sorted(optimizers.items()):
+                one.load_state_dict(states[name])
+            for name, taker in takers.items():
+                if taker is not None:
+                    taker.load_state_dict(values[name])
+            if optimizers:
+                self._go_on(run, random, now.replica(self._rank))
+            return {**dict(values["extra"] or {}), "step": self._manifest.step}
+
+        return finish
+
+    def _check_names(self, reader: FolderReader) -> None:
+        """CheckpointError where the checkpoint is another model's: what it has beyond this one would be lost."""
+        saved = {name.removeprefix("model.") for name in reader.names if name.startswith("model.")}
+        more = sorted(saved - self._parts.names)
+        if more:
+            raise CheckpointError(
+                f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
+                "model with the configuration that was saved"
+            )
+
+    def _warn_of_what_is_left(self, plain: PlainParts, takers: dict[str, Any]) -> None:
+        left = [name for name, one in takers.items() if one is None and any(name in part for part in plain.of_rank)]
+        if left and self._rank == 0:
+            names = " and ".join(left)
+            warnings.warn(
+                f"{self._path} has the state of the {names}, which nobody has asked for; give load() {left[0]}=",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _go_on(self, run: Any, random: Any, replica: int) -> None:
+        """The number of the next step, seeds, costs and random state: what a next step depends on beside tensors."""
+        steps, device = self._parts.steps, self._parts.device
+        steps.number, steps.seed = run["number"], run["seed"]
+        if run["costs"] is not None and tuple(run["stages"]) == self._parts.stages:
+            steps.recorder.loaded = Costs(**run["costs"])
+        if random is not None:
+            set_random_state(random, device)
+        else:
+            seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
+
+
+def _next_step(run: Any) -> Any:
+    """What is told of the next step; CheckpointError where it was altered."""
+    kinds: dict[str, Any] = {"number": int, "seed": int, "stages": list, "costs": dict | None}
+    if type(run) is not dict or not all(isinstance(run.get(key, ...), kind) for key, kind in kinds.items()):
+        raise CheckpointError("the checkpoint's plain data was altered: it does not tell the next step")
+    return run
+
+
+def _random_state(plain: PlainParts, saved: Layout, now: Layout, rank: int) -> Any:
+    """The random state that a rank goes on from: its own, or that of its replica's first rank; None for a replica that
+    nobody has saved."""
+    if saved == now:
+        source = rank
+    elif now.replica(rank) < saved.replicas:
+        source = saved.ranks_of(now.replica(rank))[0]
+    else:
+        return None
+    return value_of(plain.trees[plain.of_rank[source]["random"]], {})
+
+
+def _plain_parts(path: Path) -> PlainParts:
+    """All ranks' plain data, out of their file."""
+    try:
+        read = json.loads(path.read_bytes())
+        ranks: Sequence[dict[str, str]] = read["ranks"]
+        trees = dict(read["trees"])
+        whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read, or was altered: {str(error)[:100]}") from error
+    if not whole:
+        raise CheckpointError(f"{path} was altered: it does not have what it names")
+    return PlainParts(ranks, trees)

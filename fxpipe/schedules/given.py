@@ -1,0 +1,86 @@
+"""Given: what a person may give for a table, looked at where it comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from fxpipe.errors import ScheduleError
+from fxpipe.kinds import (
+    MOST_ACTIONS,
+    Expected,
+    check,
+    is_edge,
+    is_flag,
+    is_number,
+    is_text,
+    is_whole,
+    list_of,
+    one_or_each,
+    shown,
+)
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+
+_NAMES = Expected(list_of(is_text), "a list with the name of each stage")
+KINDS: Mapping[str, Expected] = {
+    "rows": Expected(list_of(lambda row: isinstance(row, tuple)), "a list with a row of Actions for each rank"),
+    "edges": Expected(list_of(is_edge), "a list of pairs of stage numbers, [(0, 1), (1, 2)]"),
+    "microbatches": Expected(is_whole, "a whole number"),
+    "placement": Expected(list_of(is_whole), "a list with the rank of each stage, [0, 1]"),
+    "stages": Expected(is_whole, "a whole number"),
+    "backward": Expected(list_of(is_flag), "a list with True or False for each stage"),
+    "names": _NAMES,
+    "stage_names": _NAMES,
+    "name": Expected(is_text, "a text"),
+    "tied": Expected(list_of(list_of(is_whole)), "a list of groups of stage numbers, [(0, 3)]"),
+    "costs": Expected(lambda value: isinstance(value, Costs), "fxpipe.Costs.of(stages, forward=1, backward=2)"),
+    "in_flight": Expected(one_or_each(is_number), "a whole number, or one for each stage"),
+    "memory": Expected(one_or_each(is_number), "a number of bytes, or one for each rank"),
+}
+"""Argument → what it is, where it is given at all."""
+
+
+def check_given(**given: Any) -> None:
+    """ScheduleError for the first that is none of what ``KINDS`` has under its name; None is not given."""
+    check(ScheduleError, KINDS, **{name: value for name, value in given.items() if value is not None})
+
+
+def check_size(stages: int, microbatches: int) -> None:
+    """ScheduleError for a table that would eat the machine."""
+    if max(stages, 2 * stages * microbatches) > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{stages} stages and {microbatches} micro-batches; a table goes up to {MOST_ACTIONS:,} actions"
+        )
+
+
+def check_costs(costs: Costs, stages: int) -> None:
+    """ScheduleError where they are of another number of stages."""
+    if len(costs.forward) != stages:
+        raise ScheduleError(f"the costs are of {len(costs.forward)} stages, and there are {stages}")
+
+
+def check_cells(rows: Sequence[Sequence[Any]]) -> None:
+    """ScheduleError unless the cells are actions: of a stage and a micro-batch by number."""
+    cells = list(chain.from_iterable(rows))
+    if set(map(type, cells)) <= {Action} and set(map(type, chain.from_iterable(cells))) <= {int, Op}:
+        return  # told by loops of C, for a table has many
+    stranger = [cell for cell in cells if not _is_action(cell)]
+    if stranger:
+        raise ScheduleError(f"{shown(stranger[0])} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")
+
+
+def _is_action(cell: Any) -> bool:
+    return isinstance(cell, Action) and isinstance(cell.op, Op) and is_whole(cell.stage) and is_whole(cell.microbatch)
+
+
+def in_order(value: Any) -> Any:
+    """What comes one after another as a tuple; anything else as it is, for ``check_given`` to refuse."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else value
+
+
+def nested(value: Any) -> Any:
+    """The same for groups of things that come one after another."""
+    value = in_order(value)
+    return tuple(map(in_order, value)) if isinstance(value, tuple) else value

@@ -1,0 +1,471 @@
+"""Checkpoints as folders: what was written is known to the byte, and nothing that is read is run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from fxpipe.errors import CheckpointError, FxpipeError
+from fxpipe.parameters.saving import run_folder
+from fxpipe.parameters.saving.lock import FolderLock
+from fxpipe.parameters.saving.manifest import MANIFEST, Manifest, Written, crc32_of
+from fxpipe.parameters.saving.metadata import METADATA, read_metadata
+from fxpipe.parameters.saving.plain import from_plain, to_plain
+from fxpipe.parameters.saving.reader import FolderReader
+from fxpipe.parameters.saving.writer import RankPlan
+from fxpipe.parameters.weights import Weights
+from tests.pool import Pool, forking
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(5, 3, generator=generator)
+    return {
+        "model": {"weight": weight, "turned": weight.t(), "half": weight.to(torch.bfloat16), "count": torch.tensor(7)},
+        "optim": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["weight"], "foreach": None}]},
+    }
+
+
+def empty() -> dict[str, Any]:
+    like = state()
+    like["model"] = {name: torch.zeros_like(tensor) for name, tensor in like["model"].items()}
+    like["optim"]["param_groups"][0] = dict.fromkeys(like["optim"]["param_groups"][0], "nothing")
+    return like
+
+
+def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["optim"] == wanted["optim"]
+    assert found["model"].keys() == wanted["model"].keys()
+    assert all(torch.equal(found["model"][name], tensor) for name, tensor in wanted["model"].items())
+
+
+# --- torch's folders, read as data
+
+
+def test_what_torch_has_saved_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path)
+    mine, theirs = read_metadata(tmp_path), FileSystemReader(tmp_path).read_metadata()
+    assert mine.state_dict_metadata == theirs.state_dict_metadata
+    assert mine.storage_data == theirs.storage_data
+    found = empty()
+    FolderReader(tmp_path).plan(found)()
+    check_equal(found, state())
+
+
+class Runs:
+    """A pickle that runs something."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def hostile(marker: Path) -> dict[str, bytes]:
+    """Pickles that torch's reader would run, or that would take all memory."""
+    metadata = "torch.distributed.checkpoint.metadata"
+    return {
+        "a call": pickle.dumps(Runs(marker)),
+        "a call inside": pickle.dumps({"state_dict_metadata": Runs(marker)}),
+        "a class's own method": f"c{metadata}\nMetadata.__init__\n(tR.".encode(),
+        "an attribute of a class": f"c{metadata}\nMetadata\n(N}}S'__init__'\nNsbtb.".encode(),
+        "torch.load": b"ctorch\nload\n(S'x'\ntR.",
+        "a memo of 64 GB": b"\x80\x04}r\xff\xff\xff\x7f.",
+        "an extension": b"\x80\x02\x82\x01.",
+        "nothing": b"",
+        "a plain dict": pickle.dumps({"a": 1}),
+        "deep": b"\x80\x04" + b"(" * 100_000 + b".",
+    }
+
+
+KINDS = sorted(hostile(Path()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hostile_metadata_is_refused_and_runs_nothing(tmp_path: Path, kind: str) -> None:
+    """``checkpoint=`` of such a folder ran what it named."""
+    folder, marker = tmp_path / "folder", tmp_path / "ran"
+    dcp.save(state(), checkpoint_id=folder)
+    (folder / METADATA).write_bytes(hostile(marker)[kind])
+    with pytest.raises(CheckpointError, match=r"\.metadata is not what torch\.distributed\.checkpoint writes"):
+        Weights.open(folder)
+    assert not marker.exists()
+
+
+def test_torchs_own_reader_does_run_it(tmp_path: Path) -> None:
+    """Or the tests above would show nothing."""
+    dcp.save(state(), checkpoint_id=tmp_path)
+    (tmp_path / METADATA).write_bytes(hostile(tmp_path / "ran")["a call"])
+    with contextlib.suppress(Exception):
+        FileSystemReader(tmp_path).read_metadata()
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_hostile_plain_value_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    folder, marker = tmp_path / "folder", tmp_path / "ran"
+    dcp.save({"value": Runs(marker)}, checkpoint_id=folder)
+    with pytest.raises(CheckpointError, match=r"folder cannot be read, or was altered"):
+        FolderReader(folder).plan({"value": None})()
+    assert not marker.exists()
+
+
+def places(metadata: Any) -> dict[str, Any]:
+    return {index.fqn: place for index, place in metadata.storage_data.items()}
+
+
+def altered(folder: Path, change: Callable[[Any], None]) -> None:
+    metadata = FileSystemReader(folder).read_metadata()
+    change(metadata)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+ALTERED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "outside": (lambda m: setattr(places(m)["model.count"], "relative_path", "../x"), "'../x', which is no file"),
+    "absolute": (lambda m: setattr(places(m)["model.count"], "relative_path", "/etc/hosts"), "'/etc/hosts', which is"),
+    "number": (lambda m: setattr(places(m)["model.count"], "offset", -1), "'-1' stands where a size should"),
+    "too far": (lambda m: setattr(places(m)["model.count"], "offset", 2**40), "bytes, and .* are expected"),
+    "huge": (lambda m: setattr(m.state_dict_metadata["model.weight"], "size", torch.Size([2**50])), "does not fit"),
+    "hole": (lambda m: m.state_dict_metadata["model.weight"].chunks.clear(), "have 0 elements of 15"),
+    "nowhere": (lambda m: m.storage_data.clear(), "is stored nowhere"),
+    "kind": (lambda m: setattr(m, "storage_data", [1]), "a list stands where a dict should"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ALTERED))
+def test_an_altered_metadata_is_told(tmp_path: Path, kind: str) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path)
+    change, message = ALTERED[kind]
+    altered(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        read_metadata(tmp_path)
+
+
+def test_bytes_changed_at_random_raise_nothing_else(tmp_path: Path) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path)
+    whole, draw = (tmp_path / METADATA).read_bytes(), random.Random(0)
+    refused = 0
+    for _ in range(300):
+        changed = bytearray(whole[: draw.choice([len(whole), draw.randrange(len(whole))])])
+        for _ in range(draw.randrange(4)):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        (tmp_path / METADATA).write_bytes(changed)
+        try:
+            read_metadata(tmp_path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 150
+
+
+def test_what_does_not_fit_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path)
+    reader, found = FolderReader(tmp_path), empty()
+    with pytest.raises(CheckpointError, match=r"has no 'model\.wieght'; did you mean \"model\.weight\""):
+        reader.plan({"model": {"wieght": torch.zeros(5, 3)}})
+    with pytest.raises(CheckpointError, match=r"model\.weight has shape \[5, 4\], .* has \[5, 3\]"):
+        reader.plan({"model": {**found["model"], "weight": torch.zeros(5, 4)}})
+    with pytest.raises(CheckpointError, match=r"model\.weight is no tensor, .* has one"):
+        reader.plan({"model": {"weight": 3}})
+    assert not any(tensor.any() for tensor in found["model"].values())
+
+
+# --- what is written
+
+
+def write(folder: Path, value: dict[str, Any]) -> dict[str, Written]:
+    """By one rank."""
+    plan = RankPlan(value, 0)
+    share = plan.settle([json.loads(json.dumps(plan.message()))])
+    folder.mkdir()
+    return share.finish(folder, [json.loads(json.dumps(share.write(folder)))])
+
+
+def test_torch_reads_what_is_written_and_every_file_has_its_checksum(tmp_path: Path) -> None:
+    files = write(tmp_path / "one", state())
+    found = empty()
+    dcp.load(found, checkpoint_id=tmp_path / "one")
+    check_equal(found, state())
+    assert set(files) == {path.name for path in (tmp_path / "one").iterdir()} == {METADATA, "__0_0.distcp"}
+    for name, written in files.items():
+        data = (tmp_path / "one" / name).read_bytes()
+        assert written == (len(data), zlib.crc32(data))
+
+
+def test_copies_are_of_the_moment(tmp_path: Path) -> None:
+    value = state()
+    plan = RankPlan(value, 0)
+    share = plan.settle([plan.message()])
+    share.keep_copies()
+    for tensor in value["model"].values():
+        tensor.zero_()
+    value["optim"]["param_groups"][0]["lr"] = 0.0
+    share.finish(tmp_path, [share.write(tmp_path)])
+    found = empty()
+    FolderReader(tmp_path).plan(found)()
+    check_equal(found, state())
+
+
+def test_what_several_ranks_have_is_written_once() -> None:
+    plans = [RankPlan({"a": torch.ones(100), "b": torch.ones(90), "c": torch.ones(10)}, rank) for rank in range(2)]
+    shares = [plan.settle([one.message() for one in plans]) for plan in plans]
+    assert [share.size for share in shares] == [800, 800]
+
+
+def test_a_value_that_could_not_be_read_back_is_not_written() -> None:
+    with pytest.raises(CheckpointError, match=r"optim\.param_groups\.0\.lr is a .*Runs.*plain data alone"):
+        RankPlan({"optim": {"param_groups": [{"lr": Runs(Path())}]}}, 0)
+
+
+# --- plain data
+
+PLAIN: list[Any] = [
+    None,
+    [True, -3, 2**70, 0.1, float("inf"), "é\0", b"\xff"],
+    {1: {"a": (1, (2,))}, "1": [], "": {}},
+    {"dict": 1, "tuple": (), "tensor": [{}]},
+    OrderedDict(a=1),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_data_comes_back(value: Any) -> None:
+    tree, tensors = to_plain(value, "value")
+    found = from_plain(json.loads(json.dumps(tree)), tensors)
+    assert found == value
+    assert repr(found) == repr(dict(value) if isinstance(value, OrderedDict) else value)  # 1 is not True
+
+
+def test_tensors_come_back_and_equal_ones_are_kept_once() -> None:
+    value = {"a": torch.tensor([1.0, float("nan")]), "b": [torch.tensor([1.0, float("nan")]), torch.tensor([1, 2])]}
+    tree, tensors = to_plain(value, "value")
+    assert len(tensors) == 2
+    found = from_plain(tree, tensors)
+    pairs: list[tuple[Tensor, Tensor]] = [(found["a"], value["a"]), *zip(found["b"], value["b"], strict=True)]
+    for one, other in pairs:
+        assert one.dtype == other.dtype
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+def circle() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, {2}]}, r"value\['a'\]\[1\] is a set, and a checkpoint holds plain data alone: None, bool"),
+        ({"f": len}, r"value\['f'\] is a builtin_function_or_method"),
+        ({(1,): 2}, r"value has the key \(1,\)"),
+        ({None: 2}, r"value has the key None"),
+        (1j, "value is a complex"),
+        (Path("x"), r"value is a pathlib.*Path"),
+        (torch.ones(2).to_sparse(), "spread, sparse or without memory"),
+        (torch.ones(2, device="meta"), "spread, sparse or without memory"),
+        (circle(), r"value\[0\] contains itself"),
+    ],
+)
+def test_other_values_are_refused_by_the_place_where_they_are(value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        to_plain(value, "value")
+
+
+# --- manifests
+
+
+def manifest(folder: Path, number: int = 1) -> Manifest:
+    folder.mkdir(exist_ok=True)
+    (folder / "data").write_bytes(b"abc")
+    files = {"data": Written(3, zlib.crc32(b"abc"))}
+    made = Manifest(812, number, "2026-01-01", "run", (("pipe", 2), ("data", 2)), {"torch": "2.13"}, files)
+    made.write(folder)
+    return made
+
+
+def test_a_manifest_comes_back(tmp_path: Path) -> None:
+    wanted = manifest(tmp_path)
+    assert Manifest.read(tmp_path) == wanted
+
+
+def test_a_cut_and_an_altered_file_are_told_with_both_values(tmp_path: Path) -> None:
+    made = manifest(tmp_path)
+    made.check_sizes(tmp_path)
+    made.check_contents(tmp_path, made.files)
+    (tmp_path / "data").write_bytes(b"abd")
+    made.check_sizes(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"data was altered: its crc32 is {zlib.crc32(b'abd'):08x}, .*352441c2"):
+        made.check_contents(tmp_path, made.files)
+    (tmp_path / "data").write_bytes(b"ab")
+    with pytest.raises(CheckpointError, match="data has 2 bytes, and its manifest expects 3"):
+        made.check_sizes(tmp_path)
+    (tmp_path / "data").unlink()
+    with pytest.raises(CheckpointError, match=r"data cannot be read \(No such file.*expects 3 bytes"):
+        made.check_sizes(tmp_path)
+
+
+def test_a_manifest_changed_anywhere_is_refused(tmp_path: Path) -> None:
+    wanted = manifest(tmp_path)
+    whole, draw = (tmp_path / MANIFEST).read_bytes(), random.Random(0)
+    for _ in range(300):
+        changed = bytearray(whole[: draw.choice([len(whole), draw.randrange(len(whole))])])
+        for _ in range(draw.randrange(1, 4)):
+            changed[draw.randrange(len(changed)) if changed else 0 :][:1] = b""
+            if changed:
+                changed[draw.randrange(len(changed))] = draw.randrange(256)
+        (tmp_path / MANIFEST).write_bytes(changed)
+        try:
+            found = Manifest.read(tmp_path)
+        except FxpipeError:
+            continue
+        assert found == wanted  # only spaces
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b"null",
+        b"[]",
+        json.dumps({"format": 1, "crc32": 0, "checkpoint": {}}).encode(),
+        json.dumps({"format": 99, "crc32": 0, "checkpoint": {}}).encode(),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"fxpipe\.json"):
+        Manifest.read(tmp_path)
+
+
+def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
+    files = {"../outside": Written(1, 1)}
+    Manifest(1, 1, "", "", (), {}, files).write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'\.\./outside' is no file of its folder"):
+        Manifest.read(tmp_path)
+
+
+def test_ranks_share_the_files_by_their_bytes() -> None:
+    sizes = {"a": 50, "b": 30, "c": 20, "d": 5, "e": 0}
+    files = {name: Written(size, 0) for name, size in sizes.items()}
+    made = Manifest(1, 1, "", "", (), {}, files)
+    shares = [made.share(rank, 3) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    assert max(sum(sizes[name] for name in share) for share in shares) == 50
+
+
+def test_a_crc32_is_that_of_all_bytes(tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(9_000_001)  # more than two pieces
+    (tmp_path / "x").write_bytes(data)
+    assert crc32_of(tmp_path / "x") == zlib.crc32(data)
+
+
+# --- the folder of a run
+
+
+def made(folder: Path, step: int) -> Path:
+    partial = run_folder.begin(folder, step)
+    manifest(partial, run_folder.next_number(folder))
+    return run_folder.complete(partial)
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in run_folder.checkpoints(folder)]
+
+
+def test_the_last_that_was_written_is_the_latest(tmp_path: Path) -> None:
+    for step in (5, 800, 600):  # the run has gone back once
+        made(tmp_path, step)
+        assert os.readlink(tmp_path / "latest") == f"step-{step:06d}"
+    assert names(tmp_path) == ["step-000600", "step-000800", "step-000005"]
+
+
+def test_a_step_that_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
+    assert [made(tmp_path, 7).name for _ in range(3)] == ["step-000007", "step-000007-2", "step-000007-3"]
+    assert names(tmp_path) == ["step-000007-3", "step-000007-2", "step-000007"]
+
+
+def test_old_ones_go_and_what_cannot_be_read_stays(tmp_path: Path) -> None:
+    for step in range(5):
+        made(tmp_path, step)
+    (tmp_path / "step-000004" / MANIFEST).write_text("{")
+    (tmp_path / "step-notes").mkdir()
+    run_folder.keep_newest(tmp_path, 2)
+    assert names(tmp_path) == ["step-000004", "step-000003", "step-000002"]
+    assert (tmp_path / "step-notes").exists()
+
+
+def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    made(tmp_path, 1)
+    for name in ("step-000002.partial", "step-000003.removed", "mine.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    run_folder.begin(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("latest", "mine.partial", "step-000001", "step-000002.partial"),
+    ]
+    assert list((tmp_path / "step-000002.partial").iterdir()) == []
+
+
+# --- the lock
+
+
+def hold(folder: Path) -> int:
+    """Takes a lock and keeps it until the next call."""
+    held.append(FolderLock(folder, "other"))
+    return os.getpid()
+
+
+def let_go() -> None:
+    held.clear()
+
+
+held: list[FolderLock] = []
+
+
+def test_two_runs_do_not_write_to_one_folder(pool: Pool, tmp_path: Path) -> None:
+    (holder,) = pool.run(hold, tmp_path, ranks=1)
+    with pytest.raises(CheckpointError, match=rf"is written to by process {holder} on .* \(run other\) since 20"):
+        FolderLock(tmp_path, "mine")
+    pool.run(let_go, ranks=1)
+    one, again = FolderLock(tmp_path, "mine"), FolderLock(tmp_path, "mine")  # one process may, for several models
+    del one
+    with pytest.raises(AssertionError, match=rf"written to by process {os.getpid()}"):
+        pool.run(hold, tmp_path, ranks=1)
+    del again
+
+
+def hold_and_die(folder: Path) -> None:
+    FolderLock(folder, "dead")
+    os._exit(9)
+
+
+def test_the_lock_of_a_dead_process_is_no_lock(tmp_path: Path) -> None:
+    process = forking().Process(target=hold_and_die, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    assert "dead" in (tmp_path / "lock").read_text()
+    FolderLock(tmp_path, "mine")
+
+
+def test_a_folder_without_a_plain_header_is_told(tmp_path: Path) -> None:
+    (tmp_path / METADATA).write_bytes(struct.pack("<Q", 2**63))
+    with pytest.raises(CheckpointError, match="was altered"):
+        FolderReader(tmp_path)

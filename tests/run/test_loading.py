@@ -1,0 +1,276 @@
+"""``fxpipe.load``: the newest whole checkpoint, or a refusal that leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+import fxpipe
+from fxpipe.errors import CheckpointError
+from fxpipe.parameters.saving.manifest import MANIFEST
+
+
+class Two(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(fxpipe.stage_boundary(self.first(x))).square().mean()
+
+
+class Trained:
+    """A model with an optimizer and a schedule of learning rates."""
+
+    def __init__(self, seed: int = 0, width: int = 8, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = fxpipe.compile(Two(width), fxpipe.Topology([("pipe", 2)]), microbatches=2, **options)
+        self.optimizer = self.model.optimizer(torch.optim.AdamW, lr=0.1)
+        self.scheduler = StepLR(self.optimizer, 2)
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(4, 4))
+        self.optimizer.step()
+        self.scheduler.step()
+        return float(loss)
+
+    def save(self, folder: Path, step: int, **options: Any) -> Path:
+        options = {"scheduler": self.scheduler, **options}
+        return fxpipe.save(folder, self.model, self.optimizer, step=step, **options).result()
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        return fxpipe.load(folder, self.model, self.optimizer, scheduler=self.scheduler)
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+def check_unchanged(run: Trained, before: dict[str, Tensor]) -> None:
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.values().items())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two checkpoints, of steps 1 and 2."""
+    run = Trained()
+    for step in (1, 2):
+        run.step()
+        run.save(tmp_path, step, extra={"at": step})
+    return tmp_path
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+HARM: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped": (flipped, "was altered|was cut or altered"),
+    "cut": (cut, "and its manifest expects|was cut or altered"),
+    "gone": (Path.unlink, "No such file"),
+}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", MANIFEST])
+@pytest.mark.parametrize("harm", sorted(HARM))
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken(folder: Path, name: str, harm: str) -> None:
+    change, message = HARM[harm]
+    change(folder / "step-000002" / name)
+    run = Trained(1)
+    with pytest.warns(RuntimeWarning, match=rf"({message}).* Going on from the one before: .*step-000001"):
+        assert run.load(folder) == {"at": 1, "step": 1}
+    if (name, harm) != (MANIFEST, "gone"):  # a folder without one is no checkpoint, and holds none
+        before = run.values()
+        with pytest.raises(CheckpointError, match=message):
+            run.load(folder / "step-000002")
+        check_unchanged(run, before)
+
+
+def test_where_all_are_damaged_each_is_told(folder: Path) -> None:
+    for step in (1, 2):
+        cut(folder / f"step-00000{step}" / "__0_0.distcp")
+    run = Trained(1)
+    before = run.values()
+    with pytest.raises(CheckpointError, match=r"has no whole checkpoint: .*step-000002.*; .*step-000001"):
+        run.load(folder)
+    check_unchanged(run, before)
+
+
+def test_the_latest_one_of_its_name_and_the_folder_are_the_same(folder: Path) -> None:
+    run = Trained(1)
+    assert [run.load(path)["at"] for path in (folder, folder / "latest", folder / "step-000001")] == [2, 2, 1]
+
+
+def test_a_folder_without_checkpoints_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nothing has no checkpoint of fxpipe\.save; write to it first"):
+        Trained().load(tmp_path / "nothing")
+
+
+# --- what does not fit
+
+
+def test_another_models_checkpoint_is_refused_and_changes_nothing(folder: Path) -> None:
+    wide = Trained(1, width=9)
+    before = wide.values()
+    with pytest.raises(CheckpointError, match=r"first\.bias has shape \[9\], .* has \[8\]|has shape \[9"):
+        wide.load(folder)
+    check_unchanged(wide, before)
+
+
+class Three(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.ones(2))
+
+
+def test_what_a_checkpoint_has_beyond_the_model_is_not_lost(tmp_path: Path) -> None:
+    more = fxpipe.compile(Three(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+    fxpipe.save(tmp_path, more, None, step=1)
+    with pytest.raises(CheckpointError, match=r"has 1 tensors of a model that this one has not, first 'more'"):
+        fxpipe.load(tmp_path, Trained().model)
+    less = Trained()
+    less.save(tmp_path / "less", 1)
+    with pytest.raises(CheckpointError, match=r"has no 'model\.more'"):
+        fxpipe.load(tmp_path / "less", more)
+
+
+def test_a_part_that_was_not_saved_is_asked_for_in_vain_and_one_that_was_is_told(tmp_path: Path) -> None:
+    run = Trained()
+    run.save(tmp_path / "without", 1, scheduler=None)
+    with pytest.raises(CheckpointError, match="has no state of scheduler: it was saved without scheduler="):
+        run.load(tmp_path / "without")
+    run.save(tmp_path / "with", 1)
+    with pytest.warns(RuntimeWarning, match=r"has the state of the scheduler, which nobody has asked for"):
+        fxpipe.load(tmp_path / "with", run.model, run.optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxpipe.load(tmp_path / "with", run.model)  # to evaluate it
+
+
+# --- safety
+
+
+class Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def signed(checkpoint: Path, name: str, content: bytes) -> None:
+    """A file changed by who can make a manifest."""
+    (checkpoint / name).write_bytes(content)
+    told = json.loads((checkpoint / MANIFEST).read_text())
+    told["checkpoint"]["files"][name] = [len(content), zlib.crc32(content)]
+    told["crc32"] = zlib.crc32(json.dumps(told["checkpoint"], sort_keys=True).encode())
+    (checkpoint / MANIFEST).write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize("source", ["load", "checkpoint"])
+def test_a_hostile_checkpoint_runs_nothing(folder: Path, source: str) -> None:
+    signed(folder / "step-000002", ".metadata", pickle.dumps(Runs(folder / "ran")))
+    run = Trained(1)
+    given = run.load if source == "load" else lambda path: Trained(1, checkpoint=path)
+    with pytest.raises(CheckpointError, match=r"\.metadata is not what torch.* it names (io|_io)\.open"):
+        given(folder)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{}",
+        b"[" * 100_000,
+        b'{"ranks": [], "trees": {}}',
+        b'{"ranks": [{"extra": "a"}], "trees": {}}',
+        b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": {"call": 1}}}',
+        b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": {"tensor": "b"}}}',
+        b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": {"dict": 3}}}',
+        b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": 5}}',
+        b'{"ranks": 5, "trees": {"a": 5}}',
+    ],
+)
+def test_altered_plain_data_is_refused(folder: Path, content: bytes) -> None:
+    signed(folder / "step-000002", "state.json", content)
+    with pytest.raises(CheckpointError, match=r"altered|lacks the tensor"):
+        Trained(1).load(folder)
+
+
+# --- beside torch's own
+
+
+def test_a_checkpoint_is_a_source_of_weights(folder: Path) -> None:
+    """``checkpoint=`` takes the model out of the newest one, and nothing of the optimizer."""
+    saved = Trained(1)
+    saved.load(folder)
+    with torch.device("meta"):
+        model = Two()
+    for path in (folder, folder / "latest", folder / "step-000002"):
+        read = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, checkpoint=path)
+        assert all(torch.equal(tensor, saved.values()[name]) for name, tensor in read.state_dict().items())
+    cut(folder / "step-000002" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="and its manifest expects"):
+        fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, checkpoint=folder)
+
+
+def test_several_optimizers_and_torchs_own_go_on(tmp_path: Path) -> None:
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = fxpipe.compile(Two(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+        both = {
+            "first": model.optimizer(torch.optim.AdamW, "first.*", lr=0.1),
+            "last": torch.optim.AdamW([p for n, p in model.named_parameters() if n.startswith("last")], lr=0.2),
+        }
+        steps = range(3) if seed == 0 else range(0)
+        for _ in steps:
+            stepped(model, both)
+        if seed == 0:
+            fxpipe.save(tmp_path, model, both, step=3)
+        else:
+            fxpipe.load(tmp_path, model, both)
+        losses.append([stepped(model, both) for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def stepped(model: Any, optimizers: dict[str, Any]) -> float:
+    model.zero_grad()
+    loss = model(torch.randn(4, 4))
+    for optimizer in optimizers.values():
+        optimizer.step()
+    return float(loss)
+
+
+def test_costs_that_were_recorded_come_back(tmp_path: Path) -> None:
+    run = Trained()
+    run.model.record_timeline()
+    run.step()
+    run.save(tmp_path, 1)
+    again = Trained(1)
+    again.load(tmp_path)
+    assert again.model.reschedule("gpipe").microbatches == 2  # without a step that was recorded
+    again.save(tmp_path, 2)
+    third = Trained(2)
+    third.load(tmp_path)
+    wanted = json.loads((tmp_path / "step-000001" / "state.json").read_text())
+    found = json.loads((tmp_path / "step-000002" / "state.json").read_text())
+    digests = [read["ranks"][0]["run"] for read in (wanted, found)]
+    one, other = (dict(read["trees"][digest]["dict"]) for read, digest in zip((wanted, found), digests, strict=True))
+    assert one["costs"] == other["costs"] is not None

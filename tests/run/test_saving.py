@@ -1,0 +1,208 @@
+"""``fxpipe.save``: a checkpoint is complete or absent, whenever the process dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.errors import CheckpointError
+from tests.pool import forking
+from tests.run.test_loading import Trained
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- the folder
+
+
+def test_so_many_are_kept_and_the_latest_is_the_last(tmp_path: Path) -> None:
+    run = Trained()
+    for step in range(1, 6):
+        assert run.save(tmp_path, step) == tmp_path / f"step-00000{step}"
+        assert os.readlink(tmp_path / "latest") == f"step-00000{step}"
+    assert names(tmp_path) == ["latest", "lock", "step-000003", "step-000004", "step-000005"]
+    run.save(tmp_path, 6, keep=None)
+    run.save(tmp_path, 7, keep=1)
+    assert names(tmp_path) == ["latest", "lock", "step-000007"]
+
+
+def test_a_run_that_goes_back_writes_what_is_newest(tmp_path: Path) -> None:
+    run = Trained()
+    for step in (100, 200, 300):
+        run.save(tmp_path, step)
+    run.load(tmp_path / "step-000100")
+    run.save(tmp_path, 200)
+    assert names(tmp_path) == ["latest", "lock", "step-000200", "step-000200-2", "step-000300"]
+    assert Trained(1).load(tmp_path)["step"] == 200
+    assert os.readlink(tmp_path / "latest") == "step-000200-2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": -1}, r"step=-1 is no number of steps"),
+        ({"step": 1.0}, r"step=1\.0 is no number of steps"),
+        ({"step": True}, r"step=True is no number of steps"),
+        ({"keep": 0}, r"keep=0 keeps no checkpoint"),
+        ({"extra": [1]}, r"extra= is a list; write a dict without 'step'"),
+        ({"extra": {"step": 3}}, r"extra= is a dict with 'step'"),
+        ({"extra": {"a": {"b": 1j}}}, r"extra\['a'\]\['b'\] is a complex"),
+        ({"loader": [1, 2]}, r"loader= is a list, which has no state_dict\(\)"),
+        ({"optimizer": [1]}, r"optimizer= is a list; give what forward_backward\.optimizer"),
+        ({"optimizer": {"a": 1}}, r"optimizer= is a int; give what"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    run = Trained()
+    run.save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=message):
+        fxpipe.save(tmp_path, run.model, options.pop("optimizer", run.optimizer), **{"step": 2, **options})
+    assert names(tmp_path) == ["latest", "lock", "step-000001"]
+
+
+def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Trained()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/run: Not a directory; the checkpoints that were complete"):
+        run.save(tmp_path / "file" / "run", 1)
+    run.save(tmp_path / "run", 1)
+    with pytest.raises(CheckpointError, match=r"step-000001 is a checkpoint itself; give the folder of the run"):
+        run.save(tmp_path / "run" / "step-000001", 2)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(free=100))
+    with pytest.raises(CheckpointError, match=r"takes \d+ bytes, and .*run has 100 left; make room"):
+        run.save(tmp_path / "run", 2)
+    assert names(tmp_path / "run") == ["latest", "lock", "step-000001"]
+
+
+class _Usage:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+def test_a_read_only_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system", str(self))
+
+    run = Trained()
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CheckpointError, match="Read-only file system; the checkpoints that were complete are as they"):
+        run.save(tmp_path / "run", 1)
+
+
+# --- while training goes on
+
+
+def full(handle: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_what_could_not_be_written_later_is_raised_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Trained()
+    monkeypatch.setattr(os, "fsync", full)
+    fxpipe.save(tmp_path, run.model, run.optimizer, step=1, block=False)
+    with pytest.raises(CheckpointError, match="the checkpoint before this one could not be written: No space left"):
+        run.save(tmp_path, 2)
+    monkeypatch.undo()
+    run.save(tmp_path, 3)
+    assert names(tmp_path) == ["latest", "lock", "step-000003"]
+
+
+def test_what_could_not_be_written_later_is_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fxpipe.run import saving
+
+    run = Trained()
+    monkeypatch.setattr(os, "fsync", full)
+    later = fxpipe.save(tmp_path, run.model, run.optimizer, step=1, block=False)
+    while not later.done():
+        pass
+    saving._tell_unheard()
+    assert "fxpipe: a checkpoint could not be written: CheckpointError: No space left" in capsys.readouterr().err
+    assert later.exception() is not None
+    saving._tell_unheard()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    run = Trained()
+    for step in range(1, 5):
+        run.step()
+        later = fxpipe.save(tmp_path, run.model, run.optimizer, step=step, block=False)
+    later.result(60)
+    assert names(tmp_path) == ["latest", "lock", "step-000002", "step-000003", "step-000004"]
+
+
+def test_a_load_waits_for_what_is_being_written(tmp_path: Path) -> None:
+    run = Trained()
+    fxpipe.save(tmp_path, run.model, run.optimizer, step=1, scheduler=run.scheduler, block=False)
+    assert run.load(tmp_path)["step"] == 1
+
+
+# --- killed
+
+
+def counted(calls: Iterator[int], last: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, before which the process is killed where it is that number."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+
+    return run
+
+
+def save_and_die(run: Trained, folder: Path, block: bool, last: int) -> None:
+    """Is killed in front of the call number ``last`` of those that change what is on the disk."""
+    calls = iter(range(10**6))
+    for name in ("fsync", "unlink", "rmdir"):
+        setattr(os, name, counted(calls, last, getattr(os, name)))
+    for name in ("mkdir", "rename", "replace", "symlink_to"):
+        setattr(Path, name, counted(calls, last, getattr(Path, name)))
+    fxpipe.save(folder, run.model, run.optimizer, step=2, keep=1, scheduler=run.scheduler, block=block).result()
+    os._exit(0)
+
+
+def killed_everywhere(folder: Path, block: bool) -> None:
+    """For each such call a folder with step 1, and a process that is killed in front of it while it saves step 2."""
+    torch.set_num_threads(1)
+    run, last, status = Trained(), 0, 1
+    while status:
+        run.save(folder / f"{last:02}", 1, keep=1)
+        child = os.fork()
+        if not child:
+            save_and_die(run, folder / f"{last:02}", block, last)
+        _, status = os.waitpid(child, 0)
+        last += 1
+    os._exit(0)
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_killed_at_any_moment_there_is_a_latest_that_loads(tmp_path: Path, block: bool) -> None:
+    process = forking().Process(target=killed_everywhere, args=(tmp_path, block))
+    process.start()
+    process.join(100)
+    assert process.exitcode == 0
+    run, steps = Trained(1), []
+    for folder in sorted(tmp_path.iterdir()):
+        steps.append(run.load(folder)["step"])
+        assert steps[-1] == 2 or run.load(folder / "latest")["step"] == 1
+        run.save(folder, 3, keep=1)  # and the run goes on in it
+        assert names(folder) == ["latest", "lock", "step-000003"]
+    assert len(steps) > 12
+    assert set(steps) == {1, 2}
+    assert steps == sorted(steps)
