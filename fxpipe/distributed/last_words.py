@@ -8,7 +8,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from fxpipe.distributed.post import ENDED, Verdict
+from fxpipe.distributed.post import ENDED, Ending
 from fxpipe.distributed.watch import WorldWatch, current_watch
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import FxpipeError, told
@@ -55,7 +55,7 @@ def _tell(watch: WorldWatch, error: BaseException) -> None:
         if cause.culprits:
             watch.say(watch.message(cause, "a call of torch.distributed"))
     if cause is None or watch.rank in cause.culprits or not cause.culprits:
-        watch.tell(ENDED, Verdict(watch.rank, True, f"{watch.named(watch.rank)}: {told(error)}", (watch.rank,)))
+        watch.tell(ENDED, Ending(watch.rank, True, f"{watch.named(watch.rank)}: {told(error)}", (watch.rank,)))
 
 
 def _is_of_a_connection(error: BaseException) -> bool:

@@ -35,7 +35,7 @@ def failed(number: int) -> str:
     return f"{number}/failed"
 
 
-class Verdict(NamedTuple):
+class Ending(NamedTuple):
     """Why a run ends, in one rank's words. ``error``: it is an exception of that rank's own; else it is what it found
     of ``culprits``."""
 
@@ -48,9 +48,9 @@ class Verdict(NamedTuple):
         return json.dumps(self._replace(text=self.text[:_LONGEST]))
 
     @staticmethod
-    def unpacked(text: str) -> Verdict:
+    def unpacked(text: str) -> Ending:
         by, error, words, culprits = json.loads(text)
-        return Verdict(int(by), bool(error), str(words)[:_LONGEST], tuple(map(int, culprits)))
+        return Ending(int(by), bool(error), str(words)[:_LONGEST], tuple(map(int, culprits)))
 
 
 class Report(NamedTuple):
@@ -100,12 +100,12 @@ class Post:
         self._is_on, self.broken, self._beat = is_on, False, 0
         self._thread = threading.Thread(target=self._run, name="fxpipe post", daemon=True)
         self._wake, self._stopping = threading.Event(), False
-        self._requests: queue.SimpleQueue[tuple[str, Verdict, threading.Event]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[str, Ending, threading.Event]] = queue.SimpleQueue()
         self._exchanged = threading.Condition()
         self.wanted: Collection[int] = ()
         self.heard: dict[int, Heard] = {}
         self.keys: list[str] = [ENDED]
-        self.told: dict[str, Verdict] = {}
+        self.told: dict[str, Ending] = {}
         self.began = 0.0
         """When the last exchange that came to its end had begun."""
 
@@ -128,7 +128,7 @@ class Post:
             self._wake.wait(self._period)
             self._wake.clear()
 
-    def tell(self, key: str, told: Verdict, seconds: float = 2.0) -> None:
+    def tell(self, key: str, told: Ending, seconds: float = 2.0) -> None:
         """Tells all ranks, if nobody has told of another cause before. Returns when it is told, or the time is over."""
         done = threading.Event()
         self._requests.put((key, told, done))
@@ -175,7 +175,7 @@ class Post:
                 self._hear(rank, *Report.unpacked(self._get(_key(rank))))
         for key in self.keys:
             if key not in self.told and self._store.check([key]):
-                self.told[key] = Verdict.unpacked(self._get(key))
+                self.told[key] = Ending.unpacked(self._get(key))
 
     def _hear(self, rank: int, beat: int, state: Report) -> None:
         before = self.heard.get(rank)

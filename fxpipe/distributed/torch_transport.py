@@ -29,7 +29,7 @@ from fxpipe.distributed.collective import (
     Threads,
     Work,
 )
-from fxpipe.distributed.post import Verdict, failed
+from fxpipe.distributed.post import Ending, failed
 from fxpipe.distributed.preflight import compare_facts, facts_of
 from fxpipe.distributed.topology import Topology, served_device_type
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
@@ -363,7 +363,7 @@ class DistributedTransport:
         """Tells all ranks why, then closes this rank's connections: whoever waits on one gets an error at once."""
         if not self._explained:
             self._explained = True
-            told = Verdict(self.rank, True, f"{self.watch.named(self.rank)}: {reason}", (self.rank,))
+            told = Ending(self.rank, True, f"{self.watch.named(self.rank)}: {reason}", (self.rank,))
             self.watch.say(told.text)
             self.watch.judge(self.number, told)
             self.watch.tell(failed(self.number), told)
@@ -393,7 +393,7 @@ class DistributedTransport:
 
     def explain(self, lost: PeerLost) -> str:
         with _ends_later():
-            told: Verdict = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
+            told: Ending = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
             self.watch.judge(self.number, told)
             message = self.watch.message(told, str(lost))
             if not self._explained:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fxpipe.distributed.post import ENDED, PERIOD, Post, Report, Verdict, failed
+from fxpipe.distributed.post import ENDED, PERIOD, Ending, Post, Report, failed
 from fxpipe.distributed.process_state import state_of, this_process
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Call, Waiting, first_difference, here
@@ -49,7 +49,7 @@ class WorldWatch:
         self._topology: Topology | None = None
         self._peers: tuple[int, ...] = tuple(r for r in range(min(self.size, _CLOSE)) if r != self.rank)
         self._left = False
-        self._verdicts: dict[int, Verdict] = {}
+        self._verdicts: dict[int, Ending] = {}
         self._suspects: dict[int, float] = {}  # rank → when it was first seen to be gone
         self._said: Waiting | None = None
         self._extended = 0.0
@@ -91,20 +91,20 @@ class WorldWatch:
         self._post.wanted = self._peers
         self._post.refresh()
 
-    def verdict(self, number: int) -> Verdict | None:
+    def verdict(self, number: int) -> Ending | None:
         """Why the waits of a transport end, if they do."""
         return self._verdicts.get(number) or self._post.told.get(failed(number)) or self._post.told.get(ENDED)
 
     @property
-    def cause(self) -> Verdict | None:
+    def cause(self) -> Ending | None:
         """Why the run ends that was begun last."""
         return self.verdict(here.epoch)
 
-    def judge(self, number: int, told: Verdict) -> None:
+    def judge(self, number: int, told: Ending) -> None:
         """This rank has found out why, or has itself failed."""
         self._verdicts.setdefault(number, told)
 
-    def why(self, number: int, ranks: Sequence[int], reason: str = "", seconds: float = 5.0) -> Verdict:
+    def why(self, number: int, ranks: Sequence[int], reason: str = "", seconds: float = 5.0) -> Ending:
         """Why a connection with one of ``ranks`` broke, once that is known; waits for it some seconds. ``reason``: what
         torch says."""
         until = time.monotonic() + seconds
@@ -127,15 +127,15 @@ class WorldWatch:
                 quiet = stopped or [rank for rank in others if self._is_silent(rank)]
                 told_of = [self._described(rank) for rank in (quiet or ranks)[:_SHOWN]]
                 text = "; ".join(["a connection broke", *told_of, *([reason] if reason else [])])
-                return Verdict(self.rank, False, text, tuple(quiet))
+                return Ending(self.rank, False, text, tuple(quiet))
             self._stopping.wait(_SOON)
 
-    def tell(self, key: str, told: Verdict) -> None:
+    def tell(self, key: str, told: Ending) -> None:
         """Tells all ranks why the run ends; what the first one says counts."""
         self._post.tell(key, told)
         self.write_trail(told)
 
-    def message(self, told: Verdict, waited_for: str) -> str:
+    def message(self, told: Ending, waited_for: str) -> str:
         """Why the run ends, in this rank's words. ``waited_for``: what it was in."""
         if told.error:
             return f"another rank failed: {told.text}"
@@ -158,7 +158,7 @@ class WorldWatch:
                 return
             threading.Event().wait(0.05)
 
-    def write_trail(self, told: Verdict) -> None:
+    def write_trail(self, told: Ending) -> None:
         """The last actions of this rank, into the folder that FXPIPE_DEBUG_DIR names."""
         folder = os.environ.get("FXPIPE_DEBUG_DIR")
         if not folder or told.text in self._written:
@@ -217,7 +217,7 @@ class WorldWatch:
             self._verdicts.setdefault(waiting.number, told)
             waiting.end()
 
-    def _judged(self, waiting: Waiting) -> Verdict | None:
+    def _judged(self, waiting: Waiting) -> Ending | None:
         age = time.monotonic() - waiting.since
         if age < LOOK_AFTER:
             return None
@@ -233,12 +233,12 @@ class WorldWatch:
             self.say(self._story(waiting, age))
         if age > waiting.timeout + self._extended:
             more = f"longer than timeout={waiting.timeout:g} s; where it may be, write fxpipe.compile(..., timeout=)"
-            return Verdict(self.rank, False, f"{self._story(waiting, age)}: {more}", ())
+            return Ending(self.rank, False, f"{self._story(waiting, age)}: {more}", ())
         return None
 
     # what became of the others
 
-    def _gone(self) -> Verdict | None:
+    def _gone(self) -> Ending | None:
         """Ranks whose processes have ended, where the system says so, and no cause was told before they did."""
         now = time.monotonic()
         for rank, heard in list(self._post.heard.items()):
@@ -248,16 +248,16 @@ class WorldWatch:
         sure = [rank for rank in sure if not self._post.heard[rank].state.left]
         return self._found(sure) if sure else None
 
-    def _found(self, ranks: Sequence[int]) -> Verdict:
-        return Verdict(self.rank, False, "; ".join(map(self._described, ranks[:_SHOWN])), tuple(ranks))
+    def _found(self, ranks: Sequence[int]) -> Ending:
+        return Ending(self.rank, False, "; ".join(map(self._described, ranks[:_SHOWN])), tuple(ranks))
 
-    def _left_behind(self, waiting: Waiting) -> Verdict | None:
+    def _left_behind(self, waiting: Waiting) -> Ending | None:
         now = time.monotonic()
         heard = {rank: self._post.heard.get(rank) for rank in waiting.ranks}
         left = [rank for rank, one in heard.items() if one and one.state.left and now - one.at > _LEFT]
         return self._found(left[:_SHOWN]) if left else None
 
-    def _elsewhere(self) -> Verdict | None:
+    def _elsewhere(self) -> Ending | None:
         """Ranks that have made another call than this one has, where both should have made the same."""
         for rank, heard in list(self._post.heard.items()):
             if heard.state.epoch != here.epoch:
@@ -272,7 +272,7 @@ class WorldWatch:
                     and (call := _call_like(mine, one.state.calls, self.rank)) is not None
                 }
                 everyone[rank] = theirs.name
-                return Verdict(self.rank, False, self._apart(everyone), ())
+                return Ending(self.rank, False, self._apart(everyone), ())
         return None
 
     def _apart(self, calls: dict[int, str]) -> str:
