@@ -112,7 +112,7 @@ def failing_together(
         let_go()
         reason = transport.explain(lost)
         give_up(reason)
-        raise RunError(reason)
+        raise RunError(reason) from None
 
 
 class LocalTransport:

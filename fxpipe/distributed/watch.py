@@ -335,9 +335,9 @@ class WorldWatch:
             return f"{name} is gone: its process has ended"
         where = f"{heard.state.where}, {heard.state.age:.0f} s"
         if system == "stopped":
-            return f"{name} is stopped, as by SIGSTOP; it {_past(where)}"
+            return f"{name} is stopped, as by SIGSTOP; when it was last heard of it {_past(where)}"
         if self._is_silent(rank):
-            return f"{name} is silent, {time.monotonic() - heard.at:.0f} s; it {_past(where)}"
+            return f"{name} is silent, {time.monotonic() - heard.at:.0f} s; when it was last heard of it {_past(where)}"
         return f"{name} {where}"
 
     # what is told of this rank
