@@ -8,7 +8,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from fxpipe.distributed.post import ENDED, Verdict
+from fxpipe.distributed.post import ENDED, Ending
 from fxpipe.distributed.watch import WorldWatch, current_watch
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import FxpipeError, told
@@ -25,12 +25,8 @@ def install() -> None:
     before, before_of_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        watch = current_watch()
-        if watch is not None:
-            tell_of(watch, error)
-        before(kind, error, trace)
-        if watch is not None:
-            follow(watch)
+        before(kind, error, trace)  # first, so that nobody's repeats it before it is there
+        end_with(error)
 
     def hook_of_threads(args: Any) -> Any:
         thread = args.thread.name if args.thread is not None else "a thread"
@@ -40,22 +36,26 @@ def install() -> None:
     sys.excepthook, threading.excepthook = hook, hook_of_threads
 
 
-def tell_of(watch: WorldWatch, error: BaseException) -> None:
-    """Tells all ranks of the exception that ends this one's program, unless another rank was the cause."""
+def end_with(error: BaseException) -> None:
+    """Tells all ranks of the exception that ends this one's program; or, where another rank was the cause, waits some
+    seconds until that one has ended: launchers take the first to end for the cause."""
+    watch = current_watch()
+    if watch is None:
+        return
+    _tell(watch, error)
+    cause = watch.cause
+    if cause is not None and watch.rank not in cause.culprits:
+        watch.await_end_of(cause.culprits)
+
+
+def _tell(watch: WorldWatch, error: BaseException) -> None:
     cause = watch.cause
     if cause is None and _is_of_a_connection(error):
         cause = watch.why(here.epoch, [], str(error), seconds=6.0)
         if cause.culprits:
             watch.say(watch.message(cause, "a call of torch.distributed"))
     if cause is None or watch.rank in cause.culprits or not cause.culprits:
-        watch.tell(ENDED, Verdict(watch.rank, True, f"{watch.named(watch.rank)}: {told(error)}", (watch.rank,)))
-
-
-def follow(watch: WorldWatch) -> None:
-    """Waits, some seconds, until the rank that was the cause has ended: launchers take the first to end for it."""
-    cause = watch.cause
-    if cause is not None and watch.rank not in cause.culprits:
-        watch.await_end_of(cause.culprits)
+        watch.tell(ENDED, Ending(watch.rank, True, f"{watch.named(watch.rank)}: {told(error)}", (watch.rank,)))
 
 
 def _is_of_a_connection(error: BaseException) -> bool:

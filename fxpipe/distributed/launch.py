@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fxpipe.distributed.last_words import end_with
 from fxpipe.distributed.processes import init
 from fxpipe.distributed.stores import LOOPBACK, local_store, loopback_interface
 from fxpipe.errors import RunError, TopologyError
@@ -128,7 +129,8 @@ def _work(sender: Connection, task: bytes) -> None:
             dist.destroy_process_group()
         # Pickled here, for Connection.send would pass tensors as handles that die with this process.
         message = pickle.dumps(_Returned(result))
-    except BaseException:  # SystemExit, too, is an end without a result
+    except BaseException as error:  # SystemExit, too, is an end without a result
+        end_with(error)
         outcome = _Failed(time.time(), f"failed:\n{traceback.format_exc()}")
         sender.send_bytes(pickle.dumps(outcome))
         sys.exit(1)

@@ -21,6 +21,7 @@ from fxpipe.distributed.whereabouts import Call
 
 PERIOD = 0.5
 """Seconds between two exchanges."""
+_PER_RANK = 0.0005  # seconds between two exchanges for each rank of a large world, all of which ask one store
 _ANSWER = timedelta(seconds=10)
 _LONGEST = 4000
 """Characters of a text that travels."""
@@ -34,7 +35,7 @@ def failed(number: int) -> str:
     return f"{number}/failed"
 
 
-class Verdict(NamedTuple):
+class Ending(NamedTuple):
     """Why a run ends, in one rank's words. ``error``: it is an exception of that rank's own; else it is what it found
     of ``culprits``."""
 
@@ -47,9 +48,9 @@ class Verdict(NamedTuple):
         return json.dumps(self._replace(text=self.text[:_LONGEST]))
 
     @staticmethod
-    def unpacked(text: str) -> Verdict:
+    def unpacked(text: str) -> Ending:
         by, error, words, culprits = json.loads(text)
-        return Verdict(int(by), bool(error), str(words)[:_LONGEST], tuple(map(int, culprits)))
+        return Ending(int(by), bool(error), str(words)[:_LONGEST], tuple(map(int, culprits)))
 
 
 class Report(NamedTuple):
@@ -74,7 +75,7 @@ class Report(NamedTuple):
     @staticmethod
     def unpacked(text: str) -> tuple[int, Report]:
         beat, process, where, age, waits_for, ranks, extends, left, epoch, calls, noted = json.loads(text)
-        known = tuple(Call(n, name, None if members is None else tuple(members)) for n, name, members in calls)
+        known = tuple(Call(n, part, name, None if some is None else tuple(some)) for n, part, name, some in calls)
         place = ProcessId(*process)
         state = Report(place, where, age, waits_for, tuple(ranks), extends, left, epoch, known, tuple(noted))
         return int(beat), state
@@ -91,17 +92,20 @@ class Heard(NamedTuple):
 class Post:
     """Publishes this rank's state, and fetches what others have told, and how the ``wanted`` ones are."""
 
-    def __init__(self, store: Store, rank: int, state: Callable[[], Report], is_on: Callable[[], bool]) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, state: Callable[[], Report], is_on: Callable[[], bool]
+    ) -> None:
+        self._period = max(PERIOD, _PER_RANK * size)
         self._store, self._rank, self._state = _own_connection(store), rank, state
         self._is_on, self.broken, self._beat = is_on, False, 0
         self._thread = threading.Thread(target=self._run, name="fxpipe post", daemon=True)
         self._wake, self._stopping = threading.Event(), False
-        self._requests: queue.SimpleQueue[tuple[str, Verdict, threading.Event]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[str, Ending, threading.Event]] = queue.SimpleQueue()
         self._exchanged = threading.Condition()
         self.wanted: Collection[int] = ()
         self.heard: dict[int, Heard] = {}
         self.keys: list[str] = [ENDED]
-        self.told: dict[str, Verdict] = {}
+        self.told: dict[str, Ending] = {}
         self.began = 0.0
         """When the last exchange that came to its end had begun."""
 
@@ -121,10 +125,10 @@ class Post:
                 self._exchanged.notify_all()
             if stopping:  # and has told it
                 return
-            self._wake.wait(PERIOD)
+            self._wake.wait(self._period)
             self._wake.clear()
 
-    def tell(self, key: str, told: Verdict, seconds: float = 2.0) -> None:
+    def tell(self, key: str, told: Ending, seconds: float = 2.0) -> None:
         """Tells all ranks, if nobody has told of another cause before. Returns when it is told, or the time is over."""
         done = threading.Event()
         self._requests.put((key, told, done))
@@ -171,7 +175,7 @@ class Post:
                 self._hear(rank, *Report.unpacked(self._get(_key(rank))))
         for key in self.keys:
             if key not in self.told and self._store.check([key]):
-                self.told[key] = Verdict.unpacked(self._get(key))
+                self.told[key] = Ending.unpacked(self._get(key))
 
     def _hear(self, rank: int, beat: int, state: Report) -> None:
         before = self.heard.get(rank)

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import datetime
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from fxpipe.distributed.collective import (
     Threads,
     Work,
 )
-from fxpipe.distributed.post import Verdict, failed
+from fxpipe.distributed.post import Ending, failed
 from fxpipe.distributed.preflight import compare_facts, facts_of
 from fxpipe.distributed.topology import Topology, served_device_type
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
@@ -159,11 +160,11 @@ class DistributedTransport:
 
         def wait(key: str) -> None:
             with self._waiting(lambda: ("all ranks to come to fxpipe.compile", "all")) as look_up:
-                while True:
-                    with contextlib.suppress(RuntimeError):  # the slice is over
-                        self._store.wait([key], _SLICE)
-                        return
+                pause = 0.01
+                while not self._store.check([key]):  # its wait writes to stderr whenever a slice is over
+                    threading.Event().wait(pause)
                     look_up()
+                    pause = min(2 * pause, SLICE_SECONDS)
 
         facts = facts_of(topology, options)
         compare_facts(self._store, self.rank, len(self._everyone), facts, wait, self.watch.named)
@@ -362,7 +363,7 @@ class DistributedTransport:
         """Tells all ranks why, then closes this rank's connections: whoever waits on one gets an error at once."""
         if not self._explained:
             self._explained = True
-            told = Verdict(self.rank, True, f"{self.watch.named(self.rank)}: {reason}", (self.rank,))
+            told = Ending(self.rank, True, f"{self.watch.named(self.rank)}: {reason}", (self.rank,))
             self.watch.say(told.text)
             self.watch.judge(self.number, told)
             self.watch.tell(failed(self.number), told)
@@ -391,14 +392,32 @@ class DistributedTransport:
                 dist.destroy_process_group(groups.pop())
 
     def explain(self, lost: PeerLost) -> str:
-        told: Verdict = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
-        self.watch.judge(self.number, told)
-        message = self.watch.message(told, str(lost))
-        if not self._explained:
-            self._explained = True
-            self.watch.say(message)
-            self.watch.tell(failed(self.number), told)
+        with _ends_later():
+            told: Ending = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
+            self.watch.judge(self.number, told)
+            message = self.watch.message(told, str(lost))
+            if not self._explained:
+                self._explained = True
+                self.watch.say(message)
+                self.watch.tell(failed(self.number), told)
         return message
+
+
+@contextlib.contextmanager
+def _ends_later() -> Iterator[None]:
+    """A SIGTERM, by which launchers end those that are left, does so once it has been said why."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 _SLICE = datetime.timedelta(seconds=SLICE_SECONDS)

@@ -80,6 +80,13 @@ class Transport(Protocol):
         """Why a wait ended, in words: which rank failed, and how."""
 
 
+def member(transport: Transport, scope: str, place: int) -> str:
+    """A rank of a group, numbered over all ranks, with its place: "rank 6 (pipe 3)"."""
+    if transport.pipe_rank is None:  # one process plays them all
+        return f"{scope} rank {place}"
+    return f"rank {transport.ranks(scope)[place]} ({scope} {place})"
+
+
 @contextlib.contextmanager
 def failing_together(
     transport: Transport,
@@ -105,7 +112,7 @@ def failing_together(
         let_go()
         reason = transport.explain(lost)
         give_up(reason)
-        raise RunError(reason)
+        raise RunError(reason) from None
 
 
 class LocalTransport:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fxpipe.distributed.post import ENDED, PERIOD, Post, Report, Verdict, failed
+from fxpipe.distributed.post import ENDED, PERIOD, Ending, Post, Report, failed
 from fxpipe.distributed.process_state import state_of, this_process
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Call, Waiting, first_difference, here
@@ -32,6 +32,7 @@ SAY_AFTER = 30.0
 """Seconds after which it says for whom it waits."""
 EXTENSION = 12
 """How many times its timeout a wait lasts at most, while others capture, compile or save."""
+_SOON = 0.01  # seconds between two looks, once a connection broke: launchers end the others soon
 _SILENT = 5.0  # seconds without a sign after which a rank is called silent
 _LEFT = 5.0  # seconds after which one whose program has ended is not waited for any more
 _CLOSE = 64  # ranks of a world in which each looks at all others, and not only at those of its groups
@@ -48,13 +49,13 @@ class WorldWatch:
         self._topology: Topology | None = None
         self._peers: tuple[int, ...] = tuple(r for r in range(min(self.size, _CLOSE)) if r != self.rank)
         self._left = False
-        self._verdicts: dict[int, Verdict] = {}
+        self._verdicts: dict[int, Ending] = {}
         self._suspects: dict[int, float] = {}  # rank → when it was first seen to be gone
         self._said: Waiting | None = None
         self._extended = 0.0
         self._stopping = threading.Event()
         self._written: set[str] = set()
-        self._post = Post(default_store(), self.rank, self._state, self._is_on)
+        self._post = Post(default_store(), self.rank, self.size, self._state, self._is_on)
         self._bell, self._rings, self._rang_before = _wake_up_calls()
         self._post.start()
         self._thread = threading.Thread(target=self._run, name="fxpipe watch", daemon=True)
@@ -90,25 +91,26 @@ class WorldWatch:
         self._post.wanted = self._peers
         self._post.refresh()
 
-    def verdict(self, number: int) -> Verdict | None:
+    def verdict(self, number: int) -> Ending | None:
         """Why the waits of a transport end, if they do."""
         return self._verdicts.get(number) or self._post.told.get(failed(number)) or self._post.told.get(ENDED)
 
     @property
-    def cause(self) -> Verdict | None:
+    def cause(self) -> Ending | None:
         """Why the run ends that was begun last."""
         return self.verdict(here.epoch)
 
-    def judge(self, number: int, told: Verdict) -> None:
+    def judge(self, number: int, told: Ending) -> None:
         """This rank has found out why, or has itself failed."""
         self._verdicts.setdefault(number, told)
 
-    def why(self, number: int, ranks: Sequence[int], reason: str = "", seconds: float = 5.0) -> Verdict:
+    def why(self, number: int, ranks: Sequence[int], reason: str = "", seconds: float = 5.0) -> Ending:
         """Why a connection with one of ``ranks`` broke, once that is known; waits for it some seconds. ``reason``: what
         torch says."""
         until = time.monotonic() + seconds
         self._post.wanted = self._peers
         while True:
+            self._gone()  # whom the system calls gone now, so that what they told is heard in the exchange that follows
             self._post.refresh()
             told = self._gone()
             left = [rank for rank in ranks if (heard := self._post.heard.get(rank)) and heard.state.left]
@@ -125,15 +127,15 @@ class WorldWatch:
                 quiet = stopped or [rank for rank in others if self._is_silent(rank)]
                 told_of = [self._described(rank) for rank in (quiet or ranks)[:_SHOWN]]
                 text = "; ".join(["a connection broke", *told_of, *([reason] if reason else [])])
-                return Verdict(self.rank, False, text, tuple(quiet))
-            self._stopping.wait(0.1)
+                return Ending(self.rank, False, text, tuple(quiet))
+            self._stopping.wait(_SOON)
 
-    def tell(self, key: str, told: Verdict) -> None:
+    def tell(self, key: str, told: Ending) -> None:
         """Tells all ranks why the run ends; what the first one says counts."""
         self._post.tell(key, told)
         self.write_trail(told)
 
-    def message(self, told: Verdict, waited_for: str) -> str:
+    def message(self, told: Ending, waited_for: str) -> str:
         """Why the run ends, in this rank's words. ``waited_for``: what it was in."""
         if told.error:
             return f"another rank failed: {told.text}"
@@ -156,7 +158,7 @@ class WorldWatch:
                 return
             threading.Event().wait(0.05)
 
-    def write_trail(self, told: Verdict) -> None:
+    def write_trail(self, told: Ending) -> None:
         """The last actions of this rank, into the folder that FXPIPE_DEBUG_DIR names."""
         folder = os.environ.get("FXPIPE_DEBUG_DIR")
         if not folder or told.text in self._written:
@@ -215,7 +217,7 @@ class WorldWatch:
             self._verdicts.setdefault(waiting.number, told)
             waiting.end()
 
-    def _judged(self, waiting: Waiting) -> Verdict | None:
+    def _judged(self, waiting: Waiting) -> Ending | None:
         age = time.monotonic() - waiting.since
         if age < LOOK_AFTER:
             return None
@@ -231,12 +233,12 @@ class WorldWatch:
             self.say(self._story(waiting, age))
         if age > waiting.timeout + self._extended:
             more = f"longer than timeout={waiting.timeout:g} s; where it may be, write fxpipe.compile(..., timeout=)"
-            return Verdict(self.rank, False, f"{self._story(waiting, age)}: {more}", ())
+            return Ending(self.rank, False, f"{self._story(waiting, age)}: {more}", ())
         return None
 
     # what became of the others
 
-    def _gone(self) -> Verdict | None:
+    def _gone(self) -> Ending | None:
         """Ranks whose processes have ended, where the system says so, and no cause was told before they did."""
         now = time.monotonic()
         for rank, heard in list(self._post.heard.items()):
@@ -246,16 +248,16 @@ class WorldWatch:
         sure = [rank for rank in sure if not self._post.heard[rank].state.left]
         return self._found(sure) if sure else None
 
-    def _found(self, ranks: Sequence[int]) -> Verdict:
-        return Verdict(self.rank, False, "; ".join(map(self._described, ranks[:_SHOWN])), tuple(ranks))
+    def _found(self, ranks: Sequence[int]) -> Ending:
+        return Ending(self.rank, False, "; ".join(map(self._described, ranks[:_SHOWN])), tuple(ranks))
 
-    def _left_behind(self, waiting: Waiting) -> Verdict | None:
+    def _left_behind(self, waiting: Waiting) -> Ending | None:
         now = time.monotonic()
         heard = {rank: self._post.heard.get(rank) for rank in waiting.ranks}
         left = [rank for rank, one in heard.items() if one and one.state.left and now - one.at > _LEFT]
         return self._found(left[:_SHOWN]) if left else None
 
-    def _elsewhere(self) -> Verdict | None:
+    def _elsewhere(self) -> Ending | None:
         """Ranks that have made another call than this one has, where both should have made the same."""
         for rank, heard in list(self._post.heard.items()):
             if heard.state.epoch != here.epoch:
@@ -270,7 +272,7 @@ class WorldWatch:
                     and (call := _call_like(mine, one.state.calls, self.rank)) is not None
                 }
                 everyone[rank] = theirs.name
-                return Verdict(self.rank, False, self._apart(everyone), ())
+                return Ending(self.rank, False, self._apart(everyone), ())
         return None
 
     def _apart(self, calls: dict[int, str]) -> str:
@@ -333,9 +335,9 @@ class WorldWatch:
             return f"{name} is gone: its process has ended"
         where = f"{heard.state.where}, {heard.state.age:.0f} s"
         if system == "stopped":
-            return f"{name} is stopped, as by SIGSTOP; it {_past(where)}"
+            return f"{name} is stopped, as by SIGSTOP; when it was last heard of it {_past(where)}"
         if self._is_silent(rank):
-            return f"{name} is silent, {time.monotonic() - heard.at:.0f} s; it {_past(where)}"
+            return f"{name} is silent, {time.monotonic() - heard.at:.0f} s; when it was last heard of it {_past(where)}"
         return f"{name} {where}"
 
     # what is told of this rank
@@ -403,7 +405,7 @@ def _wake_up_calls() -> tuple[socket.socket | None, socket.socket | None, int]:
 def _call_like(mine: Call, calls: Sequence[Call], rank: int) -> Call | None:
     """What another rank has made in place of this rank's call: the first of its calls that is not before it."""
     shared = [call for call in calls if call.members is None or rank in call.members]
-    return next((call for call in shared if call.number == mine.number and call.members == mine.members), None)
+    return next((call for call in shared if call[:2] == mine[:2] and call.members == mine.members), None)
 
 
 def _past(where: str) -> str:
@@ -440,3 +442,12 @@ def watch() -> WorldWatch:
 def current_watch() -> WorldWatch | None:
     """The watch of this process, if it has one."""
     return _current if _current is not None and _current.process.pid == os.getpid() else None
+
+
+def _in_fork() -> None:
+    """Signals of a forked process are not this one's."""
+    if _current is not None:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_in_fork)

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Call(NamedTuple):
-    """A collective call that this rank has come to. ``number``: how many calls of all ranks there were until then.
-    ``members``: the ranks that make it; None for all."""
+    """A collective call that this rank has come to, the ``number``-th of all ranks; or, with ``members``, the
+    ``part``-th of these ranks alone since then."""
 
     number: int
+    part: int
     name: str
     members: tuple[int, ...] | None
 
@@ -49,8 +50,8 @@ class Waiting(Protocol):
         """Ends it with an error; called by another thread. A wait that looks up by itself does nothing here."""
 
 
-CALLS_KEPT = 8
-"""How many calls of all ranks are remembered, for comparison with other ranks."""
+CALLS_KEPT = 16
+"""How many calls are remembered, for comparison with other ranks."""
 ACTIONS_KEPT = 20
 
 
@@ -72,6 +73,7 @@ class Whereabouts:
         """All ranks begin to count anew."""
         self.epoch, self.number = epoch, 0
         self.calls: tuple[Call, ...] = ()
+        self._parts: dict[tuple[int, ...], int] = {}
         self.inside: tuple[Phase, ...] = ()
 
     def at(self, action: object) -> None:
@@ -82,9 +84,13 @@ class Whereabouts:
     def come_to(self, name: str, members: Sequence[int] | None) -> None:
         """A collective call begins."""
         if members is None:
-            self.number += 1
-        kept = [call for call in self.calls if call.number > self.number - CALLS_KEPT]
-        self.calls = (*kept, Call(self.number, name, None if members is None else tuple(members)))
+            self.number, self._parts = self.number + 1, {}
+            call = Call(self.number, 0, name, None)
+        else:
+            some = tuple(members)
+            part = self._parts[some] = self._parts.get(some, 0) + 1
+            call = Call(self.number, part, name, some)
+        self.calls = (*self.calls[1 - CALLS_KEPT :], call)
 
 
 here = Whereabouts()
@@ -119,14 +125,14 @@ def announced(name: str, members: Sequence[int] | None = None, extends: bool = F
 def first_difference(mine: Sequence[Call], theirs: Sequence[Call], me: int, other: int) -> tuple[Call, Call] | None:
     """The first call that two ranks have both come to, and that is not the same; of those that both remember.
 
-    >>> a, b = [Call(1, "step", None), Call(2, "save", None)], [Call(1, "step", None), Call(2, "step", None)]
-    >>> first_difference(a, b, 0, 1)
-    (Call(number=2, name='save', members=None), Call(number=2, name='step', members=None))
+    >>> mine, theirs = Call(1, 0, "save", None), Call(1, 0, "step", None)
+    >>> first_difference([mine], [theirs], 0, 1) == (mine, theirs)
+    True
     """
     ours = [[c for c in calls if c.members is None or who in c.members] for calls, who in ((mine, other), (theirs, me))]
     if not all(ours):
         return None
-    begin = max(calls[0].number for calls in ours)
-    ours = [[call for call in calls if call.number >= begin] for calls in ours]
+    begin = max(calls[0][:2] for calls in ours)
+    ours = [[call for call in calls if call[:2] >= begin] for calls in ours]
     pairs: Any = zip(*ours, strict=False)
     return next((pair for pair in pairs if pair[0] != pair[1]), None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
@@ -154,7 +154,7 @@ class Agreement:
 
     def _decide(self, offers: Sequence[_Offer], mine: _Offer) -> Agreed:
         """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
-        _check_same_call(offers)
+        _check_same_call(offers, partial(member, self._transport, "pipe"))
         first = offers[0]
         told = zip(*(offer.given for offer in offers), strict=True)
         merged = [with_own(merge(each), own) for each, own in zip(told, mine.given, strict=True)]
@@ -185,24 +185,25 @@ class Agreement:
                 present = {name for name, given in description if given.kind != "none"}
                 missing = [name for name in needed if name not in present]
                 if missing:
-                    raise RunError(f"pipe rank {rank} needs input {missing[0]!r}, but was given None")
+                    who = member(self._transport, "pipe", rank)
+                    raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
 
 
-def _check_same_call(offers: Sequence[_Offer]) -> None:
+def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str]) -> None:
     first = offers[0]
     for rank, offer in enumerate(offers):
         if offer.error:
-            raise RunError(offer.error if len(offers) == 1 else f"pipe rank {rank}: {offer.error}")
+            raise RunError(offer.error if len(offers) == 1 else f"{named(rank)}: {offer.error}")
     for rank, offer in enumerate(offers):
         alike = offer.training == first.training and offer.split_evenly == first.split_evenly
         if offer.autocast != first.autocast:
             raise RunError(
-                f"pipe ranks 0 and {rank} call under different autocast, {list(first.autocast)} and "
+                f"{named(0)} and {named(rank)} call under different autocast, {list(first.autocast)} and "
                 f"{list(offer.autocast)}; enter the same on every rank"
             )
         if not alike or offer.flags != first.flags or len(offer.given) != len(first.given):
             raise RunError(
-                f"pipe ranks 0 and {rank} differ in the call itself, in a module's training flag or in a "
+                f"{named(0)} and {named(rank)} differ in the call itself, in a module's training flag or in a "
                 "parameter's requires_grad; all ranks of a pipe group make the same call, and freeze or unfreeze "
                 "in the model that was given to compile, on every rank"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.options import Options
 from fxpipe.plan.example import with_first_plan
@@ -67,14 +67,14 @@ def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[]
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
     for scope in scopes:  # all of them, whatever has been found: others wait in the next one
         everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
-        told = [f"{scope} rank {rank} {other}" for rank, (_, other) in enumerate(everyone) if other]
+        told = [f"{member(transport, scope, rank)} {other}" for rank, (_, other) in enumerate(everyone) if other]
         digests = [digest for digest, _ in everyone]
         if told:
             wrong = wrong or told[0]
         elif len(set(digests)) > 1 and plan is not None:
             texts = transport.gather(scope, plan.description)
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            wrong = _difference(scope, odd, digests, texts)
+            wrong = _difference(transport, scope, odd, digests, texts)
     if failure is not None:
         raise failure
     if wrong or plan is None:
@@ -82,14 +82,15 @@ def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[]
     return plan
 
 
-def _difference(scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:
+def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:
     ours, theirs = texts[0].splitlines(), texts[odd].splitlines()
     place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
         place = min(len(ours), len(theirs))
     lines = [text[place] if place < len(text) else "(ends)" for text in (ours, theirs)]
+    first, other = member(transport, scope, 0), member(transport, scope, odd)
     return (
-        f"{scope} ranks 0 and {odd} have compiled different programs ({digests[0]} and {digests[odd]}); they first "
-        f"differ in\n  rank 0: {lines[0]}\n  rank {odd}: {lines[1]}\nbuild the same model "
-        "and ask for the same schedule on every rank"
+        f"{first} and {other} have compiled different programs ({digests[0]} and {digests[odd]}); they first differ "
+        f"in\n  {first}: {lines[0]}\n  {other}: {lines[1]}\nbuild the same model and ask for the same schedule on "
+        "every rank"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.distributed.gathering import TransportGathering, agreed
+from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.manifest import Manifest
@@ -58,7 +59,10 @@ def load(
     """
     parts = inside(forward_backward)
     gathering = TransportGathering(parts.transport)
-    with parts.failing.together(Exception):  # which all ranks raise alike, with nothing under way
+    with (
+        announced("load", extends=True),
+        parts.failing.together(Exception),
+    ):  # which all ranks raise alike, with nothing under way
         parts.failing.check_open()
         wait_for_saves(forward_backward)
         path, manifest = _newest_whole(path_of(folder), gathering, parts)

@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
+from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, told
 from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.saving import run_folder
@@ -92,7 +93,10 @@ def save(
     parts = inside(forward_backward)
     saver = _SAVERS.setdefault(forward_backward, _Saver())
     given = _Given(path_of(folder), optimizer, step, scheduler, loader, extra, keep, block)
-    with parts.failing.together(Exception):  # which all ranks raise alike, with nothing under way
+    with (
+        announced(f"save, step {step}", extends=True),
+        parts.failing.together(Exception),
+    ):  # which all ranks raise alike, with nothing under way
         parts.failing.check_open()
         return saver.save(parts, given)
 

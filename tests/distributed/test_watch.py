@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import os
 import platform
 import re
@@ -53,6 +54,14 @@ def failure_of(call: Callable[[], object]) -> str:
     with pytest.raises(fxpipe.RunError) as raised:
         call()
     return str(raised.value)
+
+
+def in_a_hurry(**options: Any) -> fxpipe.ForwardBackward:
+    """Compiled, and has made a step; from then on it waits for two seconds. Before, other ranks may take their time."""
+    forward_backward = compiled(**options)
+    forward_backward(X)
+    forward_backward._transport._inner.timeout = 2.0  # type: ignore[attr-defined]
+    return forward_backward
 
 
 def tell(key: str) -> None:
@@ -139,8 +148,9 @@ def test_ranks_in_different_calls_are_named_with_them(pool: Pool) -> None:
         assert "rank 0 (pipe 0) is in state_dict(full=True), rank 1 (pipe 1) in forward_backward, step 1;" in text, text
 
 
-A, B, C = (Call(7, name, None) for name in "abc")
-OF_ONE = Call(7, "one", (0, 1))
+A, B = (Call(7, 0, name, None) for name in "ab")
+NEXT, BEFORE = Call(8, 0, "next", None), Call(6, 0, "before", None)
+OF_TWO, OF_OTHERS = Call(7, 1, "of two", (0, 1)), Call(7, 1, "of others", (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -148,12 +158,14 @@ OF_ONE = Call(7, "one", (0, 1))
     [
         ([A], [A], None),
         ([A], [], None),
-        ([A, Call(8, "b", None)], [A], None),  # who is behind may yet come to it
+        ([A, NEXT], [A], None),  # who is behind may yet come to it
         ([A], [B], (A, B)),
-        ([A, OF_ONE], [A], None),
-        ([A, OF_ONE], [A, Call(8, "b", None)], (OF_ONE, Call(8, "b", None))),
-        ([A, Call(7, "two", (0, 2))], [A, Call(8, "b", None)], None),  # which is between others
-        ([Call(5, "old", None), A], [A], None),  # which the other does not remember
+        ([A, OF_TWO], [A], None),
+        ([A, OF_TWO], [A, NEXT], (OF_TWO, NEXT)),
+        ([A, OF_OTHERS], [A, NEXT], None),
+        ([BEFORE, A], [A], None),  # which the other does not remember
+        ([A, OF_TWO], [OF_TWO], None),
+        ([A, OF_TWO, NEXT], [OF_TWO, OF_TWO._replace(part=2)], (NEXT, OF_TWO._replace(part=2))),
     ],
 )
 def test_calls_are_compared_where_both_ranks_have_come_to_them(mine: Any, theirs: Any, wanted: Any) -> None:
@@ -164,8 +176,7 @@ def test_calls_are_compared_where_both_ranks_have_come_to_them(mine: Any, theirs
 
 
 def one_does_not_come() -> str:
-    forward_backward = compiled(timeout=2)
-    forward_backward(X)
+    forward_backward = in_a_hurry()
     if dist.get_rank():
         hear("over")
         return failure_of(lambda: forward_backward(X))
@@ -185,8 +196,7 @@ def test_at_the_deadline_all_say_who_is_waited_for(pool: Pool) -> None:
 
 
 def one_is_late_in_its_stage() -> str:
-    forward_backward = compiled(timeout=2)
-    forward_backward(X)
+    forward_backward = in_a_hurry()
     if dist.get_rank() == 0:
         gradient = next(forward_backward.parameters())
         gradient.register_hook(lambda _: hear("over"))  # in the backward of stage 0
@@ -201,8 +211,7 @@ def test_what_is_waited_for_is_told_in_the_words_of_the_table(pool: Pool) -> Non
 
 
 def one_sends_nothing() -> str:
-    forward_backward = compiled(timeout=2)
-    forward_backward(X)
+    forward_backward = in_a_hurry()
     exchange = forward_backward._exchange
     if dist.get_rank() == 0:
         send = exchange.send
@@ -225,8 +234,7 @@ def one_is_slow(extends: bool) -> list[str]:
     watching.SAY_AFTER, before = 1.0, watching.SAY_AFTER
     said: list[str] = []
     try:
-        forward_backward = compiled(timeout=2 if extends else 100)
-        forward_backward(X)
+        forward_backward = in_a_hurry() if extends else compiled()
         if dist.get_rank():
             with announced("save", extends=True) if extends else contextlib.nullcontext():
                 hear("said") if not extends else threading.Event().wait(4)
@@ -294,6 +302,44 @@ def test_a_waiting_rank_hears_ctrl_c(pool: Pool, in_a_message: bool) -> None:
     assert other.startswith("another rank failed: rank 1 (pipe 1): KeyboardInterrupt")
 
 
+# --- between calls
+
+
+def failing_between_calls(in_a_thread: bool) -> tuple[str, str]:
+    """What a rank raises, and what the other one prints, which fails in its own code."""
+    forward_backward = in_a_hurry() if in_a_thread else compiled()
+    if not dist.get_rank():
+        text = failure_of(lambda: forward_backward(X))
+        tell("over")
+        return text, ""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        if in_a_thread:
+            thread = threading.Thread(target=lambda: int("row 17"), name="loader")
+            thread.start()
+            thread.join()
+        else:
+            try:
+                int("row 17")
+            except ValueError:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    hear("over")
+    return "", printed.getvalue()
+
+
+def test_an_exception_between_calls_is_told_to_all(pool: Pool) -> None:
+    (text, _), (_, printed) = pool.run(failing_between_calls, False, ranks=2)
+    assert text == "another rank failed: rank 1 (pipe 1): ValueError: invalid literal for int() with base 10: 'row 17'"
+    assert "Traceback" in printed
+    assert printed.count("ValueError") == 1
+
+
+def test_a_thread_that_has_died_is_told_of_at_the_deadline(pool: Pool) -> None:
+    (text, _), (_, printed) = pool.run(failing_between_calls, True, ranks=2)
+    assert "on rank 1 (pipe 1) the thread 'loader' ended with ValueError: invalid literal" in text
+    assert printed.count("ValueError") == 1
+
+
 # --- what is left
 
 
@@ -327,9 +373,8 @@ def test_compiling_again_leaves_no_threads_and_no_sockets(pool: Pool) -> None:
 
 
 def test_one_process_has_no_watch() -> None:
-    before = threading.active_count()
     compiled()(X)
-    assert threading.active_count() == before
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fxpipe")] == []
 
 
 # --- processes

@@ -6,12 +6,12 @@ from itertools import product
 
 from tests.faults.training import LAYOUTS, PHASES, RANKS, Fault
 
-TIMEOUT = 5.0
+TIMEOUT = 6.0
 SIGNALS = ("SIGKILL", "SIGSTOP")
 
 
 def cases() -> list[Fault]:
-    """128 of them: over the other layouts, too, each rank is struck in each phase by each signal."""
+    """144 of them: over the other layouts, too, each rank is struck in each phase by each signal."""
     chain, *others = LAYOUTS
     every = [Fault(chain, *one, TIMEOUT) for one in product(PHASES, SIGNALS, range(RANKS))]
     turns = [

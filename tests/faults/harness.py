@@ -1,8 +1,11 @@
-"""Runs one fault: four processes as under torchrun, one of which is struck, and what the others say and do then."""
+"""Runs one fault: four processes as under torchrun, one of which is struck; what the others say and do then; and how
+the run goes on when it is started again."""
 
 from __future__ import annotations
 
 import atexit
+import datetime
+import functools
 import os
 import re
 import sys
@@ -13,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.faults.training import RANKS, Fault, train
+from tests.faults.training import RANKS, STEPS, Fault, train
 from tests.pool import _variables, forking
 
 TO_BEGIN = 90.0  # seconds until the fault, at most
@@ -21,37 +24,81 @@ TO_END = 30.0  # seconds from then on in which all must be gone; with SIGSTOP, b
 
 
 def faults(fault: Fault) -> list[str]:
-    """What was not as it should be: nothing, where all the others have ended in time and have said why."""
+    """What was not as it should be: nothing, where all the others have ended in time and have said why, and the losses,
+    before and after a restart, are to the bit those of a run to which nothing happens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # As torchrun's agent has it: whoever dies, the store lives on.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        process = forking().Process
-        workers = [process(target=_work, args=(rank, fault, store.port, folder)) for rank in range(RANKS)]
+        found = _run(fault, folder, strikes=True)
+        if not found and (again := _run(fault, folder, strikes=False)):
+            found = ["it could not go on", *again]
+        if not found and not _losses(folder) <= _undisturbed(fault.layout):
+            found = [f"losses are {sorted(_losses(folder))}, undisturbed {sorted(_undisturbed(fault.layout))}"]
+        return found
+
+
+def _losses(folder: Path) -> set[str]:
+    """Step and loss of all steps, those that were made twice included."""
+    return set((folder / "losses").read_text().splitlines())
+
+
+@functools.cache
+def _undisturbed(layout: str) -> set[str]:
+    with tempfile.TemporaryDirectory() as name:
+        found = _run(Fault(layout, "", "", -1, TO_BEGIN), Path(name), strikes=False)
+        assert not found, found
+        losses = _losses(Path(name))
+    assert len(losses) == STEPS
+    return losses
+
+
+def _run(fault: Fault, folder: Path, strikes: bool) -> list[str]:
+    """What was wrong with one run."""
+    # As torchrun's agent has it: whoever dies, the store lives on.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    process = forking().Process
+    workers = [process(target=_work, args=(rank, fault, store.port, folder, strikes)) for rank in range(RANKS)]
+    for worker in workers:
+        worker.start()
+    try:
+        return _found(fault, workers, folder) if strikes else _unfinished(workers, folder)
+    finally:
         for worker in workers:
-            worker.start()
-        try:
-            return _found(fault, workers, folder)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
+            worker.kill()
+            worker.join()
 
 
-def _work(rank: int, fault: Fault, port: int, folder: Path) -> None:
+def _work(rank: int, fault: Fault, port: int, folder: Path, strikes: bool) -> None:
     """One process, which ends as a script's would."""
     os.environ.update(_variables(rank, RANKS, port))
     file = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # of all ranks, in order
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    _await_all(port)
     code = 0
     try:
-        train(fault, rank, folder / "struck")
+        train(fault, rank, folder, strikes)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     atexit._run_exitfuncs()
     os._exit(code)
+
+
+def _await_all(port: int) -> None:
+    """All begin together: how long a process takes to start is no fault, and timeouts here are short."""
+    wait = datetime.timedelta(seconds=TO_BEGIN)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
+    if store.add("ready", 1) == RANKS:
+        store.set("go", "")
+    store.wait(["go"])
+
+
+def _unfinished(workers: list[ForkServerProcess], folder: Path) -> list[str]:
+    until = time.monotonic() + TO_BEGIN
+    for worker in workers:
+        worker.join(max(0.0, until - time.monotonic()))
+    codes = [worker.exitcode for worker in workers]
+    return [] if codes == [0] * RANKS else [f"exit codes are {codes}", *_said(folder)]
 
 
 def _found(fault: Fault, workers: list[ForkServerProcess], folder: Path) -> list[str]:

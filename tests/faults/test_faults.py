@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.faults.cases import cases
@@ -14,6 +19,37 @@ def test_each_rank_is_struck_in_each_phase_by_each_signal() -> None:
     struck = {(fault.victim, fault.phase, fault.signal) for fault in cases()}
     assert len(struck) == 4 * len(PHASES) * 2
     assert len(cases()) >= 90
+
+
+SCRIPT = """
+import os, torch, fxpipe
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(fxpipe.stage_boundary(self.a(x))).mean()
+
+forward_backward = fxpipe.compile(Two(), fxpipe.Topology([("pipe", 2), ("data", 2)]), microbatches=2)
+for step in range(9):
+    if step == 3 and os.environ["RANK"] == "2":
+        raise ValueError("bad row 17")
+    forward_backward(torch.ones(4, 4))
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_names_the_rank_whose_loop_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run([*torchrun, tmp_path / "script.py"], capture_output=True, text=True, timeout=200)
+    assert re.search(r"Root Cause \(first observed failure\):\n.*\n.*\n.*\n  rank      : 2 ", done.stderr), done.stderr
+    first, *others = re.findall(r"^.*ValueError: bad row 17$", done.stderr, re.MULTILINE)
+    assert first == "[rank2]: ValueError: bad row 17"
+    assert all("another rank failed: rank 2 (pipe 1, data 0): " in line for line in others)
+    assert others
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The run that faults happen to, and where in it they do."""
+"""The run that faults happen to, and where in it they do. It goes on from its newest checkpoint, where it has one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed import torch_transport
+from fxpipe.parameters.saving.writer import RankShare
 from fxpipe.run.executor import Executor
 from fxpipe.schedules.lower import Compute
 
 RANKS = 4
-STEPS = 50  # more than anybody gets to
+STEPS = 4
 
 LAYOUTS: dict[str, tuple[fxpipe.Topology, dict[str, Any]]] = {
     "pipe 4": (fxpipe.Topology([("pipe", 4)]), {}),
     **{f"2 x 2, zero {z}": (fxpipe.Topology([("pipe", 2), ("data", 2)]), {"zero": z}) for z in range(4)},
 }
-PHASES = "capture, pre-flight, forward, backward, reduction, optimizer, evaluation, checkpoint".split(", ")
+PHASES = "capture, pre-flight, forward, backward, reduction, optimizer, evaluation, checkpoint, dcp.save".split(", ")
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,16 @@ def nothing() -> None:
     pass
 
 
-def train(fault: Fault, rank: int, struck: Path) -> None:
-    """Trains, evaluates and saves in turn, until the fault happens to ``fault.victim``."""
+def train(fault: Fault, rank: int, folder: Path, strikes: bool) -> None:
+    """Trains, evaluates and saves in turn, until the fault happens to ``fault.victim``, or to the end where it does
+    not; the first rank notes the losses."""
 
     def strike(*_: object) -> None:
-        struck.write_text(str(time.monotonic()))
+        (folder / "struck").write_text(str(time.monotonic()))
         os.kill(os.getpid(), getattr(signal, fault.signal))
 
     def struck_in(phase: str) -> bool:
-        return rank == fault.victim and phase == fault.phase
+        return strikes and rank == fault.victim and phase == fault.phase
 
     if struck_in("pre-flight"):
         torch_transport.facts_of = before(strike, torch_transport.facts_of)  # type: ignore[assignment]
@@ -79,16 +81,25 @@ def train(fault: Fault, rank: int, struck: Path) -> None:
     model = Model(strike if struck_in("capture") else nothing)
     forward_backward = fxpipe.compile(model, topology, microbatches=4, timeout=fault.timeout, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW)
-    for step in range(STEPS):
+    begin = 0
+    if (folder / "run" / "latest").exists():
+        begin = fxpipe.load(folder / "run", forward_backward, optimizer)["step"]
+    for step in range(begin, STEPS):
         if step == 1:
             _arm(strike, struck_in, forward_backward, optimizer)
-        forward_backward(torch.ones(8, 8))
+        batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        loss = forward_backward(batch)
+        if rank == 0:
+            with (folder / "losses").open("a") as file:
+                file.write(f"{step} {loss.item().hex()}\n")
         optimizer.step()
         optimizer.zero_grad()
         if step == 1 and struck_in("evaluation"):
             Executor.execute = _at("F", strike)  # type: ignore[method-assign]
-        forward_backward.evaluate(torch.ones(8, 8))
-        dcp.save({"model": forward_backward, "optim": optimizer}, checkpoint_id=struck.parent / f"step{step}")
+        forward_backward.evaluate(batch)
+        fxpipe.save(folder / "run", forward_backward, optimizer, step=step + 1)
+        if strikes:
+            dcp.save({"model": forward_backward, "optim": optimizer}, checkpoint_id=folder / f"dcp{step}")
 
 
 def before(first: Callable[..., object], then: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,6 +121,8 @@ def _arm(strike: Callable[..., None], struck_in: Callable[[str], bool], forward_
     if struck_in("optimizer"):
         optimizer._step = before(strike, optimizer._step)
     if struck_in("checkpoint"):
+        RankShare.write = before(strike, RankShare.write)  # type: ignore[method-assign]
+    if struck_in("dcp.save"):
         forward_backward.state_dict = before(strike, forward_backward.state_dict)
 
 
