@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict,
 from fxpipe.errors import CheckpointError, told
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.lock import FolderLock
-from fxpipe.parameters.saving.manifest import Manifest, Written
+from fxpipe.parameters.saving.manifest import Manifest, Written, written_of
 from fxpipe.parameters.saving.plain import PLAIN as KINDS
 from fxpipe.parameters.saving.writer import RankPlan, RankShare
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
@@ -330,7 +329,7 @@ def _write_text(path: Path, text: str) -> Written:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return Written(len(data), zlib.crc32(data))
+    return written_of(data)
 
 
 def _state_file(everyone: Sequence[Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.saving.manifest import Written
+from fxpipe.parameters.saving.manifest import Checksum, Written
 from fxpipe.parameters.saving.plain import to_plain
 from fxpipe.torch_compat import storage_info
 
@@ -87,7 +86,7 @@ class RankShare:
         """Writes torch's ``.metadata`` once all ranks have written; the files that there are."""
         writer = _writer(folder, self._rank)
         writer.finish(self._metadata, [[_result_of(one) for one in results] for results, _ in messages])
-        files = {name: Written(*one) for _, written in messages for name, one in written.items()}
+        files = {name: Written(size, tuple(crcs)) for _, told in messages for name, (size, crcs) in told.items()}
         return {**files, **{name.removesuffix(".tmp"): Written(*one) for name, one in writer.fs.written.items()}}
 
 
@@ -107,14 +106,14 @@ class _Checksums(FileSystem):
     """Files whose bytes and crc32 are known once they are written: ``written``, by name."""
 
     def __init__(self) -> None:
-        self.written: dict[str, list[int]] = {}
+        self.written: dict[str, Written] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             summed = _Summed(stream)
             yield summed
-        self.written[Path(path).name] = [summed.size, summed.crc32]
+        self.written[Path(path).name] = summed.checksum.written()
 
 
 class _Summed:
@@ -122,15 +121,14 @@ class _Summed:
 
     def __init__(self, file: io.IOBase) -> None:
         self._file = file
-        self.size = self.crc32 = 0
+        self.checksum = Checksum()
 
     def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.size += memoryview(data).nbytes
+        self.checksum.add(data)
         return int(self._file.write(data))
 
     def tell(self) -> int:
-        return self.size
+        return self.checksum.size
 
     def flush(self) -> None:
         self._file.flush()
