@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fxpipe.errors import RunError
 
@@ -29,6 +29,16 @@ def loopback_interface() -> str | None:
     """The name of the interface of 127.0.0.1; None where it has none of its usual names."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def restarted_store(host: str, port: int, restarts: int, timeout: float) -> Store:
+    """The launcher's store for what it has started again.
+
+    A static rendezvous, torchrun's own where no other is named, keeps one store over its restarts, in which the
+    addresses of processes that have died still are.
+    """
+    store: Store = _TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
+    return PrefixStore(f"restart {restarts}", store)
 
 
 def job_store(host: str, port: int, rank: int, job: str, timeout: float = 300.0) -> Store:

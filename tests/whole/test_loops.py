@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaForCausalLM, Trainer
 
+from tests.distributed.test_processes import free_port
 from tests.scripts import Scripts
 from tests.whole.test_readme import ROOT, blocks
 
@@ -85,6 +86,60 @@ def test_the_loop_goes_on_with_another_number_of_processes(tmp_path: Path, scrip
     assert scripts.run(["four.py", "--", *arguments(tmp_path / "run", STEPS - 20)], tmp_path).count("step") == 2
     (line,) = scripts.run(arguments(tmp_path / "run"), tmp_path).splitlines()
     assert line.startswith(f"step {STEPS}:")
+
+
+# --- torchrun
+
+SHORT = """
+import os, signal, sys, torch, fxpipe
+
+folder = sys.argv[1]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1), torch.nn.Flatten(0))
+fxpipe.init()
+forward_backward = fxpipe.compile(
+    model,
+    fxpipe.Topology([("pipe", 2)]),
+    microbatches=2,
+    boundaries=["2"],
+    loss_fn=lambda output, target: (output - target).square().mean(),
+)
+optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.1)
+losses = []
+if os.path.exists(f"{folder}/latest"):
+    losses = fxpipe.load(folder, forward_backward, optimizer)["losses"]
+dies = len(sys.argv) > 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
+while len(losses) < 6:
+    optimizer.zero_grad()
+    x = torch.ones(4, 4) * len(losses)
+    losses.append(forward_backward(x, target=x.sum(dim=1)).item())
+    optimizer.step()
+    if len(losses) == 4 and dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(losses) % 2 == 0:
+        fxpipe.save(folder, forward_backward, optimizer, step=len(losses), extra={"losses": losses})
+if os.environ["RANK"] == "0":
+    print(losses)
+"""
+
+
+def test_torchrun_starts_a_run_again_which_goes_on_to_the_bit(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text(SHORT)
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+        done = subprocess.run(
+            [*command, "--master-port", str(free_port()), str(tmp_path / "short.py"), *arguments],
+            env={**os.environ, **ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run(str(tmp_path / "killed"), "dies") == run(str(tmp_path / "undisturbed"))
 
 
 # --- transformers' Trainer
