@@ -551,6 +551,14 @@ Schedule.from_csv(csv("0F0"), edges=[("a", "b")])
     ScheduleError: it is a list of pairs of stage numbers
 Schedule.from_csv(csv("0F0"), edges=3)
     ScheduleError: edges is 3; it is a list of pairs of stage numbers
+Schedule.from_csv(None)
+    ScheduleError: path is None; it is the path of a file
+table().to_csv(3.5)
+    ScheduleError: path is 3.5; it is the path of a file
+table().to_svg(None)
+    ScheduleError: path is None; it is the path of a file
+table().simulate().to_html(None)
+    ScheduleError: path is None
 Weights.open(None)
     CheckpointError: the checkpoint is None; it is the path of a file or folder
 Weights.open(FILES / "good.pt", rename="model.")
