@@ -725,7 +725,7 @@ def little_memory() -> Iterator[None]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize(("code", "error", "phrase"), rows())
+@pytest.mark.parametrize(("code", "error", "phrase"), list(rows()))
 def test_a_wrong_input_is_refused_with_what_is_wrong(world: dict[str, Any], code: str, error: str, phrase: str) -> None:
     with pytest.raises((fxpipe.FxpipeError, AttributeError)) as caught:
         eval(code, world)
