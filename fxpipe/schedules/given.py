@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -34,6 +35,7 @@ KINDS: Mapping[str, Expected] = {
     "names": _NAMES,
     "stage_names": _NAMES,
     "name": Expected(is_text, "a text"),
+    "path": Expected(lambda value: isinstance(value, (str, os.PathLike)), "the path of a file"),
     "tied": Expected(list_of(list_of(is_whole)), "a list of groups of stage numbers, [(0, 3)]"),
     "costs": Expected(lambda value: isinstance(value, Costs), "fxpipe.Costs.of(stages, forward=1, backward=2)"),
     "in_flight": Expected(one_or_each(is_number), "a whole number, or one for each stage"),

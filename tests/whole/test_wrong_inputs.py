@@ -551,6 +551,14 @@ Schedule.from_csv(csv("0F0"), edges=[("a", "b")])
     ScheduleError: it is a list of pairs of stage numbers
 Schedule.from_csv(csv("0F0"), edges=3)
     ScheduleError: edges is 3; it is a list of pairs of stage numbers
+Schedule.from_csv(None)
+    ScheduleError: path is None; it is the path of a file
+table().to_csv(3.5)
+    ScheduleError: path is 3.5; it is the path of a file
+table().to_svg(None)
+    ScheduleError: path is None; it is the path of a file
+table().simulate().to_html(None)
+    ScheduleError: path is None
 Weights.open(None)
     CheckpointError: the checkpoint is None; it is the path of a file or folder
 Weights.open(FILES / "good.pt", rename="model.")
@@ -717,7 +725,7 @@ def little_memory() -> Iterator[None]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize(("code", "error", "phrase"), rows())
+@pytest.mark.parametrize(("code", "error", "phrase"), list(rows()))
 def test_a_wrong_input_is_refused_with_what_is_wrong(world: dict[str, Any], code: str, error: str, phrase: str) -> None:
     with pytest.raises((fxpipe.FxpipeError, AttributeError)) as caught:
         eval(code, world)
