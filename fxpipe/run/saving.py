@@ -324,12 +324,11 @@ def _on_thread(later: Future[Path], job: _Job, gathering: Gathering, device: tor
 
 
 def _write_text(path: Path, text: str) -> Written:
-    data = text.encode()
-    with path.open("wb") as file:
-        file.write(data)
+    with path.open("w") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    return written_of(data)
+    return written_of(path)
 
 
 def _state_file(everyone: Sequence[Any]) -> str:
