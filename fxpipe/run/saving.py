@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
@@ -173,8 +174,8 @@ class _Saver:
         gathering = TransportGathering(parts.transport)
         self.wait()
         begun = agreed(gathering, lambda: self._begin(given, gathering.rank, parts.steps.recorder.has_costs))
-        folder, number, partial, self._run, _ = begun[0]
-        target = _Destination(Path(folder), number, Path(partial), self._run, given.step, given.keep)
+        folder, number, partial, self._run, token, _ = begun[0]
+        target = _Destination(Path(folder), number, Path(partial), self._run, token, given.step, given.keep)
         try:
             costs = parts.steps.recorder.known_costs() if all(recorded for *_, recorded in begun) else None
             plan: list[RankPlan] = []
@@ -189,8 +190,7 @@ class _Saver:
 
     def _write(self, job: _Job, parts: Inside, gathering: TransportGathering, block: bool) -> Future[Path]:
         later = _Later()
-        name = f"{job.target.run} {job.target.number}"
-        beside = None if block else gathering_beside(parts.transport, name)
+        beside = None if block else gathering_beside(parts.transport, job.target.token)
         if beside is None:
             later.set_result(job.write(gathering))
             return later
@@ -213,7 +213,7 @@ class _Saver:
             raise CheckpointError(f"the checkpoint before this one could not be written: {error}") from error
         given.check()
         if rank:
-            return ["", 0, "", "", recorded]
+            return ["", 0, "", "", "", recorded]
         folder = given.folder.absolute()
         if run_folder.is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
@@ -223,7 +223,7 @@ class _Saver:
             self._lock = None
             self._lock = FolderLock(folder, run)
         number = run_folder.next_number(folder)
-        return [str(folder), number, str(run_folder.begin(folder, given.step)), run, recorded]
+        return [str(folder), number, str(run_folder.begin(folder, given.step)), run, uuid.uuid4().hex, recorded]
 
 
 def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPlan]) -> dict[str, Any]:
@@ -250,12 +250,13 @@ def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPla
 
 @dataclass(frozen=True)
 class _Destination:
-    """Where a checkpoint goes."""
+    """Where a checkpoint goes. ``token``: of this very save, which no other and no earlier one has."""
 
     folder: Path
     number: int
     partial: Path
     run: str
+    token: str
     step: int
     keep: int | None
 
@@ -296,14 +297,17 @@ class _Job:
     def write(self, gathering: Gathering) -> Path:
         """The checkpoint's folder; where one rank fails, all do, and nothing is left of it."""
         written = Verdict(self._write_share)
-        messages = gathering.to_first(written.message)
-        outcome = Verdict(lambda: self._finish(values_of(messages, written)) if gathering.rank == 0 else "")
+        outcome = Verdict(lambda: self._complete(gathering, written))
         if gathering.rank == 0 and outcome.error is not None:
             shutil.rmtree(self.target.partial, ignore_errors=True)
         given = gathering.from_first(outcome.message)
         if written.error is not None:
             raise written.error
         return Path(values_of([given], outcome)[0])
+
+    def _complete(self, gathering: Gathering, written: Verdict) -> str:
+        messages = gathering.to_first(written.message)
+        return self._finish(values_of(messages, written)) if gathering.rank == 0 else ""
 
     def _write_share(self) -> Any:
         if self._prepared is not None and self._prepared.error is not None:
@@ -322,7 +326,10 @@ class _Job:
         manifest = Manifest(target.step, target.number, saved_at, target.run, self.axes, versions, files)
         manifest.write(target.partial)
         final = run_folder.complete(target.partial)
-        run_folder.keep_newest(target.folder, target.keep)
+        try:
+            run_folder.keep_newest(target.folder, target.keep)
+        except OSError as error:  # this one is complete all the same
+            warnings.warn(f"old checkpoints in {target.folder} could not be deleted: {error}", stacklevel=2)
         return str(final)
 
 
@@ -338,12 +345,11 @@ def _on_thread(later: Future[Path], job: _Job, gathering: Gathering, device: tor
 
 
 def _write_text(path: Path, text: str) -> Written:
-    data = text.encode()
-    with path.open("wb") as file:
-        file.write(data)
+    with path.open("w") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    return written_of(data)
+    return written_of(path)
 
 
 def _state_file(everyone: Sequence[Any]) -> str:

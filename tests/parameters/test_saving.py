@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from fxpipe.errors import CheckpointError, FxpipeError
 from fxpipe.parameters.saving import manifest as saving_manifest
 from fxpipe.parameters.saving import run_folder
+from fxpipe.parameters.saving import writer as saving_writer
 from fxpipe.parameters.saving.lock import FolderLock
-from fxpipe.parameters.saving.manifest import MANIFEST, Checksum, Manifest, Written, written_of
+from fxpipe.parameters.saving.manifest import MANIFEST, Manifest, Written, written_of
 from fxpipe.parameters.saving.metadata import METADATA, read_metadata
 from fxpipe.parameters.saving.plain import from_plain, to_plain
 from fxpipe.parameters.saving.reader import FolderReader
@@ -209,6 +210,15 @@ def test_torch_reads_what_is_written_and_every_file_has_its_checksum(tmp_path: P
         assert written == (len(data), (zlib.crc32(data),))
 
 
+def test_a_file_of_many_pieces_has_a_checksum_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (saving_manifest, saving_writer):
+        monkeypatch.setattr(module, "PIECE", 1000)
+    value = {str(number): torch.full((number,), 1.0) for number in range(0, 900, 50)}
+    files = write(tmp_path / "one", value)
+    assert len(files["__0_0.distcp"].crc32s) > 10
+    assert files == {name: written_of(tmp_path / "one" / name) for name in files}
+
+
 def test_copies_are_of_the_moment(tmp_path: Path) -> None:
     value = state()
     plan = RankPlan(value, 0)
@@ -368,13 +378,10 @@ def test_each_piece_of_a_file_is_looked_through_by_one_rank(tmp_path: Path, monk
     monkeypatch.setattr(saving_manifest, "PIECE", 1000)
     monkeypatch.setattr(saving_manifest, "_BUFFER", 300)
     data = random.Random(0).randbytes(9_999)
-    checksum = Checksum()
-    for start in range(0, len(data), 777):
-        checksum.add(data[start : start + 777])
-    pieces = [data[start : start + 1000] for start in range(0, len(data), 1000)]
-    assert checksum.written() == written_of(data) == (9_999, tuple(map(zlib.crc32, pieces)))
-    made = Manifest(1, 1, "", "", (), {}, {"x": checksum.written()})
     (tmp_path / "x").write_bytes(data)
+    pieces = [data[start : start + 1000] for start in range(0, len(data), 1000)]
+    assert written_of(tmp_path / "x") == (9_999, tuple(map(zlib.crc32, pieces)))
+    made = Manifest(1, 1, "", "", (), {}, {"x": written_of(tmp_path / "x")})
     made.check_contents(tmp_path)
     (tmp_path / "x").write_bytes(data[:5500] + b"?" + data[5501:])
     with pytest.raises(CheckpointError, match="x was altered: the crc32 from byte 5000 on is"):

@@ -16,7 +16,7 @@ from fxpipe.errors import CheckpointError
 
 MANIFEST = "fxpipe.json"
 FORMAT = 1
-PIECE = 2**25
+PIECE = 2**24
 """Bytes that have a crc32 of their own, so that several threads and ranks can look through one file."""
 _BUFFER = 2**18
 _THREADS = 4
@@ -96,7 +96,7 @@ class Manifest:
     def _check_piece(self, folder: Path, piece: tuple[str, int]) -> None:
         name, place = piece
         try:
-            found = _crc32_of(folder / name, place)
+            found = crc32_of(folder / name, place)
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
         wanted = self.files[name].crc32s[place]
@@ -107,36 +107,13 @@ class Manifest:
             )
 
 
-class Checksum:
-    """Counts what is written, and takes the crc32 of each piece."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._crc32s: list[int] = []
-
-    def add(self, data: Any) -> None:
-        """What is written next: bytes, or memory."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            begun = self.size % PIECE
-            if not begun:
-                self._crc32s.append(0)
-            part, rest = rest[: PIECE - begun], rest[PIECE - begun :]
-            self._crc32s[-1] = zlib.crc32(part, self._crc32s[-1])
-            self.size += len(part)
-
-    def written(self) -> Written:
-        return Written(self.size, tuple(self._crc32s))
+def written_of(path: Path) -> Written:
+    """That of a file which is there."""
+    size = path.stat().st_size
+    return Written(size, tuple(crc32_of(path, place) for place in range(-(-size // PIECE))))
 
 
-def written_of(data: bytes) -> Written:
-    """That of a file with these bytes."""
-    checksum = Checksum()
-    checksum.add(data)
-    return checksum.written()
-
-
-def _crc32_of(path: Path, place: int) -> int:
+def crc32_of(path: Path, place: int) -> int:
     """The crc32 of one piece of a file, read as much at a time as a cache holds."""
     crc, left, buffer = 0, PIECE, memoryview(bytearray(_BUFFER))
     with path.open("rb", buffering=0) as file:
