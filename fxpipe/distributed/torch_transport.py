@@ -86,7 +86,7 @@ class _OnItsWay:
     def end(self) -> None:
         """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
         work = self._work
-        if work is not None:
+        if work is not None and self._home.for_good:
             with contextlib.suppress(RuntimeError):
                 work.wait(_AT_ONCE)
 
