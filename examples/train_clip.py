@@ -2,6 +2,10 @@
 
     python examples/train_clip.py                              # one process plays every stage
     torchrun --nproc-per-node 4 examples/train_clip.py         # one process per stage
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_clip.py --resume FOLDER
+
+The last goes on from its newest checkpoint when a process has died, or when it is started again, with as many processes
+as there are then.
 
 A vision transformer reads 8x8 images, a text transformer reads captions such as "a handwritten seven", and a
 contrastive loss pulls each image and its caption together. The image tower is cut in two; the text tower runs
@@ -29,7 +33,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from tqdm import tqdm
 
 import fxpipe
@@ -142,18 +146,38 @@ def load_images() -> tuple[Pair, Pair]:
     return (images[train], labels[train]), (images[held_out], labels[held_out])
 
 
-def batches(topo: fxpipe.Topology, images: Tensor, labels: Tensor, size: int, epochs: int, seed: int) -> Iterator[Pair]:
-    """Images and captions. All ranks of a pipe group draw the same: rows by the sampler, templates by a seed."""
-    dataset = TensorDataset(images, labels)
-    sampler = topo.sampler(dataset, shuffle=True, seed=seed)
-    loader = DataLoader(dataset, size, sampler=sampler, drop_last=True)
-    tokens, generator = captions(), torch.Generator().manual_seed(seed)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for image, digit in loader:
-            # One template per batch, so that two captions are equal exactly where their digits are.
-            template = torch.randint(len(TEMPLATES), (), generator=generator)
-            yield image, tokens[template, digit]
+class Pairs:
+    """Images and their captions, ``rows`` of them a step over all replicas, from where its state was taken.
+
+    All ranks of a pipe group draw the same: rows by the sampler, templates by a seed.
+    """
+
+    def __init__(self, topo: fxpipe.Topology, images: Tensor, labels: Tensor, rows: int, steps: int, seed: int) -> None:
+        self.dataset, self.rows, self.per_epoch = (
+            TensorDataset(images, labels),
+            rows // topo.data_size,
+            len(labels) // rows,
+        )
+        self.sampler = topo.sampler(self.dataset, shuffle=True, seed=seed, drop_last=True)
+        # One template per batch, so that two captions are equal exactly where their digits are.
+        self.templates = torch.randint(len(TEMPLATES), (steps,), generator=torch.Generator().manual_seed(seed))
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Pair]:
+        tokens = captions()
+        while self.taken < len(self.templates):
+            epoch, begun = divmod(self.taken, self.per_epoch)
+            self.sampler.set_epoch(epoch)
+            drawn = list(BatchSampler(self.sampler, self.rows, drop_last=True))[begun:]
+            for image, digit in islice(DataLoader(self.dataset, batch_sampler=drawn), len(self.templates) - self.taken):
+                self.taken += 1
+                yield image, tokens[self.templates[self.taken - 1], digit]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
 
 
 @torch.no_grad()
@@ -176,6 +200,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="folder for checkpoints; goes on from the newest that is there")
+    parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--losses", type=Path, help="file for the loss of every step, as hex floats")
     return parser.parse_args()
 
@@ -188,17 +214,21 @@ def main() -> None:
     torch.manual_seed(args.seed)
     train, held_out = load_images()
 
-    topo = fxpipe.Topology([("pipe", 4)])
+    fxpipe.init()
+    world = int(os.environ.get("WORLD_SIZE", 4))
+    topo = fxpipe.Topology.fit(world, pipe=min(world, 4), rows=args.batch_size)
     forward_backward = fxpipe.compile(CLIP().to(device), topo, microbatches=args.microbatches)
     if rank == 0:
         print(forward_backward.stages, forward_backward.schedule, sep="\n")
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-3)  # of this rank's parameters
     scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, args.steps))
+    pairs = Pairs(topo, *train, args.batch_size, args.steps, args.seed)
 
     losses: list[Tensor] = []
-    epochs = math.ceil(args.steps / (len(train[0]) // args.batch_size))
-    data = islice(batches(topo, *train, args.batch_size, epochs, args.seed), args.steps)
-    progress = tqdm(data, total=args.steps, disable=rank != 0)
+    if args.resume and (args.resume / "latest").exists():
+        extra = fxpipe.load(args.resume, forward_backward, optimizer, scheduler=scheduler, loader=pairs)
+        losses += extra["losses"]
+    progress = tqdm(pairs, initial=pairs.taken, total=args.steps, disable=rank != 0)
     for image, tokens in progress:
         optimizer.zero_grad()
         losses.append(forward_backward(image.to(device), tokens.to(device)))
@@ -206,6 +236,17 @@ def main() -> None:
         scheduler.step()
         if rank == 0 and len(losses) % 20 == 0:  # to read a loss is to wait for it
             progress.set_postfix(loss=f"{losses[-1].item():.3f}")
+        if args.resume and len(losses) % args.save_every == 0:
+            fxpipe.save(
+                args.resume,
+                forward_backward,
+                optimizer,
+                step=len(losses),
+                scheduler=scheduler,
+                loader=pairs,
+                extra={"losses": torch.stack(losses)},
+                block=False,
+            )
 
     state = forward_backward.state_dict(full=True)  # collective: every rank takes part
     if rank == 0:

@@ -6,9 +6,28 @@ import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 
+MOST_TOLD = 20_000
+"""Characters of a message; a longer one is cut in its middle."""
+_FOR_THE_GAP = 60
+
+
+def shortened(text: str, most: int = MOST_TOLD) -> str:
+    """A text without its middle where it is longer than that: what leads to it and what it ends with are kept.
+
+    >>> shortened("a" * 50 + "b" * 50, most=80)
+    'aaaaaaaaaa [... 80 characters left out ...] bbbbbbbbbb'
+    """
+    if len(text) <= most:
+        return text
+    half = (most - _FOR_THE_GAP) // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
+
 
 class FxpipeError(Exception):
-    """The base of every error that fxpipe raises on purpose."""
+    """The base of every error that fxpipe raises on purpose. Its message is ``shortened``, whatever it quotes."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shortened(one) if isinstance(one, str) else one for one in args))
 
 
 class TraceError(FxpipeError):
@@ -48,11 +67,11 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
 
 def told(error: BaseException) -> str:
     """An error in words for those that it was not raised for, with its notes."""
-    return "\n".join([f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))])
+    return shortened("\n".join([f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))]))
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
-    """The end of a message about an unknown ``name``: the likeliest of the ``known`` names, or all of them.
+    """The end of a message about an unknown ``name``: the likeliest of the ``known`` names, or the first of them.
 
     >>> nearest("1F1b", ["gpipe", "1f1b"])
     '; did you mean "1f1b"?'
@@ -62,8 +81,13 @@ def nearest(name: object, known: Iterable[object]) -> str:
     Case is ignored, and what is no text stands for its own. With nothing known the result is empty.
     """
     names = list(dict.fromkeys(map(str, known)))
-    by_folded = {other.casefold(): other for other in names}
+    by_folded = {other.casefold(): other for other in names[:_MOST_COMPARED]}
     close = difflib.get_close_matches(f"{name!s:.100}".casefold(), list(by_folded), n=1)
     if close:
         return f'; did you mean "{by_folded[close[0]]}"?'
-    return "; known: " + ", ".join(f'"{other}"' for other in names) if names else ""
+    more = f" and {len(names) - _MOST_KNOWN:,} more" if len(names) > _MOST_KNOWN else ""
+    return "; known: " + ", ".join(f'"{other}"' for other in names[:_MOST_KNOWN]) + more if names else ""
+
+
+_MOST_KNOWN = 50  # names that are listed
+_MOST_COMPARED = 10_000  # names that are looked at: it takes a second

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from fxpipe.errors import FxpipeError
 
 MOST_ACTIONS = 1_000_000
-"""Of a table, and of ranks: what is still drawn in some seconds. A slip of the hand must not eat the machine."""
+"""Of a table: what is still drawn in some seconds. A slip of the hand must not eat the machine."""
 
 
 class Expected(NamedTuple):
@@ -33,8 +33,12 @@ def check(error: type[FxpipeError], kinds: Mapping[str, Expected], **given: Any)
 
 
 def shown(value: Any) -> str:
-    """A value in one short line, however long it is."""
-    return f"{' '.join(_short.repr(value).split()):.100}"
+    """A value in one short line, however long it is, and whatever its own ``repr`` does."""
+    try:
+        text = _short.repr(value)
+    except Exception:  # Python writes no number of thousands of digits
+        text = f"<{type(value).__name__}>"
+    return f"{' '.join(text.split()):.100}"
 
 
 def is_number(value: Any) -> bool:
@@ -60,7 +64,7 @@ def is_mapping(value: Any) -> bool:
 
 def is_list(value: Any) -> bool:
     """Values one after another. A tensor is one value, and what comes in a set comes in no order."""
-    other = isinstance(value, (str, bytes, Mapping, Set)) or hasattr(value, "requires_grad")
+    other = isinstance(value, (str, bytes, Mapping, set, frozenset)) or hasattr(value, "requires_grad")
     return isinstance(value, Collection) and not other
 
 

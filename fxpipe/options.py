@@ -24,6 +24,7 @@ from fxpipe.kinds import (
     is_whole,
     list_of,
     or_none,
+    shown,
 )
 from fxpipe.precision import Precision
 
@@ -76,7 +77,7 @@ class Options:
         if self.microbatches is not None and self.microbatches < 1:
             raise RunError(f"microbatches={self.microbatches}; at least 1 is needed")
         if self.microbatches is not None and 2 * self.microbatches > MOST_ACTIONS:
-            raise RunError(f"microbatches={self.microbatches}; a table goes up to {MOST_ACTIONS:,} actions")
+            raise RunError(f"microbatches={shown(self.microbatches)}; a table goes up to {MOST_ACTIONS:,} actions")
         if self.zero not in (0, 1, 2, 3):
             raise RunError(f"zero={self.zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
         if self.zero_scope not in ("node", "data"):

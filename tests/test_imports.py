@@ -42,6 +42,12 @@ IMPORTS_LAZILY = "fxpipe/__init__.py"
 
 PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
+MAY_PICKLE = {
+    "fxpipe/trace/snapshot.py": "random states, in memory",
+    "fxpipe/distributed/launch.py": "over pipes between a process and its own children",
+    "fxpipe/parameters/saving/metadata.py": "torch's .metadata, of which no class is looked up",
+}
+"""And nobody else: what SECURITY.md says of files and of other ranks."""
 MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
 MAY_NAME_IT_TOO = {
     "fxpipe/parameters/dtensors.py",
@@ -190,6 +196,18 @@ def test_torch_distributed_is_named_where_processes_meet_and_nowhere_else() -> N
 def test_one_file_names_what_is_private_to_torch_and_no_other() -> None:
     private = {file.path: file.private_names for file in FILES if file.private_names}
     assert set(private) <= {"fxpipe/torch_compat.py"}, private
+
+
+def test_nobody_unpickles_what_comes_from_files_or_other_ranks() -> None:
+    picklers = {"pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "copyreg"}
+    assert {file.path for file in FILES if file.imported & picklers} == set(MAY_PICKLE)
+    calls = [(file.path, n) for file in FILES for n in file.nodes if isinstance(n, ast.Call)]
+    named = [(path, n, ast.unparse(n.func)) for path, n in calls]
+    assert [path for path, _, name in named if re.search(r"_object(_list)?$", name) and "dist" in name] == []
+    loads = [(path, n) for path, n, name in named if name == "torch.load"]
+    assert loads
+    for path, call in loads:
+        assert "weights_only=True" in ast.unparse(call), path
 
 
 def test_private_names_are_found(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from numbers import Real
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from fxpipe.distributed.last_words import install
-from fxpipe.distributed.stores import job_store
+from fxpipe.distributed.stores import job_store, restarted_store
 from fxpipe.distributed.topology import served_device_type
 from fxpipe.distributed.watch import watch
 from fxpipe.errors import RunError, TopologyError
@@ -37,6 +38,8 @@ class ProcessPlace:
     gpu_may_be_private: bool = False
     # SLURM's job and step, where they alone give the port, so that another job's may be the same.
     job: str = ""
+    # How often torchrun has started all of them again; several nodes count each for itself, so that it is 0 there.
+    restarts: int = 0
 
 
 def init(timeout: float = TIMEOUT) -> torch.device:
@@ -103,12 +106,16 @@ def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
             f"torchrun, or set {', '.join(required)}"
         )
     world_size = _number(environ, "WORLD_SIZE", 1)
+    one_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("LOCAL_WORLD_SIZE") == str(
+        world_size
+    )
     return ProcessPlace(
         rank=_number(environ, "RANK", 0, world_size - 1),
         world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK", 0, world_size - 1),
         address=environ["MASTER_ADDR"],
         port=_number(environ, "MASTER_PORT", 1, 65535),
+        restarts=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0, default=0) if one_agent else 0,
     )
 
 
@@ -194,8 +201,8 @@ def _gpu(place: ProcessPlace, count: int) -> int:
 def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
     cuda = device.type == "cuda"
     host = f"[{place.address}]" if ":" in place.address else place.address  # an IPv6 address
-    store = job_store(place.address, place.port, place.rank, place.job) if place.job else None
     try:
+        store = _store(place, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             init_method=None if store is not None else f"tcp://{host}:{place.port}",
@@ -212,6 +219,13 @@ def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
             "node list and job id, which stand in for them) name a free port on the host of rank 0"
         ) from error
     atexit.register(_leave)
+
+
+def _store(place: ProcessPlace, timeout: float) -> Store | None:
+    """Where it is another than torch.distributed makes by itself."""
+    if place.job:
+        return job_store(place.address, place.port, place.rank, place.job, timeout)
+    return restarted_store(place.address, place.port, place.restarts, timeout) if place.restarts else None
 
 
 def _leave() -> None:

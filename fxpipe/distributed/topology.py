@@ -381,7 +381,7 @@ class Topology:
         return Topology, (self._axes, self._ranks_per_node)
 
     def _shape(self) -> str:
-        return " × ".join(f"{name} {size}" for name, size in self._axes)
+        return " × ".join(f"{name} {shown(size)}" for name, size in self._axes)
 
     def _by_node(self, group: list[int]) -> list[list[int]]:
         return _by_node(group, self._ranks_per_node or self._world_size)

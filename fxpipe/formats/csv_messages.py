@@ -23,6 +23,7 @@ COMPUTE = frozenset(op.value for op in Op)
 MESSAGES = frozenset(["SEND_F", "RECV_F", "SEND_B", "RECV_B"])
 
 _MOST_WAYS = 100_000  # in which equal cells may be told apart; what has more is not followed further
+_MOST_STEPS = 2_000_000  # of following them, over a line: some seconds
 
 
 class Token(NamedTuple):
@@ -235,7 +236,7 @@ def _crossed_on(line: Sequence[Cell], queues: dict[int, list[tuple[Token, Cell]]
             senders.setdefault(number, (sender, sent))
         whole.append(number)
     rests = {number: rest for rest, number in numbers.items()}
-    ways = {tuple(sorted(whole))}
+    ways, left = {tuple(sorted(whole))}, _MOST_STEPS
     for cell in line:
         if cell.message is None or cell.message.is_send:
             continue
@@ -253,7 +254,8 @@ def _crossed_on(line: Sequence[Cell], queues: dict[int, list[tuple[Token, Cell]]
                 f"messages arrive in the order in which it sends them; write {rests[number][0]} in front, or exchange "
                 "the sends"
             )
-        if not 0 < len(further) <= _MOST_WAYS:
+        left -= len(ways) * len(whole)
+        if not 0 < len(further) <= _MOST_WAYS or left < 0:
             return
         ways = further
 

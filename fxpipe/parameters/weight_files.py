@@ -7,9 +7,10 @@ checkpoint holds that part, and a piece.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,8 @@ PIECE = 8 * 2**20
 
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_SUFFIXES = (".safetensors", *_TORCH_SUFFIXES)
+_MOST_INDEX = 256 * 2**20  # bytes; that of a trillion parameters has some ten million
 
 
 class WeightFile(Protocol):
@@ -74,15 +77,29 @@ def _sources_in(folder: Path) -> Iterable[WeightFile]:
 
 
 def _indexed(index: Path) -> Iterator[WeightFile]:
-    """The files that a Hugging Face index names."""
+    """The files that a Hugging Face index names, which are in its folder or below it."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        if index.stat().st_size > _MOST_INDEX:
+            raise ValueError(f"it has more than {_MOST_INDEX:,} bytes")
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of weights: it has no weight_map, tensor → file") from error
-    for name in names:
-        if not (index.parent / name).exists():
+    odd = next((name for name in names if not _is_weight_file(name)), None)
+    if odd is not None:
+        kinds = ", ".join(f"*{suffix}" for suffix in _SUFFIXES)
+        raise CheckpointError(f"{index} names {odd!r:.500}, which is no file of weights in its folder; write {kinds}")
+    for name in sorted(names):
+        if not os.path.isfile(index.parent / name):  # False, too, for a name that no file can bear
             raise CheckpointError(f"{index} names {name}, which is not in {index.parent}; fetch all of its files")
         yield from sources(index.parent / name)
+
+
+def _is_weight_file(name: Any) -> bool:
+    """Whether an index may name this: a relative path that does not leave the index's folder, to a file of weights."""
+    if not isinstance(name, str):
+        return False
+    path = PurePath(name)
+    return path.suffix in _SUFFIXES and not path.is_absolute() and ".." not in path.parts
 
 
 # --- how each kind is read
@@ -142,8 +159,9 @@ class _TorchFile:
         try:
             state = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
+            first = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(
-                f"{self.path} cannot be read as a state dict: {str(error).splitlines()[0]} Write it with "
+                f"{self.path} cannot be read as a state dict: {first} Write it with "
                 "torch.save(model.state_dict(), path)"
             ) from error
         if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):

@@ -15,7 +15,7 @@ from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Traffic
 from fxpipe.distributed.whereabouts import announced
-from fxpipe.errors import FxpipeError, RunError, nearest
+from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.kinds import Expected, check, is_flag, is_whole, shown
 from fxpipe.parameters.checkpoint import full_state_dict, load_into
@@ -392,7 +392,9 @@ class Inside(NamedTuple):
 
 
 def inside(one: ForwardBackward) -> Inside:
-    """The parts of a ``ForwardBackward``, for its own room."""
+    """The parts of a ``ForwardBackward``, for its own room; CheckpointError for anything else."""
+    if not isinstance(one, ForwardBackward):
+        raise CheckpointError(f"forward_backward is {shown(one)}; it is what fxpipe.compile returned")
     return Inside(
         one._transport,
         one._failing,

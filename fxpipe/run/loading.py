@@ -24,7 +24,7 @@ from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import Layout, PlainParts, savable, tensors_for, value_of
-from fxpipe.run.saving import STATE, wait_for_saves
+from fxpipe.run.saving import STATE, path_of, wait_for_saves
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
 
@@ -65,7 +65,7 @@ def load(
     ):  # which all ranks raise alike, with nothing under way
         parts.failing.check_open()
         wait_for_saves(forward_backward)
-        path, manifest = _newest_whole(Path(folder), gathering, parts)
+        path, manifest = _newest_whole(path_of(folder), gathering, parts)
         loading = _Loading(path, manifest, parts, gathering.rank)
         filled: list[Callable[[], dict[str, Any]]] = []
         agreed(gathering, lambda: filled.append(loading.prepare(optimizer, scheduler, loader)))
@@ -116,7 +116,7 @@ def _check(path: Path, rank: int, ranks: int) -> None:
     """CheckpointError where a file was cut or altered; of the contents a rank reads its share."""
     manifest = Manifest.read(path)
     manifest.check_sizes(path)
-    manifest.check_contents(path, manifest.share(rank, ranks))
+    manifest.check_contents(path, rank, ranks)
 
 
 class _Loading:

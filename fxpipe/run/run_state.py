@@ -131,6 +131,16 @@ def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 Savable = DistributedOptimizer | PlainOptimizer
 
 
+def _check_own(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    """CheckpointError where it steps another model's parameters, whose state would go by this one's names."""
+    own = set(map(id, module.parameters()))
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise CheckpointError(
+            "optimizer= steps parameters that are none of this forward_backward's; give what "
+            "forward_backward.optimizer(...) returned"
+        )
+
+
 def savable(optimizer: Any, module: torch.nn.Module) -> dict[str, Savable]:
     """Optimizers by the names that they have in a checkpoint: "optim", or "optim.NAME" for each of a dict.
 
@@ -139,6 +149,8 @@ def savable(optimizer: Any, module: torch.nn.Module) -> dict[str, Savable]:
     """
     if optimizer is None:
         return {}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_own(optimizer, module)
     if isinstance(optimizer, DistributedOptimizer):
         return {"optim": optimizer}
     if isinstance(optimizer, torch.optim.Optimizer):

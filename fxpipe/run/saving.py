@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-import zlib
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
@@ -30,9 +30,10 @@ import torch
 from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
 from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, told
+from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.lock import FolderLock
-from fxpipe.parameters.saving.manifest import Manifest, Written
+from fxpipe.parameters.saving.manifest import Manifest, Written, written_of
 from fxpipe.parameters.saving.plain import PLAIN as KINDS
 from fxpipe.parameters.saving.writer import RankPlan, RankShare
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
@@ -91,13 +92,20 @@ def save(
     """
     parts = inside(forward_backward)
     saver = _SAVERS.setdefault(forward_backward, _Saver())
-    given = _Given(Path(folder), optimizer, step, scheduler, loader, extra, keep, block)
+    given = _Given(path_of(folder), optimizer, step, scheduler, loader, extra, keep, block)
     with (
         announced(f"save, step {step}", extends=True),
         parts.failing.together(Exception),
     ):  # which all ranks raise alike, with nothing under way
         parts.failing.check_open()
         return saver.save(parts, given)
+
+
+def path_of(folder: str | os.PathLike[str]) -> Path:
+    """CheckpointError for what is no path. What is empty would be the working folder."""
+    if not isinstance(folder, (str, os.PathLike)) or folder == "":
+        raise CheckpointError(f"folder is {shown(folder)}; it is the path of a folder that all ranks see")
+    return Path(folder)
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,8 @@ class _Given:
         """CheckpointError for what cannot be meant."""
         if type(self.step) is not int or self.step < 0:
             raise CheckpointError(f"step={self.step!r} is no number of steps; write how many were made, from 0 on")
+        if not is_flag(self.block):
+            raise CheckpointError(f"block is {shown(self.block)}; it is True or False")
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             raise CheckpointError(f"keep={self.keep!r} keeps no checkpoint; write 1 or more, or None for all")
         if self.extra is not None and (type(self.extra) is not dict or "step" in self.extra):
@@ -164,8 +174,8 @@ class _Saver:
         gathering = TransportGathering(parts.transport)
         self.wait()
         begun = agreed(gathering, lambda: self._begin(given, gathering.rank, parts.steps.recorder.has_costs))
-        folder, number, partial, self._run, _ = begun[0]
-        target = _Destination(Path(folder), number, Path(partial), self._run, given.step, given.keep)
+        folder, number, partial, self._run, token, _ = begun[0]
+        target = _Destination(Path(folder), number, Path(partial), self._run, token, given.step, given.keep)
         try:
             costs = parts.steps.recorder.known_costs() if all(recorded for *_, recorded in begun) else None
             plan: list[RankPlan] = []
@@ -180,8 +190,7 @@ class _Saver:
 
     def _write(self, job: _Job, parts: Inside, gathering: TransportGathering, block: bool) -> Future[Path]:
         later = _Later()
-        name = f"{job.target.run} {job.target.number}"
-        beside = None if block else gathering_beside(parts.transport, name)
+        beside = None if block else gathering_beside(parts.transport, job.target.token)
         if beside is None:
             later.set_result(job.write(gathering))
             return later
@@ -204,7 +213,7 @@ class _Saver:
             raise CheckpointError(f"the checkpoint before this one could not be written: {error}") from error
         given.check()
         if rank:
-            return ["", 0, "", "", recorded]
+            return ["", 0, "", "", "", recorded]
         folder = given.folder.absolute()
         if run_folder.is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
@@ -214,7 +223,7 @@ class _Saver:
             self._lock = None
             self._lock = FolderLock(folder, run)
         number = run_folder.next_number(folder)
-        return [str(folder), number, str(run_folder.begin(folder, given.step)), run, recorded]
+        return [str(folder), number, str(run_folder.begin(folder, given.step)), run, uuid.uuid4().hex, recorded]
 
 
 def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPlan]) -> dict[str, Any]:
@@ -241,12 +250,13 @@ def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPla
 
 @dataclass(frozen=True)
 class _Destination:
-    """Where a checkpoint goes."""
+    """Where a checkpoint goes. ``token``: of this very save, which no other and no earlier one has."""
 
     folder: Path
     number: int
     partial: Path
     run: str
+    token: str
     step: int
     keep: int | None
 
@@ -287,14 +297,17 @@ class _Job:
     def write(self, gathering: Gathering) -> Path:
         """The checkpoint's folder; where one rank fails, all do, and nothing is left of it."""
         written = Verdict(self._write_share)
-        messages = gathering.to_first(written.message)
-        outcome = Verdict(lambda: self._finish(values_of(messages, written)) if gathering.rank == 0 else "")
+        outcome = Verdict(lambda: self._complete(gathering, written))
         if gathering.rank == 0 and outcome.error is not None:
             shutil.rmtree(self.target.partial, ignore_errors=True)
         given = gathering.from_first(outcome.message)
         if written.error is not None:
             raise written.error
         return Path(values_of([given], outcome)[0])
+
+    def _complete(self, gathering: Gathering, written: Verdict) -> str:
+        messages = gathering.to_first(written.message)
+        return self._finish(values_of(messages, written)) if gathering.rank == 0 else ""
 
     def _write_share(self) -> Any:
         if self._prepared is not None and self._prepared.error is not None:
@@ -313,7 +326,10 @@ class _Job:
         manifest = Manifest(target.step, target.number, saved_at, target.run, self.axes, versions, files)
         manifest.write(target.partial)
         final = run_folder.complete(target.partial)
-        run_folder.keep_newest(target.folder, target.keep)
+        try:
+            run_folder.keep_newest(target.folder, target.keep)
+        except OSError as error:  # this one is complete all the same
+            warnings.warn(f"old checkpoints in {target.folder} could not be deleted: {error}", stacklevel=2)
         return str(final)
 
 
@@ -329,12 +345,11 @@ def _on_thread(later: Future[Path], job: _Job, gathering: Gathering, device: tor
 
 
 def _write_text(path: Path, text: str) -> Written:
-    data = text.encode()
-    with path.open("wb") as file:
-        file.write(data)
+    with path.open("w") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    return Written(len(data), zlib.crc32(data))
+    return written_of(path)
 
 
 def _state_file(everyone: Sequence[Any]) -> str:

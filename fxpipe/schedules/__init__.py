@@ -144,7 +144,8 @@ def with_costs(
     if isinstance(family, Limited):
         return Limited(family.family, family.name, costs, in_flight, memory).or_else(family)
     if not callable(family):
-        raise ScheduleError(f"schedule is {shown(family)}; it is a name out of SCHEDULES, a function, or a Schedule")
+        kind = type(family).__name__
+        raise ScheduleError(f"a {kind} is no family: {shown(family)}; write a name out of SCHEDULES, or a function")
     return Limited(family, getattr(family, "__name__", "custom"), costs, in_flight, memory)
 
 

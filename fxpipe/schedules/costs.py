@@ -104,7 +104,8 @@ class Costs:
 
 
 def _per_stage(name: str, cost: Any, stages: int) -> tuple[float, ...]:
-    if not isinstance(cost, Collection) or isinstance(cost, (str, Mapping, Set)):
+    one = not isinstance(cost, Collection) or getattr(cost, "ndim", 1) == 0  # a tensor may be either
+    if one or isinstance(cost, (str, Mapping, Set)):
         return (_checked(name, cost),) * stages
     if len(cost) != stages:
         raise ScheduleError(f"{name} has {len(cost)} costs for {stages} stages; give one number, or one per stage")

@@ -102,20 +102,26 @@ def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> It
             able.extend(waiting.pop(action, ()))
 
 
-def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[list[Action | None]]:
-    """The rows with a step for each action, as early as its row and its dependencies allow; None where a rank idles.
+def steps_of(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[dict[int, Action]]:
+    """Of each row, step → action: each as early as its row and its dependencies allow.
 
     A table that comes to a halt has steps too: what cannot run stands at the end of its row.
     """
-    stepped: list[list[Action | None]] = [[] for _ in rows]
-    ran = [0] * len(rows)
+    stepped: list[dict[int, Action]] = [{} for _ in rows]
+    free = [0] * len(rows)  # the first step behind what a row has so far
     after: dict[Action, int] = {}
-    for rank, place, action, before in in_order(rows, dependencies):
-        row = stepped[rank]
-        row += [None] * (max((after[other] for other in before), default=0) - len(row))
-        row.append(action)
-        after[action], ran[rank] = len(row), place + 1
-    for actions, row, count in zip(rows, stepped, ran, strict=True):
-        row += actions[count:]
-    width = max(map(len, stepped), default=0)
-    return [row + [None] * (width - len(row)) for row in stepped]
+    for rank, _, action, before in in_order(rows, dependencies):
+        step = max((after[other] for other in before), default=0)  # behind what it needs,
+        step = max(step, free[rank])  # and behind its row's last
+        stepped[rank][step] = action
+        after[action] = free[rank] = step + 1
+    for actions, row, first in zip(rows, stepped, free, strict=True):
+        row.update(enumerate(actions[len(row) :], start=first))
+    return stepped
+
+
+def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[list[Action | None]]:
+    """The rows with a cell for each step of ``steps_of``; None where a rank idles."""
+    stepped = steps_of(rows, dependencies)
+    width = 1 + max((step for row in stepped for step in row), default=-1)
+    return [[row.get(step) for step in range(width)] for row in stepped]

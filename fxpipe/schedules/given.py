@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -34,6 +35,7 @@ KINDS: Mapping[str, Expected] = {
     "names": _NAMES,
     "stage_names": _NAMES,
     "name": Expected(is_text, "a text"),
+    "path": Expected(lambda value: isinstance(value, (str, os.PathLike)), "the path of a file"),
     "tied": Expected(list_of(list_of(is_whole)), "a list of groups of stage numbers, [(0, 3)]"),
     "costs": Expected(lambda value: isinstance(value, Costs), "fxpipe.Costs.of(stages, forward=1, backward=2)"),
     "in_flight": Expected(one_or_each(is_number), "a whole number, or one for each stage"),
@@ -50,9 +52,8 @@ def check_given(**given: Any) -> None:
 def check_size(stages: int, microbatches: int) -> None:
     """ScheduleError for a table that would eat the machine."""
     if max(stages, 2 * stages * microbatches) > MOST_ACTIONS:
-        raise ScheduleError(
-            f"{stages} stages and {microbatches} micro-batches; a table goes up to {MOST_ACTIONS:,} actions"
-        )
+        size = f"{shown(stages)} stages and {shown(microbatches)} micro-batches"
+        raise ScheduleError(f"{size}; a table goes up to {MOST_ACTIONS:,} actions")
 
 
 def check_costs(costs: Costs, stages: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
@@ -19,20 +20,20 @@ def lower_bound(schedule: Schedule, costs: Costs) -> float:
     gradient = [costs.input[s] if s in split else costs.backward[s] for s in range(count)]
     head = [0.0] * count
     tail = [0.0] * count
-    for _ in range(count):  # longest paths by relaxation: at most as many rounds as stages
-        before = (list(head), list(tail))
-        for source, target in schedule.edges:
+    after: dict[int, list[int]] = {stage: [] for stage in range(count)}
+    for source, target in schedule.edges:
+        after[source].append(target)
+    for source in topological_order({stage: stage for stage in range(count)}, after):  # longest paths
+        for target in after[source]:
             hop = costs.comm * (schedule.placement[source] != schedule.placement[target])
             head[target] = max(head[target], head[source] + costs.forward[source] + hop)
             if schedule.backward[source] and schedule.backward[target]:
                 tail[target] = max(tail[target], tail[source] + gradient[source] + hop)
-        if (head, tail) == before:
-            break
+    stages: dict[int, list[int]] = {}
+    for stage, rank in enumerate(schedule.placement):
+        stages.setdefault(rank, []).append(stage)
     bounds = []
-    for rank in range(len(schedule.rows)):
-        mine = [stage for stage in range(count) if schedule.placement[stage] == rank]
-        if not mine:
-            continue
+    for mine in stages.values():
         all_of_it = sum(costs.per_microbatch(s, schedule.backward[s]) for s in mine)
         sent = sum(costs.forward[s] + gradient[s] * schedule.backward[s] for s in mine)
         m, last = schedule.microbatches, min(tail[s] for s in mine)

@@ -109,6 +109,7 @@ class Schedule:
         """
         from fxpipe.formats import csv_file
 
+        check(ScheduleError, KINDS, path=path)
         return csv_file.read(path, edges)
 
     def to_csv(self, path: StrPath, communication: bool = False) -> None:
@@ -128,6 +129,7 @@ class Schedule:
         """
         from fxpipe.formats import csv_file
 
+        check(ScheduleError, KINDS, path=path)
         if communication:
             self.verify()
         csv_file.write(self, path, communication)
@@ -353,18 +355,21 @@ class Timeline:
         """Writes the picture: a row a rank, to scale, with its bubbles and the critical path."""
         from fxpipe.formats.svg_picture import svg
 
+        check(ScheduleError, KINDS, path=path)
         Path(path).write_text(svg(self), encoding="utf-8")
 
     def to_html(self, path: StrPath) -> None:
         """Writes the picture as a page that tells, of the action pointed at, when it ran and what it waited for."""
         from fxpipe.formats.html_page import html
 
+        check(ScheduleError, KINDS, path=path)
         Path(path).write_text(html(self), encoding="utf-8")
 
     def to_trace(self, path: StrPath) -> None:
         """Writes a trace that ui.perfetto.dev and chrome://tracing open; a planned unit of time is shown as 1 ms."""
         from fxpipe.formats.chrome_trace import chrome_trace
 
+        check(ScheduleError, KINDS, path=path)
         Path(path).write_text(chrome_trace(self), encoding="utf-8")
 
     @cached_property

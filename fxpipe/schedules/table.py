@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import in_steps
+from fxpipe.schedules.dependency import steps_of
 from fxpipe.schedules.schedule import Schedule, Timeline
 
 Step = tuple[Action | None, ...]
@@ -23,6 +23,12 @@ Column = list[str]
 
 LEFT_OUT = "⋯"
 _MOST_PLACES = 16  # steps with marked cells that an error shows
+_MOST_CELLS = 500_000
+"""Of a larger table only what is near to marked cells is drawn, or near to its corners."""
+_MOST_FULL = 10_000_000
+"""The same for one that is to be drawn in full."""
+_AROUND_A_CORNER = 11  # ranks, and at most as many steps
+_MOST_FIGURES = 256  # of stages or ranks, in a line
 
 
 class Air(NamedTuple):
@@ -41,34 +47,66 @@ def table(what: Schedule | Timeline, full: bool = False) -> str:
 
     A table wider than the terminal is folded: of steps that repeat for micro-batch after micro-batch one period is
     shown, and a line says what was left out. What is still too wide is broken into blocks. ``full``: all in one piece.
+    Of a table with too many cells to be looked at the first and last ranks and steps are shown.
     """
     schedule = what if isinstance(what, Schedule) else what.schedule
     stages, ranks = len(schedule.placement), len(schedule.rows)
     head = f"{schedule.name}: {stages} stages on {ranks} ranks, {schedule.microbatches} micro-batches"
-    steps = _steps(schedule)
+    steps = _SparseSteps(schedule)
+    if steps.cells > (_MOST_FULL if full else _MOST_CELLS):
+        return "\n".join([*_corners(schedule, steps), head, *_figures(what)])
     whole = [*_heads(schedule), *_columns(steps)]
-    drawn = _draw(whole, AIRY) if full or _fits(whole, AIRY) else _folded(schedule, steps)
+    drawn = _draw(whole, AIRY) if full or _fits(whole, AIRY) else _folded(schedule, list(steps))
     return "\n".join([*drawn, head, *_figures(what)])
 
 
 def grid(schedule: Schedule, marked: Collection[Action] = ()) -> str:
     """The table's cells, the marked ones in brackets; of a table wider than the terminal what is near to them."""
-    steps, wanted = _steps(schedule), frozenset(marked)
-    whole = [*_heads(schedule), *_columns(steps, wanted)]
-    if _fits(whole, AIRY):
+    steps, wanted = _SparseSteps(schedule), frozenset(marked)
+    places, ranks = steps.of(wanted)
+    is_small = steps.cells <= _MOST_CELLS
+    whole = [*_heads(schedule), *_columns(steps, wanted)] if is_small else []
+    if is_small and _fits(whole, AIRY):
         drawn = _draw(whole, AIRY)
-    elif any(action in wanted for step in steps for action in step):
-        drawn = _neighbourhood(schedule, steps, wanted)
+    elif places:
+        drawn = _neighbourhood(schedule, steps, places, ranks, wanted)
     else:
-        drawn = _folded(schedule, steps)
+        drawn = _folded(schedule, list(steps)) if is_small else _corners(schedule, steps)
     return "\n".join(drawn)
 
 
 # --- steps ---
 
 
-def _steps(schedule: Schedule) -> list[Step]:
-    return list(zip(*in_steps(schedule.rows, schedule.dependencies), strict=True))
+class _SparseSteps(Sequence[Step]):
+    """The steps of a table, each made when it is asked for: a large table has many more cells than actions."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._rows = steps_of(schedule.rows, schedule.dependencies)
+        self._count = 1 + max((step for row in self._rows for step in row), default=-1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> Step: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Step]: ...
+    def __getitem__(self, place: int | slice) -> Step | Sequence[Step]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(self._count)[place]]
+        number = range(self._count)[place]  # IndexError behind the end
+        return tuple(row.get(number) for row in self._rows)
+
+    @property
+    def cells(self) -> int:
+        return self._count * len(self._rows)
+
+    def of(self, actions: Collection[Action]) -> tuple[list[int], list[int]]:
+        """The steps and the ranks where some of these are, in order."""
+        found = [(place, rank) for rank, row in enumerate(self._rows) for place, one in row.items() if one in actions]
+        places, ranks = {place for place, _ in found}, {rank for _, rank in found}
+        return sorted(places), sorted(ranks)
 
 
 @dataclass(frozen=True)
@@ -150,14 +188,40 @@ def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
     return [*drawn, *map(str, folds)]
 
 
-def _neighbourhood(schedule: Schedule, steps: Sequence[Step], marked: Collection[Action]) -> list[str]:
+def _neighbourhood(
+    schedule: Schedule, steps: _SparseSteps, places: Sequence[int], ranks: Sequence[int], marked: Collection[Action]
+) -> list[str]:
     """As many steps around the marked cells as fit, all if possible; of many ranks, those around them."""
-    places = [place for place, step in enumerate(steps) if any(action in marked for action in step)][:_MOST_PLACES]
-    ranks = [rank for rank in range(len(schedule.rows)) if any(step[rank] in marked for step in steps)]
     tall = len(schedule.rows) > _terminal().lines
-    rows = _near(ranks, len(schedule.rows), reach=2) if tall else range(len(schedule.rows))
+    rows = _near(ranks[:_MOST_PLACES], len(schedule.rows), reach=2) if tall else range(len(schedule.rows))
+    reaches = (len(steps), 16, 8, 4, 2, 1) if steps.cells <= _MOST_CELLS else (16, 8, 4, 2, 1)
+    return _part(schedule, steps, rows, places[:_MOST_PLACES], reaches, marked)
+
+
+def _corners(schedule: Schedule, steps: _SparseSteps) -> list[str]:
+    """The first and last ranks of a large table in its first and last steps."""
+    ranks = len(schedule.rows)
+    rows = _near(sorted({0, ranks - 1}), ranks, _AROUND_A_CORNER)
+    places = sorted({0, max(len(steps) - 1, 0)})
+    drawn = _part(schedule, steps, rows, places, range(_AROUND_A_CORNER, 0, -1))
+    return [
+        *drawn,
+        f"{LEFT_OUT} of {ranks:,} ranks × {len(steps):,} steps the first and last; to_csv writes all of them",
+    ]
+
+
+def _part(
+    schedule: Schedule,
+    steps: _SparseSteps,
+    rows: Sequence[int | None],
+    places: Sequence[int],
+    reaches: Iterable[int],
+    marked: Collection[Action] = (),
+) -> list[str]:
+    """These ranks in the steps around ``places``, by the first of the reaches with which they fit."""
     heads = [_only(rows, column) for column in _heads(schedule, _terminal().columns // 3)]
-    for reach in (len(steps), 16, 8, 4, 2, 1):
+    columns: list[Column] = []
+    for reach in reaches:
         columns = [
             _only(rows, _left_out(schedule) if place is None else _column(place, steps[place], marked))
             for place in _near(places, len(steps), reach)
@@ -258,11 +322,16 @@ def _figures(what: Schedule | Timeline) -> list[str]:
         for stage, peak in enumerate(timeline.peak_in_flight)
         if schedule.backward[stage]
     ]
-    figures = [_times(timeline), f"peak in flight: {', '.join(peaks) or 'nothing is differentiated'}"]
+    figures = [_times(timeline), f"peak in flight: {_listed(peaks) or 'nothing is differentiated'}"]
     if timeline.peak_bytes is not None:
-        sizes = (f"rank {rank} {_bytes(size)}" for rank, size in enumerate(timeline.peak_bytes))
-        figures.append(f"peak bytes: {', '.join(sizes)}")
+        sizes = [f"rank {rank} {_bytes(size)}" for rank, size in enumerate(timeline.peak_bytes)]
+        figures.append(f"peak bytes: {_listed(sizes)}")
     return figures
+
+
+def _listed(figures: Sequence[str]) -> str:
+    left = len(figures) - _MOST_FIGURES
+    return ", ".join(figures[:_MOST_FIGURES]) + (f", and {left:,} more" if left > 0 else "")
 
 
 def _times(timeline: Timeline) -> str:

@@ -96,8 +96,11 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _check_gradients(schedule: Schedule) -> None:
     """Where a stage has a backward and feeds others, one of them at least sends it a gradient."""
+    fed_by: dict[int, set[int]] = {}
+    for source, target in schedule.edges:
+        fed_by.setdefault(source, set()).add(target)
     for stage, has_backward in enumerate(schedule.backward):
-        targets = sorted({target for source, target in schedule.edges if source == stage})
+        targets = sorted(fed_by.get(stage, ()))
         if has_backward and targets and not any(schedule.backward[target] for target in targets):
             marked = [schedule.dependencies.gradient(stage, 0)]
             fed = ", ".join(map(str, targets))

@@ -40,7 +40,7 @@ def clip_grad_norm_(
             ``error_if_nonfinite``.
     """
     if isinstance(max_norm, Iterator) or not _number(max_norm) >= 0:
-        hint = ", and parameters it has already" * isinstance(max_norm, (Iterator, list))
+        hint = "; whose gradients these are, it knows" * isinstance(max_norm, (Iterator, list))
         raise RunError(f"max_norm is {shown(max_norm)}; it is the largest norm that stays, a number from 0{hint}")
     if not _number(norm_type, "inf") > 0:
         raise RunError(f"norm_type is {shown(norm_type)}; write a positive number, or inf for the largest gradient")

@@ -190,7 +190,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name in (name for group in self._group_names for name in group):
             former = self._steppers.get(name, self)
             if former is not self:
-                former._replaced = name
+                former._replaced = former._replaced or name
             self._steppers[name] = self
 
     def _name_of(self, entry: Any) -> str:

@@ -40,7 +40,7 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         if not isinstance(group, Mapping):
             raise RunError(f"parameter group {number} is {shown(group)}, and no dict; write {_GROUP}")
         if "params" not in group:
-            raise RunError(f"parameter group {number} has {list(group)}, and no 'params'; write {_GROUP}")
+            raise RunError(f"parameter group {number} has {shown(list(group))}, and no 'params'; write {_GROUP}")
         listed = index.find(group["params"], number)
         found = {id(tensor) if name is None else name: (name, tensor) for name, tensor in listed}
         for identity, (name, _) in found.items():

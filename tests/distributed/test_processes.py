@@ -41,6 +41,14 @@ def test_torchrun_s_variables_say_where_a_process_stands() -> None:
     assert torchrun_place(TORCHRUN) == ProcessPlace(5, 8, 1, "host0", 29500)
 
 
+@pytest.mark.parametrize(("ranks_here", "restarts"), [("8", 2), ("4", 0)])
+def test_torchrun_counts_restarts_for_its_own_node_alone(ranks_here: str, restarts: int) -> None:
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "LOCAL_WORLD_SIZE": ranks_here}
+    place = torchrun_place(TORCHRUN | agent)
+    assert place is not None
+    assert place.restarts == restarts
+
+
 def test_slurm_s_variables_say_where_a_process_stands() -> None:
     port = slurm_port(1234567)
     assert slurm_place(SLURM) == ProcessPlace(5, 8, 1, "gpu07", port, gpu_may_be_private=True, job="1234567.0")

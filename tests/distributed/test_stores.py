@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from fxpipe.distributed.stores import job_store, local_store
+from fxpipe.distributed.stores import job_store, local_store, restarted_store
 from fxpipe.errors import RunError
 from tests.distributed.test_processes import free_port
 
@@ -57,3 +57,12 @@ def test_a_store_that_is_no_job_s_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     foreign = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with pytest.raises(RunError, match=r"rank 1: .* is somebody's who does not say whose job's: .*; set MASTER_PORT"):
         job_store(HOST, foreign.port, 1, "7.0")
+
+
+def test_what_is_started_again_does_not_meet_those_that_have_died() -> None:
+    first, port = local_store()
+    first.set("address", "of a process that has died")
+    again = [restarted_store(HOST, port, restarts, 30.0) for restarts in (1, 1, 2)]
+    assert not again[0].check(["address"])
+    again[0].set("address", "here")
+    assert [store.check(["address"]) for store in again] == [True, True, False]

@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fxpipe.errors import CheckpointError, FxpipeError
+from fxpipe.parameters.saving import manifest as saving_manifest
 from fxpipe.parameters.saving import run_folder
+from fxpipe.parameters.saving import writer as saving_writer
 from fxpipe.parameters.saving.lock import FolderLock
-from fxpipe.parameters.saving.manifest import MANIFEST, Manifest, Written, crc32_of
+from fxpipe.parameters.saving.manifest import MANIFEST, Manifest, Written, written_of
 from fxpipe.parameters.saving.metadata import METADATA, read_metadata
 from fxpipe.parameters.saving.plain import from_plain, to_plain
 from fxpipe.parameters.saving.reader import FolderReader
@@ -205,7 +207,16 @@ def test_torch_reads_what_is_written_and_every_file_has_its_checksum(tmp_path: P
     assert set(files) == {path.name for path in (tmp_path / "one").iterdir()} == {METADATA, "__0_0.distcp"}
     for name, written in files.items():
         data = (tmp_path / "one" / name).read_bytes()
-        assert written == (len(data), zlib.crc32(data))
+        assert written == (len(data), (zlib.crc32(data),))
+
+
+def test_a_file_of_many_pieces_has_a_checksum_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (saving_manifest, saving_writer):
+        monkeypatch.setattr(module, "PIECE", 1000)
+    value = {str(number): torch.full((number,), 1.0) for number in range(0, 900, 50)}
+    files = write(tmp_path / "one", value)
+    assert len(files["__0_0.distcp"].crc32s) > 10
+    assert files == {name: written_of(tmp_path / "one" / name) for name in files}
 
 
 def test_copies_are_of_the_moment(tmp_path: Path) -> None:
@@ -294,7 +305,7 @@ def test_other_values_are_refused_by_the_place_where_they_are(value: Any, messag
 def manifest(folder: Path, number: int = 1) -> Manifest:
     folder.mkdir(exist_ok=True)
     (folder / "data").write_bytes(b"abc")
-    files = {"data": Written(3, zlib.crc32(b"abc"))}
+    files = {"data": Written(3, (zlib.crc32(b"abc"),))}
     made = Manifest(812, number, "2026-01-01", "run", (("pipe", 2), ("data", 2)), {"torch": "2.13"}, files)
     made.write(folder)
     return made
@@ -308,11 +319,13 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
 def test_a_cut_and_an_altered_file_are_told_with_both_values(tmp_path: Path) -> None:
     made = manifest(tmp_path)
     made.check_sizes(tmp_path)
-    made.check_contents(tmp_path, made.files)
+    made.check_contents(tmp_path)
     (tmp_path / "data").write_bytes(b"abd")
     made.check_sizes(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"data was altered: its crc32 is {zlib.crc32(b'abd'):08x}, .*352441c2"):
-        made.check_contents(tmp_path, made.files)
+    with pytest.raises(
+        CheckpointError, match=rf"data was altered: the crc32 from byte 0 on is {zlib.crc32(b'abd'):08x}, .*352441c2"
+    ):
+        made.check_contents(tmp_path)
     (tmp_path / "data").write_bytes(b"ab")
     with pytest.raises(CheckpointError, match="data has 2 bytes, and its manifest expects 3"):
         made.check_sizes(tmp_path)
@@ -355,25 +368,31 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
-    files = {"../outside": Written(1, 1)}
+    files = {"../outside": Written(1, (1,))}
     Manifest(1, 1, "", "", (), {}, files).write(tmp_path)
     with pytest.raises(CheckpointError, match=r"'\.\./outside' is no file of its folder"):
         Manifest.read(tmp_path)
 
 
-def test_ranks_share_the_files_by_their_bytes() -> None:
-    sizes = {"a": 50, "b": 30, "c": 20, "d": 5, "e": 0}
-    files = {name: Written(size, 0) for name, size in sizes.items()}
-    made = Manifest(1, 1, "", "", (), {}, files)
-    shares = [made.share(rank, 3) for rank in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(files)
-    assert max(sum(sizes[name] for name in share) for share in shares) == 50
-
-
-def test_a_crc32_is_that_of_all_bytes(tmp_path: Path) -> None:
-    data = random.Random(0).randbytes(9_000_001)  # more than two pieces
+def test_each_piece_of_a_file_is_looked_through_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving_manifest, "PIECE", 1000)
+    monkeypatch.setattr(saving_manifest, "_BUFFER", 300)
+    data = random.Random(0).randbytes(9_999)
     (tmp_path / "x").write_bytes(data)
-    assert crc32_of(tmp_path / "x") == zlib.crc32(data)
+    pieces = [data[start : start + 1000] for start in range(0, len(data), 1000)]
+    assert written_of(tmp_path / "x") == (9_999, tuple(map(zlib.crc32, pieces)))
+    made = Manifest(1, 1, "", "", (), {}, {"x": written_of(tmp_path / "x")})
+    made.check_contents(tmp_path)
+    (tmp_path / "x").write_bytes(data[:5500] + b"?" + data[5501:])
+    with pytest.raises(CheckpointError, match="x was altered: the crc32 from byte 5000 on is"):
+        made.check_contents(tmp_path)
+    found = []
+    for rank in range(4):
+        try:
+            made.check_contents(tmp_path, rank, 4)
+        except CheckpointError:
+            found.append(rank)
+    assert found == [5 % 4]
 
 
 # --- the folder of a run

@@ -194,6 +194,25 @@ def write_index_of_nothing(folder: Path) -> Path:
     return folder
 
 
+def write_index(weight_map: object) -> Callable[[Path], Path]:
+    def write_to(folder: Path) -> Path:
+        inner = folder / "inner"
+        inner.mkdir()
+        for place in (folder, inner):
+            safetensors.save_file(state(), place / "part.safetensors")
+        (inner / "folder.bin").mkdir()
+        told = json.dumps({"weight_map": weight_map}).replace("HERE", str(folder))
+        (inner / "model.safetensors.index.json").write_text(told)
+        return inner
+
+    return write_to
+
+
+def write_deep_index(folder: Path) -> Path:
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+    return folder
+
+
 def write(name: str, value: object, **options: object) -> Callable[[Path], Path]:
     def write_to(folder: Path) -> Path:
         torch.save(value, folder / name, **options)
@@ -215,6 +234,21 @@ def write_text(folder: Path) -> Path:
         (write_folder_of_two, "holds 2 torch files.*name the file"),
         (write_broken_index, "it has no weight_map"),
         (write_index_of_nothing, "names gone.safetensors, which is not in"),
+        (write_deep_index, "it has no weight_map"),
+        (write_index(["part.safetensors"]), "it has no weight_map"),
+        (write_index({"a": ["part.safetensors"]}), "it has no weight_map"),
+        (write_index({"a": 5}), "names 5, which is no file of weights in its folder; write .*safetensors"),
+        (
+            write_index({"a": "../part.safetensors"}),
+            r"names '\.\./part\.safetensors', which is no file of weights in its",
+        ),
+        (write_index({"a": "x/../../part.safetensors"}), "which is no file of weights in its folder"),
+        (write_index({"a": "HERE/part.safetensors"}), "part.safetensors', which is no file of weights in its folder"),
+        (write_index({"a": "model.safetensors.index.json"}), "index.json', which is no file of weights in its folder"),
+        (write_index({"a": "."}), "which is no file of weights in its folder"),
+        (write_index({"a": "folder.bin"}), "names folder.bin, which is not in .*inner"),
+        (write_index({"a": "part\0.safetensors"}), "which is not in .*inner"),
+        (write_index({"a": "a" * 10**6 + ".bin"}), "which is not in .*inner"),
         (write_text, "no safetensors file, or a part of one"),
         (write("old.pt", state(), _use_new_zipfile_serialization=False), "cannot be read as a state dict: mmap"),
         (write("class.pt", {"a": Opaque()}), "cannot be read as a state dict: Weights only"),
@@ -225,6 +259,14 @@ def write_text(folder: Path) -> Path:
 def test_what_is_no_checkpoint_is_told(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         Weights.open(make(tmp_path))
+
+
+def test_an_index_may_name_files_below_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    safetensors.save_file(state(), tmp_path / "parts" / "one.safetensors")
+    where = dict.fromkeys(state(), "parts/one.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert set(Weights.open(tmp_path).names) == set(state())
 
 
 def test_a_truncated_file_is_told(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def signed(checkpoint: Path, name: str, content: bytes) -> None:
     """A file changed by who can make a manifest."""
     (checkpoint / name).write_bytes(content)
     told = json.loads((checkpoint / MANIFEST).read_text())
-    told["checkpoint"]["files"][name] = [len(content), zlib.crc32(content)]
+    told["checkpoint"]["files"][name] = [len(content), [zlib.crc32(content)]]
     told["crc32"] = zlib.crc32(json.dumps(told["checkpoint"], sort_keys=True).encode())
     (checkpoint / MANIFEST).write_text(json.dumps(told))
 

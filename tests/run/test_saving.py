@@ -152,6 +152,20 @@ def test_a_load_waits_for_what_is_being_written(tmp_path: Path) -> None:
     assert run.load(tmp_path)["step"] == 1
 
 
+def save_and_end(folder: Path) -> None:
+    """The program is over while its checkpoint is being written."""
+    run = Trained()
+    fxpipe.save(folder, run.model, run.optimizer, step=1, scheduler=run.scheduler, block=False)
+
+
+def test_a_program_that_ends_completes_what_is_being_written(tmp_path: Path) -> None:
+    process = forking().Process(target=save_and_end, args=(tmp_path,))
+    process.start()
+    process.join(100)
+    assert process.exitcode == 0
+    assert Trained(1).load(tmp_path)["step"] == 1
+
+
 # --- killed
 
 

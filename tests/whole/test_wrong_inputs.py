@@ -5,6 +5,7 @@ In ``TABLE`` a line of code stands above the error that it ends in, and a part o
 
 from __future__ import annotations
 
+import functools
 import math
 import resource
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,6 +79,8 @@ Topology([("pipe", 2), ("pp", 2)])
     TopologyError: axes "pipe" and "pp" are both the pipe axis
 Topology([("data", 2**31)])
     TopologyError: data 2147483648 is too large: write sizes whose product is at most 1,000,000
+Topology([("data", 10**5000)])
+    TopologyError: data <int> is too large
 Topology([("data", 2**20 - 1), ("pipe", 2)])
     TopologyError: data 1048575 × pipe 2 is too large
 Topology([("pipe", 2)], ranks_per_node=3)
@@ -120,6 +124,8 @@ compile(Chain(), TWO, microbatches=1.5)
     RunError: microbatches is 1.5; it is a whole number
 compile(Chain(), TWO, microbatches=10**9)
     RunError: microbatches=1000000000; a table goes up to 1,000,000 actions
+compile(Chain(), TWO, microbatches=10**5000)
+    RunError: microbatches=<int>; a table goes up to 1,000,000 actions
 preview(Chain(), TWO, microbatches=10**9)
     RunError: a table goes up to 1,000,000 actions
 compile(Chain(), TWO, batch_dim="x")
@@ -131,7 +137,7 @@ compile(Chain(), TWO, batch_dim={0: 1})
 compile(Chain(), TWO, batch_dim=7, example_args=(X, Y))
     RunError: input 'x' of shape [8, 4] has no dimension 7
 compile(Chain(), TWO, schedule=1)
-    ScheduleError: schedule is 1; it is a name out of SCHEDULES, a function, or a Schedule
+    ScheduleError: a int is no family: 1; write a name out of SCHEDULES, or a function
 compile(Chain(), TWO, schedule=lambda problem: None)
     ScheduleError: the family <lambda> failed
 compile(Chain(), TWO, schedule=lambda problem: [["0F0"], ["1F0"]])
@@ -347,7 +353,7 @@ fb().clip_grad_norm_(nan)
 fb().clip_grad_norm_(None)
     RunError: max_norm is None
 fb().clip_grad_norm_(fb().parameters(), 1.0)
-    RunError: a number from 0, and parameters it has already
+    RunError: a number from 0; whose gradients these are, it knows
 fb().clip_grad_norm_(1, "l2")
     RunError: norm_type is 'l2'; write a positive number
 fb().clip_grad_norm_(1, 2, "no")
@@ -446,6 +452,8 @@ build("1f1b", [(0, 1)], "4")
     ScheduleError: microbatches is '4'; it is a whole number
 build("1f1b", [(0, 1)], 10**9)
     ScheduleError: 2 stages and 1000000000 micro-batches; a table goes up to 1,000,000 actions
+build("1f1b", [(0, 1)], 10**5000)
+    ScheduleError: 2 stages and <int> micro-batches
 build("greedy", [(0, 1)], 10**9)
     ScheduleError: a table goes up to 1,000,000 actions
 build("1f1b", [], 4, stages=10**30)
@@ -543,6 +551,14 @@ Schedule.from_csv(csv("0F0"), edges=[("a", "b")])
     ScheduleError: it is a list of pairs of stage numbers
 Schedule.from_csv(csv("0F0"), edges=3)
     ScheduleError: edges is 3; it is a list of pairs of stage numbers
+Schedule.from_csv(None)
+    ScheduleError: path is None; it is the path of a file
+table().to_csv(3.5)
+    ScheduleError: path is 3.5; it is the path of a file
+table().to_svg(None)
+    ScheduleError: path is None; it is the path of a file
+table().simulate().to_html(None)
+    ScheduleError: path is None
 Weights.open(None)
     CheckpointError: the checkpoint is None; it is the path of a file or folder
 Weights.open(FILES / "good.pt", rename="model.")
@@ -554,7 +570,43 @@ Weights.open(FILES / "good.pt").read(None)
 Weights.open(FILES / "good.pt").read_into("layers.0.weight", None)
     CheckpointError: layers.0.weight is None; it is a tensor to read into
 
+save(None, fb(), sgd(), step=1)
+    CheckpointError: folder is None; it is the path of a folder that all ranks see
+save("", fb(), sgd(), step=1)
+    CheckpointError: folder is ''
+save(FILES / "run", Chain(), sgd(), step=1)
+    CheckpointError: it is what fxpipe.compile returned
+save(FILES / "run", fb(), "SGD", step=1)
+    CheckpointError: optimizer= is a str; give what forward_backward.optimizer(...) returned
+save(FILES / "run", fb(), SGD(Chain().parameters(), lr=0.1), step=1)
+    CheckpointError: optimizer= steps parameters that are none of this forward_backward's
+save(FILES / "run", fb(), sgd(), step="1")
+    CheckpointError: step='1' is no number of steps
+save(FILES / "run", fb(), sgd(), step=1, keep=0)
+    CheckpointError: keep=0 keeps no checkpoint
+save(FILES / "run", fb(), sgd(), step=1, block="no")
+    CheckpointError: block is 'no'; it is True or False
+save(FILES / "run", fb(), sgd(), step=1, loader=[1, 2])
+    CheckpointError: loader= is a list, which has no state_dict()
+save(FILES / "run", fb(), sgd(), step=1, extra={"f": print})
+    CheckpointError: extra['f'] is a builtin_function_or_method, and a checkpoint holds plain data alone
+load("", fb())
+    CheckpointError: folder is ''
+load(FILES / "run", fb())
+    CheckpointError: has no checkpoint of fxpipe.save
+load(FILES / "run", None)
+    CheckpointError: forward_backward is None; it is what fxpipe.compile returned
+
 # processes, and the rest
+
+init(timeout=-1)
+    RunError: timeout is -1; write a number of seconds
+compile(Chain(), TWO, timeout="5")
+    RunError: timeout is '5'; it is a number of seconds
+Topology.fit(4, pipe=3)
+    TopologyError: 4 ranks are no multiple of pipe 3
+Topology.fit("4", pipe=2)
+    TopologyError: world_size must be a whole number, got '4'
 
 launch(None, 2)
     RunError: fn is None; it is a function, defined at the top of a module
@@ -654,6 +706,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     public = {name: getattr(fxpipe, name) for name in fxpipe.__all__} | {"build": build, "with_costs": with_costs}
     others = {"nan": math.nan, "inf": math.inf, "SGD": torch.optim.SGD, "Cut": Chain}
+    others |= {"np": np, "functools": functools}
     return {**globals(), **public, **others, "FILES": files, "STATE": state, "csv": csv}
 
 
@@ -672,7 +725,7 @@ def little_memory() -> Iterator[None]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize(("code", "error", "phrase"), rows())
+@pytest.mark.parametrize(("code", "error", "phrase"), list(rows()))
 def test_a_wrong_input_is_refused_with_what_is_wrong(world: dict[str, Any], code: str, error: str, phrase: str) -> None:
     with pytest.raises((fxpipe.FxpipeError, AttributeError)) as caught:
         eval(code, world)
@@ -694,6 +747,33 @@ def test_what_was_refused_has_changed_nothing(world: dict[str, Any]) -> None:
 
 
 # --- what must not be refused, or not always ---
+
+MEANT = """
+build("1f1b", np.array([[0, 1], [1, 2]]), np.int64(4)).verify()
+build("1f1b", {(0, 1)}, 4, placement=np.array([0, 1]), backward=[np.True_, 1]).verify()
+build("1f1b", zip([0, 1], [1, 2]), 4, placement=range(3), names=dict(a=1, b=2, c=3).keys()).verify()
+table(rows=map(list, CELLS), edges=iter([[0, 1]]), placement=[0, np.int64(1)]).verify()
+table(rows=[[action._replace(microbatch=np.int64(action.microbatch)) for action in row] for row in CELLS]).verify()
+table().simulate(forward=np.array([1.0, 2.0]), backward=torch.tensor(3.0), comm=np.float32(1))
+Topology((name, torch.tensor(2)) for name in ("pipe", "data"))
+Topology([["pipe", np.int64(2)]], ranks_per_node=np.int64(1)).coordinate(np.int64(1))
+fb().stages[np.int64(1)], fb().stages[-1]
+fb().clip_grad_norm_(torch.tensor(1.0), "inf"), fb().clip_grad_norm_(inf), fb().clip_grad_norm_(0)
+fb().load_state_dict({name: tensor.double() for name, tensor in STATE.items()})
+fb().load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in STATE.items()})
+fb().optimizer(SGD, [{"params": "*.bias", "name": "biases"}, {"params": []}], lr=torch.tensor(0.1))
+fb().optimizer(functools.partial(SGD, lr=0.1), fb().named_parameters())
+fb().step_microbatches([[[X, Y], {}], ((X,), {"y": Y})])
+fb().zero_grad(np.True_)
+loss_of(lambda y: Sum(y.sum(), 3.0)), loss_of(lambda y: Sum(y.sum(), torch.tensor([3])))
+stage_boundary((X, 3, None)), stage_boundary(None), stage_boundary(X, name="here")
+Weights.open(str(FILES / "good.pt")).read("layers.0.weight")
+"""
+
+
+@pytest.mark.parametrize("code", MEANT.strip().splitlines())
+def test_what_can_be_meant_is_taken(world: dict[str, Any], code: str) -> None:
+    eval(code, world)
 
 
 def test_an_optimizer_that_another_has_replaced_no_longer_steps() -> None:

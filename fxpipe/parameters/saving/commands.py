@@ -65,7 +65,7 @@ def _of_one(folder: Path) -> str:
     ]
     more = f"\n… and {len(model) - _SHOWN} more" if len(model) > _SHOWN else ""
     written = sorted(manifest.files.items())[:_SHOWN]
-    files = tabulate([(name, f"{size:,}", f"{crc:08x}") for name, (size, crc) in written], disable_numparse=True)
+    files = tabulate([(name, f"{size:,} bytes") for name, (size, _) in written], disable_numparse=True)
     table = tabulate(rows, ["tensor", "shape", "type"], disable_numparse=True)
     return f"{head}\n{files}\nmodel: {len(model)} tensors, {numbers:,} numbers\n{table}{more}"
 
@@ -81,7 +81,7 @@ def verify(path: Path) -> str:
         try:
             manifest = Manifest.read(folder)
             manifest.check_sizes(folder)
-            manifest.check_contents(folder, manifest.files)
+            manifest.check_contents(folder)
             FolderReader(folder)
             lines.append(f"{folder.name}: whole, step {manifest.step}, {len(manifest.files)} files")
         except CheckpointError as error:
@@ -103,7 +103,7 @@ def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
     folder = found(path)[0]
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
-    manifest.check_contents(folder, manifest.files)
+    manifest.check_contents(folder)
     reader = FolderReader(folder)
     whole = MODEL + prefix
     entries = {name.removeprefix(whole): one for name, one in reader.tensors.items() if name.startswith(whole)}

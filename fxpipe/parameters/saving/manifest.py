@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,15 +16,18 @@ from fxpipe.errors import CheckpointError
 
 MANIFEST = "fxpipe.json"
 FORMAT = 1
-_PIECE = 2**22
+PIECE = 2**24
+"""Bytes that have a crc32 of their own, so that several threads and ranks can look through one file."""
+_BUFFER = 2**18
+_THREADS = 4
 _MOST = 2**28  # bytes of a manifest
 
 
 class Written(NamedTuple):
-    """A file as it was written: bytes and crc32."""
+    """A file as it was written: its bytes, and the crc32 of each piece of them."""
 
     size: int
-    crc32: int
+    crc32s: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -81,37 +86,41 @@ class Manifest:
             if found != written.size:
                 raise CheckpointError(f"{folder / name} has {found} bytes, and its manifest expects {written.size}")
 
-    def check_contents(self, folder: Path, names: Iterable[str]) -> None:
-        """CheckpointError where one of these files has another crc32 than it was written with."""
-        for name in names:
-            try:
-                found = crc32_of(folder / name)
-            except OSError as error:
-                raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
-            if found != self.files[name].crc32:
-                raise CheckpointError(
-                    f"{folder / name} was altered: its crc32 is {found:08x}, and its manifest expects "
-                    f"{self.files[name].crc32:08x}"
-                )
+    def check_contents(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
+        """CheckpointError where a piece has another crc32 than it was written with: each ``ranks``-th, for ``rank``."""
+        pieces = [(name, place) for name in sorted(self.files) for place in range(len(self.files[name].crc32s))]
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+            for _ in threads.map(partial(self._check_piece, folder), pieces[rank::ranks]):
+                pass
 
-    def share(self, rank: int, ranks: int) -> list[str]:
-        """The files that one of so many ranks looks through: together all, each about as many bytes."""
-        loads = [0] * ranks
-        mine = []
-        for name in sorted(self.files, key=lambda name: (-self.files[name].size, name)):
-            lightest = loads.index(min(loads))
-            loads[lightest] += self.files[name].size + 1
-            if lightest == rank:
-                mine.append(name)
-        return mine
+    def _check_piece(self, folder: Path, piece: tuple[str, int]) -> None:
+        name, place = piece
+        try:
+            found = crc32_of(folder / name, place)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
+        wanted = self.files[name].crc32s[place]
+        if found != wanted:
+            raise CheckpointError(
+                f"{folder / name} was altered: the crc32 from byte {place * PIECE} on is {found:08x}, and its manifest "
+                f"expects {wanted:08x}"
+            )
 
 
-def crc32_of(path: Path) -> int:
-    """A file's crc32, read in pieces."""
-    crc, piece = 0, memoryview(bytearray(_PIECE))
+def written_of(path: Path) -> Written:
+    """That of a file which is there."""
+    size = path.stat().st_size
+    return Written(size, tuple(crc32_of(path, place) for place in range(-(-size // PIECE))))
+
+
+def crc32_of(path: Path, place: int) -> int:
+    """The crc32 of one piece of a file, read as much at a time as a cache holds."""
+    crc, left, buffer = 0, PIECE, memoryview(bytearray(_BUFFER))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            crc = zlib.crc32(piece[:count], crc)
+        file.seek(place * PIECE)
+        while left and (count := file.readinto(buffer[:left])):
+            crc = zlib.crc32(buffer[:count], crc)
+            left -= count
     return crc
 
 
@@ -136,12 +145,20 @@ def _checked(path: Path, read: Any) -> Manifest:
             run=str(content["run"])[:100],
             axes=tuple((str(name), _natural(size)) for name, size in content["axes"]),
             versions={str(name): str(version) for name, version in content["versions"].items()},
-            files={_plain_name(name): Written(*map(_natural, one)) for name, one in content["files"].items()},
+            files={_plain_name(name): _written(one) for name, one in content["files"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{path} is no manifest of fxpipe.save: {type(error).__name__} {str(error)[:100]}") from (
             error
         )
+
+
+def _written(value: Any) -> Written:
+    size, crc32s = value
+    written = Written(_natural(size), tuple(map(_natural, crc32s)))
+    if len(written.crc32s) != -(-written.size // PIECE):
+        raise ValueError(f"{written.size} bytes have {len(written.crc32s)} checksums")
+    return written
 
 
 def _natural(value: Any) -> int:

@@ -82,7 +82,6 @@ def point_to(final: Path) -> None:
     beside.unlink(missing_ok=True)
     beside.symlink_to(final.name, target_is_directory=True)
     beside.replace(final.parent / LATEST)
-    flush(final.parent)
 
 
 def keep_newest(folder: Path, keep: int | None) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import zlib
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.saving.manifest import Written
+from fxpipe.parameters.saving.manifest import PIECE, Written, crc32_of
 from fxpipe.parameters.saving.plain import to_plain
 from fxpipe.torch_compat import storage_info
 
@@ -87,7 +88,7 @@ class RankShare:
         """Writes torch's ``.metadata`` once all ranks have written; the files that there are."""
         writer = _writer(folder, self._rank)
         writer.finish(self._metadata, [[_result_of(one) for one in results] for results, _ in messages])
-        files = {name: Written(*one) for _, written in messages for name, one in written.items()}
+        files = {name: Written(size, tuple(crcs)) for _, told in messages for name, (size, crcs) in told.items()}
         return {**files, **{name.removesuffix(".tmp"): Written(*one) for name, one in writer.fs.written.items()}}
 
 
@@ -107,30 +108,57 @@ class _Checksums(FileSystem):
     """Files whose bytes and crc32 are known once they are written: ``written``, by name."""
 
     def __init__(self) -> None:
-        self.written: dict[str, list[int]] = {}
+        self.written: dict[str, Written] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            summed = _Summed(stream)
-            yield summed
-        self.written[Path(path).name] = [summed.size, summed.crc32]
+            summed = _Summed(stream, Path(path))
+            try:
+                yield summed
+            finally:
+                written = summed.end()
+        self.written[Path(path).name] = written
 
 
 class _Summed:
-    """A file that is written from its beginning to its end."""
+    """A file that is written from its beginning to its end, and whose pieces are looked through by another thread.
 
-    def __init__(self, file: io.IOBase) -> None:
-        self._file = file
-        self.size = self.crc32 = 0
+    What was written is read again, where the system still has it in memory: the disk is waited for meanwhile.
+    """
+
+    def __init__(self, file: io.IOBase, path: Path) -> None:
+        self._file, self._path, self._size = file, path, 0
+        self._pieces: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._crc32s: list[int] = []
+        self._thread = threading.Thread(target=self._look_through, daemon=True)
+        self._thread.start()
+
+    def _look_through(self) -> None:
+        while (place := self._pieces.get()) is not None:
+            self._crc32s.append(crc32_of(self._path, place))
 
     def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.size += memoryview(data).nbytes
-        return int(self._file.write(data))
+        count = int(self._file.write(data))
+        whole, self._size = self._size // PIECE, self._size + count
+        if self._size // PIECE > whole:
+            self._file.flush()
+            for place in range(whole, self._size // PIECE):
+                self._pieces.put(place)
+        return count
+
+    def end(self) -> Written:
+        """What was written, once all of it was looked through."""
+        if not self._file.closed:
+            self._file.flush()
+        if self._size % PIECE:
+            self._pieces.put(self._size // PIECE)
+        self._pieces.put(None)
+        self._thread.join()
+        return Written(self._size, tuple(self._crc32s))
 
     def tell(self) -> int:
-        return self.size
+        return self._size
 
     def flush(self) -> None:
         self._file.flush()

@@ -107,9 +107,10 @@ class Problem:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, in topological order."""
-        return tuple(
-            tuple(stage for stage in self.order if self.placement[stage] == rank) for rank in range(self.ranks)
-        )
+        stages: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage in self.order:
+            stages[self.placement[stage]].append(stage)
+        return tuple(map(tuple, stages))
 
     @property
     def one_stage_a_rank(self) -> bool:

@@ -1,0 +1,221 @@
+"""A whole training loop, which `training_loop.md` goes through part by part.
+
+    python examples/training_loop.py                                  # one process plays both stages
+    torchrun --nproc-per-node 4 examples/training_loop.py             # two stages, two replicas
+
+A network learns to which of four directions an image of noise is nearest. The script needs tensorboard.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
+
+import fxpipe
+
+CLASSES, PIXELS, IGNORED = 4, 64, -100
+
+
+class Classifier(nn.Module):
+    """Images (rows, PIXELS) and their labels (rows,); a row whose label is IGNORED counts nowhere.
+
+    ``calls``: how many add up to a step, whose loss is their mean.
+    """
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+        self.below = nn.Sequential(nn.Linear(PIXELS, 128), nn.ReLU(), nn.Dropout(0.1))
+        self.above = nn.Linear(128, CLASSES)
+
+    def forward(self, image: Tensor, label: Tensor) -> dict[str, Tensor | fxpipe.Sum]:
+        logits = self.above(fxpipe.stage_boundary(self.below(image), name="above"))
+        total = F.cross_entropy(logits, label, ignore_index=IGNORED, reduction="sum")
+        counted = (label != IGNORED).sum()
+        if self.training:
+            total = total / self.calls
+        return {"loss": fxpipe.Sum(total, counted), "right": (logits.argmax(-1) == label).sum()}
+
+
+def images(rows: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randn(rows, PIXELS, generator=generator)
+    directions = torch.randn(PIXELS, CLASSES, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(image, (image @ directions).argmax(-1))
+
+
+def padded(dataset: TensorDataset, rows: int) -> TensorDataset:
+    """With rows that count nowhere behind it, so that it divides by ``rows``."""
+    image, label = dataset.tensors
+    missing = -len(dataset) % rows
+    return TensorDataset(F.pad(image, (0, 0, 0, missing)), F.pad(label, (0, missing), value=IGNORED))
+
+
+class Feed:
+    """Batches for ever, of this rank's replica, which go on where they were when its state was taken."""
+
+    def __init__(self, topo: fxpipe.Topology, dataset: Dataset[list[Tensor]], rows: int) -> None:
+        self.dataset, self.rows = dataset, rows // topo.data_size  # of the rows of a step, this replica's
+        self.sampler = topo.sampler(dataset, shuffle=True, drop_last=True)
+        self.epoch, self.taken = 0, 0
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        while True:
+            self.sampler.set_epoch(self.epoch)
+            drawn = list(BatchSampler(self.sampler, self.rows, drop_last=True))
+            for batch in DataLoader(
+                self.dataset,
+                batch_sampler=drawn[self.taken :],
+                num_workers=1,
+                prefetch_factor=4,
+                pin_memory=torch.cuda.is_available(),
+            ):
+                self.taken += 1
+                yield batch
+            self.epoch, self.taken = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.taken = state["epoch"], state["taken"]
+
+
+class Average:
+    """An exponential moving average of this rank's parameters, in float32."""
+
+    def __init__(self, forward_backward: fxpipe.ForwardBackward, decay: float) -> None:
+        self.forward_backward, self.decay = forward_backward, decay
+        self.values = {name: p.detach().float().clone() for name, p in forward_backward.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, parameter in self.forward_backward.named_parameters():
+            self.values[name].lerp_(parameter.float(), 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the averages for as long, and then its own values again."""
+        own = {name: p.detach().clone() for name, p in self.forward_backward.named_parameters()}
+        self.write(self.values)
+        try:
+            yield
+        finally:
+            self.write(own)
+
+    @torch.no_grad()
+    def write(self, values: dict[str, Tensor]) -> None:
+        for name, parameter in self.forward_backward.named_parameters():
+            parameter.copy_(values[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's, the same on every rank, so that any other layout of ranks can take its part."""
+        with self.in_place():  # what it gives are the parameters themselves, as of any module
+            return {name: value.clone() for name, value in self.forward_backward.state_dict(full=True).items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, value in self.values.items():
+            value.copy_(state[name])
+
+
+def evaluate(
+    forward_backward: fxpipe.ForwardBackward, topo: fxpipe.Topology, dataset: TensorDataset
+) -> tuple[float, float]:
+    """Loss and accuracy over all rows of all replicas, the same numbers on every rank."""
+    dataset = padded(dataset, 64 * topo.data_size)
+    total, counted, right = 0.0, 0, 0
+    for image, label in DataLoader(dataset, 64, sampler=topo.sampler(dataset, shuffle=False)):
+        output = forward_backward.evaluate(image, label, outputs="all")
+        total, counted = total + output["loss"].total.item(), counted + output["loss"].count.item()
+        right += output["right"].item()
+    return total / counted, right / counted
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a classifier as a pipeline of two stages.")
+    parser.add_argument("folder", type=Path, help="for checkpoints and metrics; a run that was cut short goes on")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--calls", type=int, default=2, help="of forward_backward in a step")
+    parser.add_argument("--profile", action="store_true", help="write a trace of a few steps into the folder")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 2))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    fxpipe.init()
+    topo = fxpipe.Topology([("data", world // 2), ("pipe", 2)])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    forward_backward = fxpipe.compile(Classifier(args.calls).to(device), topo, microbatches=4, zero=1)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2)
+    scheduler = CosineAnnealingLR(optimizer, T_max=args.steps)
+    average = Average(forward_backward, decay=0.9)
+    feed, held_out = Feed(topo, images(2000, seed=1), rows=64), images(500, seed=2)
+    step, best, waited = 0, math.inf, 0
+    if (args.folder / "latest").exists():
+        extra = fxpipe.load(args.folder, forward_backward, optimizer, scheduler=scheduler, loader=feed)
+        step, best, waited = extra["step"], extra["best"], extra["waited"]
+        average.load_state_dict(extra["average"])
+    writer = SummaryWriter(args.folder / "metrics") if rank == 0 else None
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(args.folder / "profile")),
+    )
+    needed, batches = forward_backward.required_inputs, iter(feed)
+    with profiler if args.profile and rank == 0 else nullcontext():
+        while step < args.steps and waited < 3:  # the same on every rank, as the loss that decides it is
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=device)
+            for call, (image, label) in enumerate(islice(batches, args.calls)):
+                forward_backward.set_requires_gradient_sync(call == args.calls - 1)
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss += forward_backward(
+                        image.to(device, non_blocking=True) if "image" in needed else None,
+                        label.to(device, non_blocking=True) if "label" in needed else None,
+                    )
+            norm = forward_backward.clip_grad_norm_(1.0)
+            optimizer.step()
+            scheduler.step()
+            average.update()
+            step += 1
+            if args.profile and rank == 0:
+                profiler.step()
+            if step % 20:
+                continue
+            with average.in_place():
+                held_out_loss, accuracy = evaluate(forward_backward, topo, held_out)
+            waited = 0 if held_out_loss < best else waited + 1
+            best = min(held_out_loss, best)
+            if writer:  # to read a loss is to wait for it
+                writer.add_scalars("loss", {"training": loss, "held out": held_out_loss}, step)
+                writer.add_scalar("accuracy", accuracy, step)
+                writer.add_scalar("gradient norm", norm, step)
+                print(f"step {step}: loss {held_out_loss:.5f}, accuracy {accuracy:.1%}", flush=True)
+            fxpipe.save(
+                args.folder,
+                forward_backward,
+                optimizer,
+                step=step,
+                scheduler=scheduler,
+                loader=feed,
+                extra={"best": best, "waited": waited, "average": average.state_dict()},
+                block=False,
+            )
+    if writer:
+        writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The loops of examples/ run as they stand, go on where they were cut short, and their pages show what they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import LlamaForCausalLM, Trainer
+
+from tests.distributed.test_processes import free_port
+from tests.scripts import Scripts
+from tests.whole.test_readme import ROOT, blocks
+
+EXAMPLES = ROOT / "examples"
+LOOP = EXAMPLES / "training_loop.py"
+STEPS = 60
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    server = Scripts(**ENVIRONMENT)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def arguments(folder: Path, steps: int = STEPS) -> list[str]:
+    return [str(LOOP), str(folder), "--steps", str(steps)]
+
+
+ON_FOUR = """
+import runpy, sys, fxpipe
+
+def run_rank():
+    sys.argv = sys.argv[sys.argv.index("--") + 1 :]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+fxpipe.launch(run_rank, 4)
+"""
+
+
+def test_the_page_shows_pieces_of_the_script() -> None:
+    def stripped(text: str) -> str:
+        return re.sub(r"^\s+", "", text, flags=re.MULTILINE)
+
+    shown = blocks(LOOP.with_suffix(".md"), "python")
+    assert len(shown) > 5
+    assert [block for block in shown if stripped(block) not in stripped(LOOP.read_text())] == []
+
+
+def test_a_loop_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, scripts: Scripts) -> None:
+    undisturbed = scripts.run(arguments(tmp_path / "undisturbed"), tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in undisturbed] == ["step 20", "step 40", "step 60"]
+    killed = subprocess.Popen(
+        [sys.executable, *arguments(tmp_path / "killed")],
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert killed.stdout is not None
+        assert [killed.stdout.readline().strip() for _ in range(2)] == undisturbed[:2]
+    finally:
+        killed.kill()
+        killed.communicate(timeout=100)
+    resumed = scripts.run(arguments(tmp_path / "killed"), tmp_path).splitlines()
+    assert 0 < len(resumed) < 3  # from step 20, which was complete before step 40 was done, or from step 40
+    assert undisturbed[-len(resumed) :] == resumed
+
+
+def test_the_loop_goes_on_with_another_number_of_processes(tmp_path: Path, scripts: Scripts) -> None:
+    (tmp_path / "four.py").write_text(ON_FOUR)
+    assert scripts.run(["four.py", "--", *arguments(tmp_path / "run", STEPS - 20)], tmp_path).count("step") == 2
+    (line,) = scripts.run(arguments(tmp_path / "run"), tmp_path).splitlines()
+    assert line.startswith(f"step {STEPS}:")
+
+
+# --- torchrun
+
+SHORT = """
+import os, signal, sys, torch, fxpipe
+
+folder = sys.argv[1]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1), torch.nn.Flatten(0))
+fxpipe.init()
+forward_backward = fxpipe.compile(
+    model,
+    fxpipe.Topology([("pipe", 2)]),
+    microbatches=2,
+    boundaries=["2"],
+    loss_fn=lambda output, target: (output - target).square().mean(),
+)
+optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.1)
+losses = []
+if os.path.exists(f"{folder}/latest"):
+    losses = fxpipe.load(folder, forward_backward, optimizer)["losses"]
+dies = len(sys.argv) > 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
+while len(losses) < 6:
+    optimizer.zero_grad()
+    x = torch.ones(4, 4) * len(losses)
+    losses.append(forward_backward(x, target=x.sum(dim=1)).item())
+    optimizer.step()
+    if len(losses) == 4 and dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(losses) % 2 == 0:
+        fxpipe.save(folder, forward_backward, optimizer, step=len(losses), extra={"losses": losses})
+if os.environ["RANK"] == "0":
+    print(losses)
+"""
+
+
+def test_torchrun_starts_a_run_again_which_goes_on_to_the_bit(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text(SHORT)
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+        done = subprocess.run(
+            [*command, "--master-port", str(free_port()), str(tmp_path / "short.py"), *arguments],
+            env={**os.environ, **ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run(str(tmp_path / "killed"), "dies") == run(str(tmp_path / "undisturbed"))
+
+
+# --- transformers' Trainer
+
+
+def numbers(history: list[dict[str, float]]) -> Tensor:
+    """Losses, norms of gradients and learning rates, as they were logged."""
+    names = "loss grad_norm learning_rate eval_loss".split()
+    return torch.tensor([entry.get(name, 0.0) for entry in history[:-1] for name in names])
+
+
+def test_the_trainer_logs_what_a_plain_one_does(tmp_path: Path) -> None:
+    script = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "hf_trainer.py")))
+    piped = script.main(str(tmp_path / "piped"), epochs=2)
+
+    class Plain(Trainer):  # type: ignore[misc]
+        """It draws what the pipeline's draws."""
+
+        def get_train_dataloader(self) -> DataLoader[Any]:
+            self.sampler = DistributedSampler(self.train_dataset, 1, 0, seed=self.args.seed, drop_last=True)
+            return DataLoader(self.train_dataset, 32, sampler=self.sampler, collate_fn=self.data_collator)
+
+    data = {"train_dataset": script.counting(512, seed=1), "eval_dataset": script.counting(50, seed=2)}
+    plain = Plain(model=script.llama(), args=script.arguments(str(tmp_path / "plain"), rows=32, epochs=2), **data)
+    plain.add_callback(script.SetEpoch(plain))
+    plain.train()
+    assert len(plain.state.log_history) > 4
+    torch.testing.assert_close(numbers(piped.state.log_history), numbers(plain.state.log_history), rtol=1e-4, atol=1e-6)
+
+    resumed = script.main(str(tmp_path / "piped"), epochs=2, resume=True)  # from step 30 of 32
+    torch.testing.assert_close(numbers(resumed.state.log_history), numbers(piped.state.log_history), rtol=0, atol=0)
+    written = LlamaForCausalLM.from_pretrained(tmp_path / "piped" / "checkpoint-32")
+    torch.testing.assert_close(dict(written.named_parameters()), dict(plain.model.named_parameters()))
