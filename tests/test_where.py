@@ -17,7 +17,9 @@ compiler: options whole/transparency
 kinds: whole/wrong_inputs options
 torch_compat: imports
 distributed/broadcast: sharding/reducer
+distributed/bell: distributed/watch
 distributed/last_words: distributed/watch
+distributed/others: distributed/watch
 distributed/post: distributed/watch
 distributed/preflight: distributed/watch
 distributed/process_state: distributed/watch

@@ -155,9 +155,7 @@ class Post:
         until = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
             while not self.broken and time.monotonic() < until:
-                for rank in ranks:
-                    if self._store.check([_key(rank)]):
-                        self._hear(rank, *Report.unpacked(self._get(_key(rank))))
+                self._hear_all(ranks)
                 if all(heard.state.left for heard in self.heard.values()):
                     return
                 self._wake.wait(0.05)
@@ -170,12 +168,15 @@ class Post:
             done.set()
         self._beat += 1
         self._store.set(_key(self._rank), self._state().packed(self._beat))
-        for rank in list(self.wanted):  # before what they have told: a rank tells, and is gone then
-            if rank in self.heard or self._store.check([_key(rank)]):
-                self._hear(rank, *Report.unpacked(self._get(_key(rank))))
+        self._hear_all(self.wanted)  # before what they have told: a rank tells, and is gone then
         for key in self.keys:
             if key not in self.told and self._store.check([key]):
                 self.told[key] = Ending.unpacked(self._get(key))
+
+    def _hear_all(self, ranks: Collection[int]) -> None:
+        there = [rank for rank in ranks if rank in self.heard or self._store.check([_key(rank)])]
+        for rank, text in zip(there, self._store.multi_get(list(map(_key, there))) if there else (), strict=True):
+            self._hear(rank, *Report.unpacked(text.decode()))
 
     def _hear(self, rank: int, beat: int, state: Report) -> None:
         before = self.heard.get(rank)

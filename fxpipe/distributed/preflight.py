@@ -58,11 +58,6 @@ def compare_facts(
         raise RunError(f"the ranks do not run the same: {difference}; give all ranks the same")
 
 
-def missing(store: Store, size: int) -> list[int]:
-    """The ranks that have not come."""
-    return [rank for rank in range(size) if not store.check([_digest(rank)])]
-
-
 def _compared(store: Store, size: int, mine: Facts, named: Callable[[int], str]) -> str:
     digests = store.multi_get([_digest(rank) for rank in range(size)])
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]][:64]

@@ -86,7 +86,7 @@ class _OnItsWay:
     def end(self) -> None:
         """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
         work = self._work
-        if work is not None:
+        if work is not None and self._home.for_good:
             with contextlib.suppress(RuntimeError):
                 work.wait(_AT_ONCE)
 
@@ -126,9 +126,9 @@ class DistributedTransport:
         self.rank, self.process, self.timeout = dist.get_rank(), os.getpid(), timeout
         self._on_cuda = served_device_type() == "cuda"
         # The watch ends a wait on the CPU, and knows when not to; on a GPU nobody but NCCL can.
-        longest = timeout if self._on_cuda else timeout * (EXTENSION + 2)
-        self._timeout = datetime.timedelta(seconds=longest)
-        self.for_good = () if self._on_cuda else (self._timeout,)
+        self._longest = datetime.timedelta(seconds=timeout * (EXTENSION + 2))
+        self._timeout = datetime.timedelta(seconds=timeout) if self._on_cuda else self._longest
+        self.for_good = () if self._on_cuda else (self._longest,)
         self.watch: WorldWatch = watch()
         self.number, self._explained = _next_number(), False
         self._closed = ""  # why, once it is
@@ -153,6 +153,9 @@ class DistributedTransport:
             self._apart(lambda: self._new_scopes(coordinate))
         except PeerLost as lost:
             raise RunError(self.explain(lost)) from None
+        except RunError:  # the ranks differ, as all of them know
+            self.watch.put_down(self.number)
+            raise
 
     def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
         """Waits until all ranks are here, and run the same."""
@@ -216,7 +219,7 @@ class DistributedTransport:
             group = dist.new_group(list(ranks), timeout=self._timeout)
             host = group
             if self._on_cuda:
-                host = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
+                host = dist.new_group(list(ranks), timeout=self._longest, backend="gloo")
             if self.rank in ranks:
                 self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)
 

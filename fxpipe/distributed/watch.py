@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,10 +19,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fxpipe.distributed.bell import Bell
+from fxpipe.distributed.others import Others
 from fxpipe.distributed.post import ENDED, PERIOD, Ending, Post, Report, failed
-from fxpipe.distributed.process_state import state_of, this_process
+from fxpipe.distributed.process_state import this_process
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.whereabouts import Call, Waiting, first_difference, here
+from fxpipe.distributed.whereabouts import Waiting, here
 from fxpipe.torch_compat import default_store
 
 LOOK_AFTER = 1.0
@@ -33,8 +34,6 @@ SAY_AFTER = 30.0
 EXTENSION = 12
 """How many times its timeout a wait lasts at most, while others capture, compile or save."""
 _SOON = 0.01  # seconds between two looks, once a connection broke: launchers end the others soon
-_SILENT = 5.0  # seconds without a sign after which a rank is called silent
-_LEFT = 5.0  # seconds after which one whose program has ended is not waited for any more
 _CLOSE = 64  # ranks of a world in which each looks at all others, and not only at those of its groups
 _TIMED_OUT = "Timed out waiting"  # as gloo says it
 _SHOWN = 3  # ranks that a message tells of at once
@@ -46,17 +45,16 @@ class WorldWatch:
     def __init__(self) -> None:
         self.rank, self.size, self.process = dist.get_rank(), dist.get_world_size(), this_process()
         self._world = weakref.ref(_world())
-        self._topology: Topology | None = None
         self._peers: tuple[int, ...] = tuple(r for r in range(min(self.size, _CLOSE)) if r != self.rank)
         self._left = False
         self._verdicts: dict[int, Ending] = {}
-        self._suspects: dict[int, float] = {}  # rank → when it was first seen to be gone
         self._said: Waiting | None = None
         self._extended = 0.0
         self._stopping = threading.Event()
         self._written: set[str] = set()
         self._post = Post(default_store(), self.rank, self.size, self._state, self._is_on)
-        self._bell, self._rings, self._rang_before = _wake_up_calls()
+        self._others = Others(self.rank, self.process, self._post)
+        self._bell = Bell(PERIOD)
         self._post.start()
         self._thread = threading.Thread(target=self._run, name="fxpipe watch", daemon=True)
         self._thread.start()
@@ -66,15 +64,11 @@ class WorldWatch:
 
     def named(self, rank: int) -> str:
         """A rank with its coordinates: "rank 3 (pipe 1, data 1)"."""
-        if self._topology is None:
-            return f"rank {rank}"
-        place = self._topology.coordinate(rank)
-        told = ", ".join(f"{axis} {place[axis]}" for axis, size in self._topology.axes if size > 1)
-        return f"rank {rank} ({told})" if told else f"rank {rank}"
+        return self._others.named(rank)
 
     def take_up(self, number: int, topology: Topology) -> None:
         """A transport of that number begins, with ranks that lie so."""
-        self._topology = topology
+        self._others.topology = topology
         here.forget(number)
         if self.size > _CLOSE:
             groups = [group for axis in ("pipe", "data") for group in topology.groups(axis) if self.rank in group]
@@ -110,22 +104,22 @@ class WorldWatch:
         until = time.monotonic() + seconds
         self._post.wanted = self._peers
         while True:
-            self._gone()  # whom the system calls gone now, so that what they told is heard in the exchange that follows
+            self._others.gone()  # is noted now, so that what a rank that is gone has told is heard in what follows
             self._post.refresh()
-            told = self._gone()
-            left = [rank for rank in ranks if (heard := self._post.heard.get(rank)) and heard.state.left]
+            told = self._others.gone()
+            left = [rank for rank in ranks if (heard := self._others.heard(rank)) and heard.state.left]
             if told is None and left:
-                told = self._found(left[:1])
+                told = self._others.found(left[:1])
             told = self.verdict(number) or told
             if told is not None:
                 return told
             others = ranks or self._peers
-            stopped = [rank for rank in others if self._is_stopped(rank)]
+            stopped = [rank for rank in others if self._others.is_stopped(rank)]
             if stopped and _TIMED_OUT in reason:
-                return self._found(stopped)
+                return self._others.found(stopped)
             if time.monotonic() > until:
-                quiet = stopped or [rank for rank in others if self._is_silent(rank)]
-                told_of = [self._described(rank) for rank in (quiet or ranks)[:_SHOWN]]
+                quiet = stopped or [rank for rank in others if self._others.is_silent(rank)]
+                told_of = [self._others.described(rank) for rank in (quiet or ranks)[:_SHOWN]]
                 text = "; ".join(["a connection broke", *told_of, *([reason] if reason else [])])
                 return Ending(self.rank, False, text, tuple(quiet))
             self._stopping.wait(_SOON)
@@ -151,10 +145,7 @@ class WorldWatch:
         """Returns when these processes have ended, and their parents know: who ends first counts as the cause."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            states = [
-                state_of(heard.state.process, self.process) for rank in ranks if (heard := self._post.heard.get(rank))
-            ]
-            if all(state == "gone" for state in states):
+            if all(self._others.system(rank) == "gone" for rank in ranks if self._others.heard(rank) is not None):
                 return
             threading.Event().wait(0.05)
 
@@ -180,7 +171,9 @@ class WorldWatch:
         self._left = True
         self._stopping.set()
         self._post.stop()
-        self._hang_up()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * PERIOD)
+        self._bell.close()
 
     def _leave(self) -> None:
         if self.process.pid == os.getpid():  # and not one that was forked from it
@@ -192,7 +185,7 @@ class WorldWatch:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._hear_signals()
+            ctrl_c = self._bell.hears_ctrl_c()
             if not self._is_on():
                 self._left = True
                 self._post.stop()
@@ -200,7 +193,9 @@ class WorldWatch:
             for told in list(self._post.told.values()):
                 self.write_trail(told)
             waiting = here.waiting
-            if waiting is not None:
+            if waiting is not None and ctrl_c:
+                waiting.end()  # of which Python's own handler makes a KeyboardInterrupt
+            elif waiting is not None:
                 self._look_at(waiting)
 
     def _is_on(self) -> bool:
@@ -211,6 +206,7 @@ class WorldWatch:
     def _look_at(self, waiting: Waiting) -> None:
         if self._said is not waiting:
             self._said, self._extended, self._spoken = waiting, 0.0, False
+            self._looked = time.monotonic()
         found = self.verdict(waiting.number) or self._judged(waiting)
         if found is not None:
             told = self.verdict(waiting.number) or found  # a cause that was told meanwhile comes before what it led to
@@ -222,123 +218,20 @@ class WorldWatch:
         if age < LOOK_AFTER:
             return None
         self._post.wanted = self._peers
-        found = self._gone() or self._left_behind(waiting) or self._elsewhere()
+        found = self._others.gone() or self._others.left_behind(waiting) or self._others.elsewhere()
         if found is not None:
             return found
-        late = self._late(waiting)
-        if any(map(self._extends, late)):
-            self._extended = min(self._extended + PERIOD, EXTENSION * waiting.timeout)
-        if age > SAY_AFTER and not self._spoken and not all(self._waits(rank) for rank in late):
+        late = self._others.late(waiting)
+        before, self._looked = self._looked, time.monotonic()
+        if any(map(self._others.extends, late)):
+            self._extended = min(self._extended + self._looked - before, EXTENSION * waiting.timeout)
+        if age > SAY_AFTER and not self._spoken and not all(self._others.waits(rank) for rank in late):
             self._spoken = True
-            self.say(self._story(waiting, age))
+            self.say(self._others.story(waiting, age))
         if age > waiting.timeout + self._extended:
             more = f"longer than timeout={waiting.timeout:g} s; where it may be, write fxpipe.compile(..., timeout=)"
-            return Ending(self.rank, False, f"{self._story(waiting, age)}: {more}", ())
+            return Ending(self.rank, False, f"{self._others.story(waiting, age)}: {more}", ())
         return None
-
-    # what became of the others
-
-    def _gone(self) -> Ending | None:
-        """Ranks whose processes have ended, where the system says so, and no cause was told before they did."""
-        now = time.monotonic()
-        for rank, heard in list(self._post.heard.items()):
-            if not heard.state.left and state_of(heard.state.process, self.process) in ("ended", "gone"):
-                self._suspects.setdefault(rank, now)
-        sure = [rank for rank, seen in self._suspects.items() if self._post.began > seen or now - seen > _SILENT]
-        sure = [rank for rank in sure if not self._post.heard[rank].state.left]
-        return self._found(sure) if sure else None
-
-    def _found(self, ranks: Sequence[int]) -> Ending:
-        return Ending(self.rank, False, "; ".join(map(self._described, ranks[:_SHOWN])), tuple(ranks))
-
-    def _left_behind(self, waiting: Waiting) -> Ending | None:
-        now = time.monotonic()
-        heard = {rank: self._post.heard.get(rank) for rank in waiting.ranks}
-        left = [rank for rank, one in heard.items() if one and one.state.left and now - one.at > _LEFT]
-        return self._found(left[:_SHOWN]) if left else None
-
-    def _elsewhere(self) -> Ending | None:
-        """Ranks that have made another call than this one has, where both should have made the same."""
-        for rank, heard in list(self._post.heard.items()):
-            if heard.state.epoch != here.epoch:
-                continue
-            differing = first_difference(here.calls, heard.state.calls, self.rank, rank)
-            if differing is not None:
-                mine, theirs = differing
-                everyone = {self.rank: mine.name} | {
-                    other: call.name
-                    for other, one in self._post.heard.items()
-                    if one.state.epoch == here.epoch
-                    and (call := _call_like(mine, one.state.calls, self.rank)) is not None
-                }
-                everyone[rank] = theirs.name
-                return Ending(self.rank, False, self._apart(everyone), ())
-        return None
-
-    def _apart(self, calls: dict[int, str]) -> str:
-        ranks: dict[str, list[int]] = {}
-        for rank, name in sorted(calls.items()):
-            ranks.setdefault(name, []).append(rank)
-        told = [f"{_listed([self.named(rank) for rank in some])} in {name}" for name, some in ranks.items()]
-        told[0] = told[0].replace(" in ", " is in " if len(ranks[next(iter(ranks))]) == 1 else " are in ", 1)
-        return f"{', '.join(told)}; all ranks must make the same calls of fxpipe, in one order"
-
-    def _late(self, waiting: Waiting) -> list[int]:
-        """The ranks that are waited for; of a group those that have not come."""
-        words = waiting.words()
-        heard = {rank: self._post.heard.get(rank) for rank in waiting.ranks}
-        late = [rank for rank, one in heard.items() if one is None or one.state.waits_for != words]
-        return late or list(waiting.ranks)
-
-    def _waits(self, rank: int) -> bool:
-        heard = self._post.heard.get(rank)
-        return heard is not None and bool(heard.state.waits_for) and not self._is_silent(rank)
-
-    def _story(self, waiting: Waiting, age: float) -> str:
-        """Who waits for whom, from this rank on to one that does not wait."""
-        parts, seen, late = [f"{self.named(self.rank)} waits for {waiting.words()}, {age:.0f} s"], {self.rank}, None
-        late = self._late(waiting)
-        while late := [rank for rank in late if rank not in seen]:
-            slow = [rank for rank in late if not self._waits(rank)]
-            shown = slow[:_SHOWN] or late[:1]
-            parts += map(self._described, shown)
-            seen |= set(late)
-            late = [] if slow else list(self._post.heard[shown[0]].state.ranks)
-        noted = [f"on {self.named(rank)} {note}" for rank in seen - {self.rank} for note in self._notes(rank)]
-        return "; ".join([*parts, *noted])
-
-    def _notes(self, rank: int) -> Sequence[str]:
-        heard = self._post.heard.get(rank)
-        return heard.state.noted if heard is not None else ()
-
-    def _is_silent(self, rank: int) -> bool:
-        heard = self._post.heard.get(rank)
-        return heard is None or time.monotonic() - heard.at > _SILENT
-
-    def _is_stopped(self, rank: int) -> bool:
-        heard = self._post.heard.get(rank)
-        return heard is not None and state_of(heard.state.process, self.process) == "stopped"
-
-    def _extends(self, rank: int) -> bool:
-        """Whether a rank is known to work on what may take long."""
-        heard = self._post.heard.get(rank)
-        return heard is not None and heard.state.extends and not self._is_silent(rank) and not self._is_stopped(rank)
-
-    def _described(self, rank: int) -> str:
-        name, heard = self.named(rank), self._post.heard.get(rank)
-        if heard is None:
-            return f"{name} was not heard of"
-        system = state_of(heard.state.process, self.process)
-        if heard.state.left:
-            return f"{name} has left: its program has ended"
-        if system in ("ended", "gone"):
-            return f"{name} is gone: its process has ended"
-        where = f"{heard.state.where}, {heard.state.age:.0f} s"
-        if system == "stopped":
-            return f"{name} is stopped, as by SIGSTOP; when it was last heard of it {_past(where)}"
-        if self._is_silent(rank):
-            return f"{name} is silent, {time.monotonic() - heard.at:.0f} s; when it was last heard of it {_past(where)}"
-        return f"{name} {where}"
 
     # what is told of this rank
 
@@ -358,65 +251,6 @@ class WorldWatch:
         return Report(
             self.process, where, now - since, words, ranks, extends, self._left, here.epoch, here.calls, noted
         )
-
-    # signals
-
-    def _hear_signals(self) -> None:
-        """Waits for a while, or for a signal. Python handles Ctrl-C only once a wait inside of torch is over."""
-        if self._bell is None:
-            self._stopping.wait(PERIOD)
-            return
-        try:
-            rung = self._bell.recv(64)
-        except TimeoutError:
-            return
-        except OSError:  # closed as this process ends
-            self._stopping.wait(PERIOD)
-            return
-        if rung and self._rang_before >= 0:
-            with contextlib.suppress(OSError):
-                os.write(self._rang_before, rung)
-        waiting = here.waiting
-        ctrl_c = signal.SIGINT in rung and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if ctrl_c and waiting is not None:
-            waiting.end()
-
-    def _hang_up(self) -> None:
-        if self._rings is None or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.set_wakeup_fd(-1) == self._rings.fileno():
-            signal.set_wakeup_fd(self._rang_before)
-        self._thread.join(2 * PERIOD)
-        for end in (self._bell, self._rings):
-            if end is not None:
-                end.close()
-
-
-def _wake_up_calls() -> tuple[socket.socket | None, socket.socket | None, int]:
-    """Where a byte arrives for each signal that Python handles, what it is sent from, and where it went before."""
-    if threading.current_thread() is not threading.main_thread():
-        return None, None, -1
-    bell, rings = socket.socketpair()
-    bell.settimeout(PERIOD)
-    rings.setblocking(False)
-    return bell, rings, signal.set_wakeup_fd(rings.fileno(), warn_on_full_buffer=False)
-
-
-def _call_like(mine: Call, calls: Sequence[Call], rank: int) -> Call | None:
-    """What another rank has made in place of this rank's call: the first of its calls that is not before it."""
-    shared = [call for call in calls if call.members is None or rank in call.members]
-    return next((call for call in shared if call[:2] == mine[:2] and call.members == mine.members), None)
-
-
-def _past(where: str) -> str:
-    for now, then in (("is ", "was "), ("waits ", "waited ")):
-        if where.startswith(now):
-            return then + where.removeprefix(now)
-    return where
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _world() -> dist.ProcessGroup:
