@@ -54,9 +54,7 @@ def work(rank: int, port: int, folder: str, block: bool, told: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     forward_backward = fxpipe.compile(Model(), fxpipe.Topology([("pipe", RANKS)]), microbatches=2)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-3)
-    step = 0
-    if os.path.exists(f"{folder}/latest"):
-        step = fxpipe.load(folder, forward_backward, optimizer)["step"]
+    step = fxpipe.load(folder, forward_backward, optimizer, required=False)["step"]
     told.send(("loaded", step))
     while True:
         optimizer.zero_grad()

@@ -24,7 +24,7 @@ from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import Layout, PlainParts, savable, tensors_for, value_of
-from fxpipe.run.saving import STATE, path_of, wait_for_saves
+from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
 
@@ -36,6 +36,7 @@ def load(
     *,
     scheduler: Any = None,
     loader: Any = None,
+    required: bool = True,
 ) -> dict[str, Any]:
     """Goes on from what ``fxpipe.save`` wrote, on any ranks, cut and ``zero``. A collective call of all ranks.
 
@@ -50,6 +51,8 @@ def load(
         optimizer: as it was saved; None: the model alone is read, to evaluate it, say.
         scheduler: its ``load_state_dict`` is called with what was saved.
         loader: likewise.
+        required: whether it is an error where nothing was saved yet. False: then nothing is loaded, and the step is 0,
+            so that a program which is started again after it failed is the same one.
 
     Returns:
         ``extra``, with the number of steps that were made under "step".
@@ -65,7 +68,13 @@ def load(
     ):  # which all ranks raise alike, with nothing under way
         parts.failing.check_open()
         wait_for_saves(forward_backward)
-        path, manifest = _newest_whole(path_of(folder), gathering, parts)
+        path = path_of(folder)
+        newest = _newest_whole(path, gathering, parts, required)
+        if newest is None:
+            continues(forward_backward, path.absolute())
+            return {"step": 0}
+        path, manifest = newest
+        continues(forward_backward, path.parent)
         loading = _Loading(path, manifest, parts, gathering.rank)
         filled: list[Callable[[], dict[str, Any]]] = []
         agreed(gathering, lambda: filled.append(loading.prepare(optimizer, scheduler, loader)))
@@ -74,10 +83,14 @@ def load(
         return extra[0]
 
 
-def _newest_whole(folder: Path, gathering: TransportGathering, parts: Inside) -> tuple[Path, Manifest]:
-    """The checkpoint to load. The one that is asked for by its own name is loaded or refused."""
+def _newest_whole(
+    folder: Path, gathering: TransportGathering, parts: Inside, required: bool
+) -> tuple[Path, Manifest] | None:
+    """The checkpoint to load; None where there is none. One that is asked for by its own name is loaded or refused."""
     ranks = 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all"))
-    found = agreed(gathering, lambda: _candidates(folder) if gathering.rank == 0 else [])[0]
+    found = agreed(gathering, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
+    if not found:
+        return None
     refused: list[CheckpointError] = []
     for path in map(Path, found):
         try:
@@ -96,17 +109,16 @@ def _newest_whole(folder: Path, gathering: TransportGathering, parts: Inside) ->
     )
 
 
-def _candidates(folder: Path) -> list[str]:
+def _candidates(folder: Path, required: bool) -> list[str]:
     """A checkpoint's own folder, or those of a run, the newest first."""
     if folder.name == run_folder.LATEST:
         folder = folder.parent
     if run_folder.is_checkpoint(folder):
         return [str(folder.absolute())]
     found = [str(path) for path in run_folder.checkpoints(folder.absolute())]
-    if not found:
+    if required and not found:
         raise CheckpointError(
-            f"{folder} has no checkpoint of fxpipe.save; write to it first, or look whether "
-            "os.path.exists(folder + '/latest') before you load"
+            f"{folder} has no checkpoint of fxpipe.save; where that may be, write load(..., required=False)"
             + (", and what dcp.save has written is read by dcp.load" if (folder / ".metadata").exists() else "")
         )
     return found

@@ -39,6 +39,7 @@ from fxpipe.parameters.saving.writer import RankPlan, RankShare
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import random_state
 from fxpipe.run.run_state import PLAIN, plain_parts, savable
+from fxpipe.run.step import Steps
 from fxpipe.schedules.costs import Costs
 
 STATE = "state.json"
@@ -169,11 +170,13 @@ class _Saver:
         self._lock: FolderLock | None = None
         self._run = ""
         self._pending: _Later | None = None
+        self.folders: set[Path] = set()
+        """Those that this run has saved to or was loaded from: its checkpoints there are its own."""
 
     def save(self, parts: Inside, given: _Given) -> Future[Path]:
         gathering = TransportGathering(parts.transport)
         self.wait()
-        begun = agreed(gathering, lambda: self._begin(given, gathering.rank, parts.steps.recorder.has_costs))
+        begun = agreed(gathering, lambda: self._begin(given, gathering.rank, parts.steps))
         folder, number, partial, self._run, token, _ = begun[0]
         target = _Destination(Path(folder), number, Path(partial), self._run, token, given.step, given.keep)
         try:
@@ -205,15 +208,20 @@ class _Saver:
         while self._pending is not None and not self._pending.done():
             wait([self._pending], _LOOK)
 
-    def _begin(self, given: _Given, rank: int, recorded: bool) -> list[Any]:
+    def _begin(self, given: _Given, rank: int, steps: Steps) -> list[Any]:
         """Checks what is given, and on the first rank makes the folder that is written into."""
         pending, self._pending = self._pending, None
         if pending is not None and (error := pending.unheard) is not None:
             pending.heard = True
             raise CheckpointError(f"the checkpoint before this one could not be written: {error}") from error
         given.check()
+        if not steps.sync:
+            raise CheckpointError(
+                "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
+                "would be lost: save behind optimizer.step()"
+            )
         if rank:
-            return ["", 0, "", "", "", recorded]
+            return ["", 0, "", "", "", steps.recorder.has_costs]
         folder = given.folder.absolute()
         if run_folder.is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
@@ -222,8 +230,26 @@ class _Saver:
         if self._lock is None or self._lock.path.parent != folder:
             self._lock = None
             self._lock = FolderLock(folder, run)
+        self._check_own(folder)
         number = run_folder.next_number(folder)
-        return [str(folder), number, str(run_folder.begin(folder, given.step)), run, uuid.uuid4().hex, recorded]
+        return [
+            str(folder),
+            number,
+            str(run_folder.begin(folder, given.step)),
+            run,
+            uuid.uuid4().hex,
+            steps.recorder.has_costs,
+        ]
+
+    def _check_own(self, folder: Path) -> None:
+        """CheckpointError where another run's checkpoints would be mixed with this one's, and deleted in time."""
+        there = run_folder.checkpoints(folder)
+        if there and folder not in self.folders:
+            raise CheckpointError(
+                f"{folder} has checkpoints already, {there[0].name} and {len(there) - 1} more, and this run was not "
+                "loaded from there: call fxpipe.load(folder, ..., required=False) first, or give a new folder"
+            )
+        self.folders.add(folder)
 
 
 def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPlan]) -> dict[str, Any]:
@@ -365,6 +391,11 @@ def _run_id() -> str:
 
 def _short(value: Any) -> str:
     return f"a {type(value).__name__}" if type(value) is not dict else "a dict with 'step'"
+
+
+def continues(forward_backward: ForwardBackward, folder: Path) -> None:
+    """From now on the checkpoints in a folder are this run's."""
+    _SAVERS.setdefault(forward_backward, _Saver()).folders.add(folder)
 
 
 def wait_for_saves(forward_backward: ForwardBackward) -> None:

@@ -100,6 +100,35 @@ def test_a_read_only_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run.save(tmp_path / "run", 1)
 
 
+def test_another_runs_checkpoints_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    """Started anew by habit, a script would have deleted what the run before it had saved."""
+    Trained().save(tmp_path, 9000)
+    run = Trained(1)
+    with pytest.raises(CheckpointError, match=r"has checkpoints already, step-009000 and 0 more, and this run was not"):
+        run.save(tmp_path, 1)
+    assert names(tmp_path) == ["latest", "lock", "step-009000"]
+    assert fxpipe.load(tmp_path, run.model, run.optimizer, scheduler=run.scheduler, required=False)["step"] == 9000
+    run.save(tmp_path, 9001)
+
+
+def test_a_first_start_and_a_restart_are_the_same_program(tmp_path: Path) -> None:
+    for start in (0, 3):
+        run = Trained()
+        found = fxpipe.load(tmp_path / "run", run.model, run.optimizer, scheduler=run.scheduler, required=False)
+        assert found == {"step": start}
+        run.save(tmp_path / "run", start + 3)
+
+
+def test_gradients_that_are_not_summed_yet_are_not_left_behind(tmp_path: Path) -> None:
+    run = Trained()
+    run.model.set_requires_gradient_sync(False)
+    run.model(torch.randn(4, 4))
+    with pytest.raises(CheckpointError, match=r"would be lost: save behind optimizer\.step\(\)"):
+        run.save(tmp_path, 1)
+    run.model.set_requires_gradient_sync(True)
+    run.save(tmp_path, 1)
+
+
 # --- while training goes on
 
 
