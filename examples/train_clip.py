@@ -225,9 +225,9 @@ def main() -> None:
     pairs = Pairs(topo, *train, args.batch_size, args.steps, args.seed)
 
     losses: list[Tensor] = []
-    if args.resume and (args.resume / "latest").exists():
-        extra = fxpipe.load(args.resume, forward_backward, optimizer, scheduler=scheduler, loader=pairs)
-        losses += extra["losses"]
+    if args.resume:
+        extra = fxpipe.load(args.resume, forward_backward, optimizer, scheduler=scheduler, loader=pairs, required=False)
+        losses += extra.get("losses", [])
     progress = tqdm(pairs, initial=pairs.taken, total=args.steps, disable=rank != 0)
     for image, tokens in progress:
         optimizer.zero_grad()

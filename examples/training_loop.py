@@ -163,10 +163,9 @@ def main() -> None:
     scheduler = CosineAnnealingLR(optimizer, T_max=args.steps)
     average = Average(forward_backward, decay=0.9)
     feed, held_out = Feed(topo, images(2000, seed=1), rows=64), images(500, seed=2)
-    step, best, waited = 0, math.inf, 0
-    if (args.folder / "latest").exists():
-        extra = fxpipe.load(args.folder, forward_backward, optimizer, scheduler=scheduler, loader=feed)
-        step, best, waited = extra["step"], extra["best"], extra["waited"]
+    extra = fxpipe.load(args.folder, forward_backward, optimizer, scheduler=scheduler, loader=feed, required=False)
+    step, best, waited = extra["step"], extra.get("best", math.inf), extra.get("waited", 0)
+    if step > 0:
         average.load_state_dict(extra["average"])
     writer = SummaryWriter(args.folder / "metrics") if rank == 0 else None
     profiler = torch.profiler.profile(

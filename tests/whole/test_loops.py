@@ -105,9 +105,7 @@ forward_backward = fxpipe.compile(
     loss_fn=lambda output, target: (output - target).square().mean(),
 )
 optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.1)
-losses = []
-if os.path.exists(f"{folder}/latest"):
-    losses = fxpipe.load(folder, forward_backward, optimizer)["losses"]
+losses = fxpipe.load(folder, forward_backward, optimizer, required=False).get("losses", [])
 dies = len(sys.argv) > 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
 while len(losses) < 6:
     optimizer.zero_grad()
