@@ -201,6 +201,7 @@ def _work(connection: Connection, stacks: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     gc.set_threshold(RARELY)
+    gc.freeze()  # what is imported; no later, or a world that is still held would never be collected
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         connection.send_bytes(pickle.dumps(None))
@@ -214,7 +215,6 @@ def _work(connection: Connection, stacks: str) -> None:
 
 def _serve(connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...], variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
-    gc.freeze()  # what is there now is looked through no more when this call's garbage is collected
     outcome = _outcome(int(variables["RANK"]), fn, args)
     if outcome.error is not None:
         _leave()  # as if its process had ended: nobody may wait for it
