@@ -17,7 +17,7 @@ from typing import Any
 
 from fxpipe.distributed.gathering import TransportGathering, agreed
 from fxpipe.distributed.whereabouts import announced
-from fxpipe.errors import CheckpointError
+from fxpipe.errors import CheckpointError, told
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.manifest import Manifest
 from fxpipe.parameters.saving.reader import FolderReader
@@ -74,12 +74,12 @@ def load(
             continues(forward_backward, path.absolute())
             return {"step": 0}
         path, manifest = newest
-        continues(forward_backward, path.parent)
         loading = _Loading(path, manifest, parts, gathering.rank)
         filled: list[Callable[[], dict[str, Any]]] = []
         agreed(gathering, lambda: filled.append(loading.prepare(optimizer, scheduler, loader)))
         extra: list[dict[str, Any]] = []
         agreed(gathering, lambda: extra.append(filled[0]()))
+        continues(forward_backward, path.parent)
         return extra[0]
 
 
@@ -99,8 +99,8 @@ def _newest_whole(
             refused.append(error)
             continue
         if refused and gathering.rank == 0:
-            told = "; ".join(map(str, refused))
-            warnings.warn(f"{told}. Going on from the one before: {path}", RuntimeWarning, stacklevel=4)
+            why = "; ".join(map(str, refused))
+            warnings.warn(f"{why}. Going on from the one before: {path}", RuntimeWarning, stacklevel=4)
         return path, Manifest.read(path)
     raise (
         refused[0]
@@ -126,9 +126,14 @@ def _candidates(folder: Path, required: bool) -> list[str]:
 
 def _check(path: Path, rank: int, ranks: int) -> None:
     """CheckpointError where a file was cut or altered; of the contents a rank reads its share."""
-    manifest = Manifest.read(path)
-    manifest.check_sizes(path)
-    manifest.check_contents(path, rank, ranks)
+    try:
+        manifest = Manifest.read(path)
+        manifest.check_sizes(path)
+        manifest.check_contents(path, rank, ranks)
+    except CheckpointError:
+        raise
+    except Exception as error:  # so that all ranks go on to the next one alike
+        raise CheckpointError(f"{path} could not be looked through: {told(error)}") from error
 
 
 class _Loading:

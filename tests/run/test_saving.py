@@ -181,6 +181,18 @@ def test_a_load_waits_for_what_is_being_written(tmp_path: Path) -> None:
     assert run.load(tmp_path)["step"] == 1
 
 
+def ended(function: Callable[..., None], *args: Any) -> int | None:
+    """How a process ends that runs it; none is left, whatever happens."""
+    process = forking().Process(target=function, args=args)
+    process.start()
+    try:
+        process.join(280)
+        return process.exitcode
+    finally:
+        process.kill()
+        process.join()
+
+
 def save_and_end(folder: Path) -> None:
     """The program is over while its checkpoint is being written."""
     run = Trained()
@@ -188,10 +200,7 @@ def save_and_end(folder: Path) -> None:
 
 
 def test_a_program_that_ends_completes_what_is_being_written(tmp_path: Path) -> None:
-    process = forking().Process(target=save_and_end, args=(tmp_path,))
-    process.start()
-    process.join(100)
-    assert process.exitcode == 0
+    assert ended(save_and_end, tmp_path) == 0
     assert Trained(1).load(tmp_path)["step"] == 1
 
 
@@ -236,10 +245,7 @@ def killed_everywhere(folder: Path, block: bool) -> None:
 
 @pytest.mark.parametrize("block", [True, False])
 def test_killed_at_any_moment_there_is_a_latest_that_loads(tmp_path: Path, block: bool) -> None:
-    process = forking().Process(target=killed_everywhere, args=(tmp_path, block))
-    process.start()
-    process.join(100)
-    assert process.exitcode == 0
+    assert ended(killed_everywhere, tmp_path, block) == 0
     run, steps = Trained(1), []
     for folder in sorted(tmp_path.iterdir()):
         steps.append(run.load(folder)["step"])

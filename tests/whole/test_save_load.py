@@ -247,6 +247,29 @@ def test_where_one_rank_cannot_write_all_are_told_and_nothing_is_left(pool: Pool
     assert first[1:] == ["latest", "lock", "step-000001", "step-000003"]
 
 
+def short_of_memory(folder: Path) -> Any:
+    """One rank cannot look through the newer checkpoint: the step that every rank goes on from."""
+    run = noisy(0, 2, 1)
+    for step in (1, 2):
+        fxpipe.save(folder, *run, step=step)
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr("fxpipe.run.loading.Manifest.check_contents", fails_for_the_newer)
+        found = fxpipe.load(folder, *run)
+    run[0].close()
+    return found["step"]
+
+
+def fails_for_the_newer(self: Any, folder: Path, rank: int, ranks: int) -> None:
+    if self.step == 2:
+        raise MemoryError
+
+
+@pytest.mark.filterwarnings("ignore:.*Going on from the one before")
+def test_all_ranks_go_back_where_one_does(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(in_world, short_of_memory, tmp_path, ranks=2) == [1, 1]
+
+
 def odd(folder: Path) -> str:
     run = noisy(0, 2, 1)
     extra = {"seen": object()} if torch.distributed.get_rank() else {}
