@@ -62,10 +62,21 @@ def test_the_picture_is_what_the_command_line_draws(tmp_path: Path, scripts: Scr
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "examples" / "worked_example.svg").read_text()
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link may name of a page: its headings, as they are written there."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @every_page
 def test_what_a_page_links_to_is_there(page: Path) -> None:
-    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
-    missing = [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if not link.startswith("http")]
+    missing = []
+    for link in links:
+        name, _, anchor = link.partition("#")
+        there = page.parent / name if name else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            missing.append(link)
     assert missing == []
 
 
