@@ -23,7 +23,7 @@ from fxpipe.parameters.saving.manifest import Manifest
 from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
-from fxpipe.run.run_state import Layout, PlainParts, savable, tensors_for, value_of
+from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savable, tensors_for, value_of
 from fxpipe.run.saving import STATE, path_of, wait_for_saves
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
@@ -138,6 +138,8 @@ class _Loading:
         takers = {"scheduler": scheduler, "loader": loader}
         wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
         trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
+        if saved == now and BUFFERS in plain.of_rank[self._rank]:
+            trees[BUFFERS] = plain.trees[plain.of_rank[self._rank][BUFFERS]]
         run = _next_step(value_of(trees.pop("run"), {}))
         tensors = tensors_for(list(trees.values()), reader.tensors)
         fill = reader.plan({**states, "plain": tensors} if tensors else states)
@@ -147,6 +149,9 @@ class _Loading:
         def finish() -> dict[str, Any]:
             fill()
             values = {part: value_of(tree, tensors) for part, tree in trees.items()}
+            buffers = values.get(BUFFERS)
+            if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module):  # it is cut as it was
+                states["model"].update(buffers)
             parts.load_model(states["model"])
             for name, one in sorted(optimizers.items()):
                 one.load_state_dict(states[name])

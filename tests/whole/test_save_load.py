@@ -214,6 +214,55 @@ def test_a_place_that_all_replicas_share_is_that_of_any_number(pool: Pool, tmp_p
     assert pool.run(in_world, beside, tmp_path, 1, 4, seven, False, ranks=4) == [7] * 4
 
 
+# --- buffers of replicas
+
+
+class Normed(nn.Module):
+    """Whose statistics are those of each replica's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.norm(self.first(x)).relu())
+        return self.last(h).square().mean()
+
+
+def statistics(folder: Path, pipe: int, data: int, saves: bool) -> dict[str, Tensor]:
+    """This rank's, when it has saved or loaded them."""
+    torch.manual_seed(0 if saves else 1)
+    forward_backward = fxpipe.compile(Normed(), fxpipe.Topology([("pipe", pipe), ("data", data)]), microbatches=2)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.05)
+    if saves:
+        rank = torch.distributed.get_rank() % data
+        forward_backward(torch.randn(8, 6, generator=torch.Generator().manual_seed(rank)))
+        fxpipe.save(folder, forward_backward, optimizer, step=1)
+    else:
+        fxpipe.load(folder, forward_backward, optimizer)
+    found = {name: buffer.clone() for name, buffer in forward_backward.module.named_buffers()}
+    forward_backward.close()
+    return found
+
+
+def test_each_replica_goes_on_with_its_own_buffers_and_others_with_the_firsts(pool: Pool, tmp_path: Path) -> None:
+    wanted = pool.run(in_world, statistics, tmp_path, 1, 2, True, ranks=2)
+    assert not torch.equal(wanted[0]["norm.running_mean"], wanted[1]["norm.running_mean"])
+    alike = pool.run(in_world, statistics, tmp_path, 1, 2, False, ranks=2)
+    elsewhere = [one for one in pool.run(in_world, statistics, tmp_path, 2, 1, False, ranks=2) if one]
+    for found, first in [*zip(alike, wanted, strict=True), *((one, wanted[0]) for one in elsewhere)]:
+        assert (
+            found.keys()
+            == first.keys()
+            == {f"norm.{key}" for key in Normed().norm.state_dict()}
+            - {
+                "norm.weight",
+                "norm.bias",
+            }
+        )
+        assert all(torch.equal(buffer, first[name]) for name, buffer in found.items())
+
+
 # --- errors are everybody's
 
 
