@@ -73,7 +73,6 @@ sharding/fsdp_gradients: sharding/fully_sharded
 sharding/optimizer_state: sharding/distributed_optimizer whole/resume whole/bugs_checkpoint
 sharding/parallelize/: sharding/parallelize
 sharding/parameter_groups: sharding/distributed_optimizer
-sharding/plain_optimizer: whole/resume run/loading
 sharding/stepped_piece: sharding/distributed_optimizer
 trace/attributes: trace/export trace/record
 trace/crossing: trace/every_tracer trace/symbolic

@@ -17,6 +17,15 @@ from fxpipe.parameters.ownership import Ownership
 from fxpipe.parameters.weights import converts
 
 
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The whole model's state dict; CheckpointError where it has more than tensors, which would be lost."""
+    state: dict[str, Tensor] = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
+    return state
+
+
 def full_state_dict(
     model: nn.Module, mine: nn.Module, owners: Ownership, transport: Transport, device: torch.device
 ) -> dict[str, Tensor]:
@@ -27,9 +36,7 @@ def full_state_dict(
     """
     held = mine.state_dict()
     state: dict[str, Tensor] = {}
-    for name, like in model.state_dict().items():
-        if not isinstance(like, Tensor):
-            raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
+    for name, like in tensors_of(model).items():
         owner = owners.first_owner(name)
         tensor = held.get(name, like)
         if transport.pipe_rank is not None:
@@ -65,7 +72,7 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
-    held, whole = module.state_dict(), model.state_dict()
+    held, whole = module.state_dict(), tensors_of(model)
     unknown = [name for name in state if name not in whole]
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")

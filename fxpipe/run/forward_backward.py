@@ -18,7 +18,7 @@ from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.kinds import Expected, check, is_flag, is_whole, shown
-from fxpipe.parameters.checkpoint import full_state_dict, load_into
+from fxpipe.parameters.checkpoint import full_state_dict, load_into, tensors_of
 from fxpipe.parameters.ownership import RankModule
 from fxpipe.plan.agreement import Call
 from fxpipe.plan.together import planner_together
@@ -310,6 +310,7 @@ class ForwardBackward:
         """
         _check_flag(full=full)
         if not full:
+            tensors_of(self._planner.module)
             return self.module.state_dict()
         with announced("state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")):
             self._steps.compare_batches(everywhere=False)
@@ -395,12 +396,17 @@ def inside(one: ForwardBackward) -> Inside:
     """The parts of a ``ForwardBackward``, for its own room; CheckpointError for anything else."""
     if not isinstance(one, ForwardBackward):
         raise CheckpointError(f"forward_backward is {shown(one)}; it is what fxpipe.compile returned")
+    if one._running:
+        raise CheckpointError(
+            "it is saved or loaded while a call of it runs: from a hook, a signal handler, a function that it calls or "
+            "another thread; set a flag there, and save behind optimizer.step() where it is set"
+        )
     return Inside(
         one._transport,
         one._failing,
         one._steps,
         one.module,
-        frozenset(one._planner.module.state_dict()),
+        frozenset(tensors_of(one._planner.module)),
         one.stages.names,
         one.topology.axes,
         one._state.device,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from fxpipe.parameters.saving.manifest import Manifest
 from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
-from fxpipe.run.run_state import Layout, PlainParts, savable, tensors_for, value_of
+from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savable, tensors_for, value_of
 from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
@@ -75,10 +76,12 @@ def load(
             return {"step": 0}
         path, manifest = newest
         loading = _Loading(path, manifest, parts, gathering.rank)
-        filled: list[Callable[[], dict[str, Any]]] = []
-        agreed(gathering, lambda: filled.append(loading.prepare(optimizer, scheduler, loader)))
+        prepared: list[_Prepared] = []
+        agreed(gathering, lambda: prepared.append(loading.prepare(optimizer, scheduler, loader)))
+        asked = {name for names in gathering.gather(prepared[0].asked) for name in names}
+        loading.warn_of_what_is_left(prepared[0], asked)
         extra: list[dict[str, Any]] = []
-        agreed(gathering, lambda: extra.append(filled[0]()))
+        agreed(gathering, lambda: extra.append(prepared[0].finish(bool(asked))))
         continues(forward_backward, path.parent)
         return extra[0]
 
@@ -136,14 +139,26 @@ def _check(path: Path, rank: int, ranks: int) -> None:
         raise CheckpointError(f"{path} could not be looked through: {told(error)}") from error
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """``asked``, ``saved``: the names of optimizers' values that this rank takes, and of all that there are.
+    ``left``: what was saved beside, and is not taken here. ``finish(goes_on)``: loads it and gives back ``extra``;
+    ``goes_on``: whether any rank has optimizers, for one without parameters may have none."""
+
+    asked: list[str]
+    saved: list[str]
+    left: list[str]
+    finish: Callable[[bool], dict[str, Any]]
+
+
 class _Loading:
     """One checkpoint on its way into one rank."""
 
     def __init__(self, path: Path, manifest: Manifest, parts: Inside, rank: int) -> None:
         self._path, self._manifest, self._parts, self._rank = path, manifest, parts, rank
 
-    def prepare(self, optimizer: Any, scheduler: Any, loader: Any) -> Callable[[], dict[str, Any]]:
-        """Checks that everything fits, and returns what loads it and gives back ``extra``."""
+    def prepare(self, optimizer: Any, scheduler: Any, loader: Any) -> _Prepared:
+        """Checks that everything fits."""
         parts, reader = self._parts, FolderReader(self._path)
         plain = _plain_parts(self._path / STATE)
         saved = Layout(self._manifest.axes, len(plain.of_rank))
@@ -155,26 +170,34 @@ class _Loading:
         takers = {"scheduler": scheduler, "loader": loader}
         wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
         trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
+        if saved == now and BUFFERS in plain.of_rank[self._rank]:
+            trees[BUFFERS] = plain.trees[plain.of_rank[self._rank][BUFFERS]]
         run = _next_step(value_of(trees.pop("run"), {}))
         tensors = tensors_for(list(trees.values()), reader.tensors)
         fill = reader.plan({**states, "plain": tensors} if tensors else states)
-        random = _random_state(plain, saved, now, self._rank) if optimizers else None
-        self._warn_of_what_is_left(plain, takers if optimizers else {})
+        random = _random_state(plain, saved, now, self._rank)
 
-        def finish() -> dict[str, Any]:
+        def finish(goes_on: bool) -> dict[str, Any]:
             fill()
             values = {part: value_of(tree, tensors) for part, tree in trees.items()}
+            buffers = values.get(BUFFERS)
+            if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module):  # it is cut as it was
+                states["model"].update(buffers)
             parts.load_model(states["model"])
             for name, one in sorted(optimizers.items()):
                 one.load_state_dict(states[name])
             for name, taker in takers.items():
                 if taker is not None:
                     taker.load_state_dict(values[name])
-            if optimizers:
+            if goes_on:
                 self._go_on(run, random, now.replica(self._rank))
             return {**dict(values["extra"] or {}), "step": self._manifest.step}
 
-        return finish
+        left = [name for name, one in takers.items() if one is None and any(name in part for part in plain.of_rank)]
+        own, saved_names = (
+            {name for name in names if name.startswith("optim.")} for names in (reader.asked, reader.names)
+        )
+        return _Prepared(sorted(own), sorted(saved_names), left, finish)
 
     def _check_names(self, reader: FolderReader) -> None:
         """CheckpointError where the checkpoint is another model's: what it has beyond this one would be lost."""
@@ -186,15 +209,20 @@ class _Loading:
                 "model with the configuration that was saved"
             )
 
-    def _warn_of_what_is_left(self, plain: PlainParts, takers: dict[str, Any]) -> None:
-        left = [name for name, one in takers.items() if one is None and any(name in part for part in plain.of_rank)]
-        if left and self._rank == 0:
-            names = " and ".join(left)
-            warnings.warn(
-                f"{self._path} has the state of the {names}, which nobody has asked for; give load() {left[0]}=",
-                RuntimeWarning,
-                stacklevel=5,
+    def warn_of_what_is_left(self, prepared: _Prepared, asked: Set[str]) -> None:
+        """``asked``: of all ranks; nothing where the model alone is loaded."""
+        if not asked or self._rank:
+            return
+        if left := prepared.left:
+            self._warn(f"the state of the {' and '.join(left)}, which nobody has asked for; give load() {left[0]}=")
+        if more := [name for name in prepared.saved if name not in asked]:
+            self._warn(
+                f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
+                "optimizers that were saved, made with the same precision= and parameters"
             )
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"{self._path} has {what}", RuntimeWarning, stacklevel=4)
 
     def _go_on(self, run: Any, random: Any, replica: int) -> None:
         """The number of the next step, seeds, costs and random state: what a next step depends on beside tensors."""

@@ -18,12 +18,15 @@ from torch import Tensor
 
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
+from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.saving.plain import Tree, from_plain, tensors_in, to_plain
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.plain_optimizer import PlainOptimizer
 
 PLAIN = "plain"
 """Under which name tensors of plain data are in a checkpoint."""
+BUFFERS = "buffers"
+"""Under which name plain data has the buffers of a replica that is not the first."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,13 @@ def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
         return from_plain(tree, tensors)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
+
+
+def own_buffers(module: torch.nn.Module) -> set[str]:
+    """The names of what each replica has of its own, such as BatchNorm's statistics: buffers, but for spread ones."""
+    saved = module.state_dict()
+    names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {name for name in names & saved.keys() if not is_dtensor(saved[name])}
 
 
 # --- optimizers

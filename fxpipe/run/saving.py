@@ -38,7 +38,7 @@ from fxpipe.parameters.saving.plain import PLAIN as KINDS
 from fxpipe.parameters.saving.writer import RankPlan, RankShare
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import random_state
-from fxpipe.run.run_state import PLAIN, plain_parts, savable
+from fxpipe.run.run_state import BUFFERS, PLAIN, own_buffers, plain_parts, savable
 from fxpipe.run.step import Steps
 from fxpipe.schedules.costs import Costs
 
@@ -263,9 +263,12 @@ def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPla
     for name, one in (("scheduler", given.scheduler), ("loader", given.loader)):
         if one is not None:
             plain[name] = one.state_dict()
+    model = parts.module.state_dict()
+    if parts.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
+        plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(parts.module)}
     digests, trees, tensors = plain_parts(plain)
     states: dict[str, Any] = {name: one.state_dict() for name, one in savable(given.optimizer, parts.module).items()}
-    states["model"] = parts.module.state_dict()
+    states["model"] = model
     if given.scheduler is not None:
         states["scheduler"] = plain["scheduler"]  # for who reads it by torch alone; fxpipe reads each rank's
     if tensors:

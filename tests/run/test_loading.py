@@ -258,6 +258,18 @@ def stepped(model: Any, optimizers: dict[str, Any]) -> float:
     return float(loss)
 
 
+def test_what_of_optimizers_is_left_is_told(tmp_path: Path) -> None:
+    """One of two of them, and masters: the run would go on without their state."""
+    precise = Trained(precision=fxpipe.Precision())
+    precise.save(tmp_path / "precise", 1)
+    with pytest.warns(RuntimeWarning, match=r"has 4 values of optimizers .* first optim\.state\.first\.bias\.master"):
+        Trained(1).load(tmp_path / "precise")
+    run = Trained()
+    fxpipe.save(tmp_path / "both", run.model, {"one": run.optimizer, "other": run.optimizer}, step=1)
+    with pytest.warns(RuntimeWarning, match=r"values of optimizers that nobody has asked for, first optim\.other\."):
+        fxpipe.load(tmp_path / "both", run.model, {"one": run.optimizer})
+
+
 def test_costs_that_were_recorded_come_back(tmp_path: Path) -> None:
     run = Trained()
     run.model.record_timeline()

@@ -14,7 +14,7 @@ import torch
 import fxpipe
 from fxpipe.errors import CheckpointError
 from tests.pool import forking
-from tests.run.test_loading import Trained
+from tests.run.test_loading import Trained, Two
 
 
 def names(folder: Path) -> list[str]:
@@ -202,6 +202,43 @@ def save_and_end(folder: Path) -> None:
 def test_a_program_that_ends_completes_what_is_being_written(tmp_path: Path) -> None:
     assert ended(save_and_end, tmp_path) == 0
     assert Trained(1).load(tmp_path)["step"] == 1
+
+
+# --- not in the middle, and not a part
+
+
+def test_a_save_from_inside_of_a_call_is_refused(tmp_path: Path) -> None:
+    """A handler of signals comes at any moment: what was saved would be neither one step nor the next."""
+    asked: list[Trained] = []
+    run = Trained(loss_weight=lambda x: (asked and asked[0].save(tmp_path, 1), len(x))[1])
+    run.step()
+    asked.append(run)
+    with pytest.raises(fxpipe.FxpipeError, match=r"while a call of it runs: .* save behind optimizer\.step\(\)"):
+        run.step()
+    assert not names(tmp_path)
+
+
+class Counting(Two):
+    """With a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        raise AssertionError(state)
+
+
+def test_extra_state_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    model = fxpipe.compile(Counting(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+    for call in (
+        lambda: fxpipe.save(tmp_path, model, None, step=1),
+        lambda: fxpipe.load(tmp_path, model),
+        model.state_dict,
+        lambda: model.load_state_dict(Counting().state_dict()),
+    ):
+        with pytest.raises(CheckpointError, match=r"'_extra_state' is a module's extra state"):
+            call()
+    assert not names(tmp_path)
 
 
 # --- killed

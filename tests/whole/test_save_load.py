@@ -160,6 +160,38 @@ def test_dropout_and_rows_go_on_where_stages_lie_otherwise(pool: Pool, tmp_path:
     assert found[0] == pytest.approx(wanted[0], abs=1e-6)
 
 
+class Unowned(nn.Module):
+    """The last stage has nothing to train, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.first(x))
+        return nn.functional.dropout(h, 0.5, self.training).square().mean()
+
+
+def unowned(folder: Path, saves: bool) -> list[float]:
+    torch.manual_seed(0)
+    forward_backward = fxpipe.compile(Unowned(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+    mine = list(forward_backward.parameters())
+    optimizer = torch.optim.AdamW(mine, lr=0.05) if mine else None
+    if saves:
+        forward_backward(torch.ones(8, 6))
+        fxpipe.save(folder, forward_backward, optimizer, step=1)
+    else:
+        fxpipe.load(folder, forward_backward, optimizer)
+    losses = [float(forward_backward(torch.ones(8, 6))) for _ in range(3)]
+    forward_backward.close()
+    return losses
+
+
+def test_a_rank_without_an_optimizer_goes_on_with_its_masks(pool: Pool, tmp_path: Path) -> None:
+    wanted = pool.run(in_world, unowned, tmp_path, True, ranks=2)
+    assert pool.run(in_world, unowned, tmp_path, False, ranks=2) == wanted
+
+
 # --- what is given beside
 
 
@@ -212,6 +244,48 @@ def test_each_replica_gets_its_loaders_place_back(pool: Pool, tmp_path: Path) ->
 def test_a_place_that_all_replicas_share_is_that_of_any_number(pool: Pool, tmp_path: Path) -> None:
     pool.run(in_world, beside, tmp_path, 1, 2, seven, True, ranks=2)
     assert pool.run(in_world, beside, tmp_path, 1, 4, seven, False, ranks=4) == [7] * 4
+
+
+# --- buffers of replicas
+
+
+class Normed(nn.Module):
+    """Whose statistics are those of each replica's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.norm(self.first(x)).relu())
+        return self.last(h).square().mean()
+
+
+def statistics(folder: Path, pipe: int, data: int, saves: bool) -> dict[str, Tensor]:
+    """This rank's, when it has saved or loaded them."""
+    torch.manual_seed(0 if saves else 1)
+    forward_backward = fxpipe.compile(Normed(), fxpipe.Topology([("pipe", pipe), ("data", data)]), microbatches=2)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.05)
+    if saves:
+        rank = torch.distributed.get_rank() % data
+        forward_backward(torch.randn(8, 6, generator=torch.Generator().manual_seed(rank)))
+        fxpipe.save(folder, forward_backward, optimizer, step=1)
+    else:
+        fxpipe.load(folder, forward_backward, optimizer)
+    found = {name: buffer.clone() for name, buffer in forward_backward.module.named_buffers()}
+    forward_backward.close()
+    return found
+
+
+def test_each_replica_goes_on_with_its_own_buffers_and_others_with_the_firsts(pool: Pool, tmp_path: Path) -> None:
+    wanted = pool.run(in_world, statistics, tmp_path, 1, 2, True, ranks=2)
+    assert not torch.equal(wanted[0]["norm.running_mean"], wanted[1]["norm.running_mean"])
+    alike = pool.run(in_world, statistics, tmp_path, 1, 2, False, ranks=2)
+    elsewhere = [one for one in pool.run(in_world, statistics, tmp_path, 2, 1, False, ranks=2) if one]
+    for found, first in [*zip(alike, wanted, strict=True), *((one, wanted[0]) for one in elsewhere)]:
+        assert found.keys() == first.keys()
+        assert len(found) == 3
+        assert all(torch.equal(buffer, first[name]) for name, buffer in found.items())
 
 
 # --- errors are everybody's

@@ -22,11 +22,13 @@ from fxpipe.parameters.saving.metadata import read_metadata
 
 
 class FolderReader:
-    """A folder that is read from. ``tensors``: shape and type of each tensor in it, by name."""
+    """A folder that is read from. ``tensors``: shape and type of each tensor in it, by name. ``asked``: the names that
+    its plans fill."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.metadata: Metadata = read_metadata(folder)
+        self.asked: set[str] = set()
         entries = self.metadata.state_dict_metadata.items()
         self.tensors = {
             name: (entry.size, entry.properties.dtype)
@@ -49,6 +51,7 @@ class FolderReader:
         planner.set_up_planner(state, self.metadata)
         for name, value in planner.state_dict.items():
             self._check(name, value)
+        self.asked |= planner.state_dict.keys()
         plan = planner.create_local_plan()
         reader = FileSystemReader(self.folder)
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)

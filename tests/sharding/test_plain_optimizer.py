@@ -1,0 +1,95 @@
+"""Plain optimizers in checkpoints: saving changes nothing, and loading fills whatever there is already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim.lr_scheduler import StepLR
+
+import fxpipe
+from fxpipe.sharding.plain_optimizer import PlainOptimizer
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(fxpipe.stage_boundary(self.first(x))).square().mean()
+
+
+Made = tuple[Any, torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "dampened SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+}
+
+
+def made(name: str, seed: int = 0) -> Made:
+    torch.manual_seed(seed)
+    model = fxpipe.compile(Two(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def losses(run: Made, first: int, last: int) -> list[float]:
+    model, optimizer = run
+    found = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        found.append(float(model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step)))))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path, name: str) -> None:
+    wanted = losses(made(name), 0, 4)
+    run = made(name)
+    StepLR(run[1], 100)  # which wraps its step
+    fxpipe.save(tmp_path, *run, step=0)
+    assert not run[1].state
+    assert losses(run, 0, 4) == wanted
+    run = made(name, seed=1)
+    fxpipe.load(tmp_path, *run)
+    assert losses(run, 0, 4) == wanted
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("before", ["nothing", "gradients", "a step"])
+def test_what_is_loaded_into_does_not_matter(tmp_path: Path, name: str, before: str) -> None:
+    run = made(name)
+    losses(run, 0, 3)
+    run[0](torch.ones(8, 4))  # gradients are there when it is saved
+    fxpipe.save(tmp_path, *run, step=3)
+    wanted = losses(run, 3, 6)
+    run = made(name, seed=1)
+    if before == "gradients":
+        run[0](torch.ones(8, 4))
+    elif before == "a step":
+        losses(run, 10, 11)
+    fxpipe.load(tmp_path, *run)
+    assert losses(run, 3, 6) == wanted
+
+
+def test_the_names_are_those_of_torchs_helper() -> None:
+    run = made("AdamW")
+    losses(run, 0, 1)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    wanted = get_optimizer_state_dict(run[0].module, run[1], options=options)
+    state = PlainOptimizer(run[0].module, run[1]).state_dict()
+    found = {
+        f"{part}.{name}.{key}": value
+        for part in state
+        for name in state[part]
+        for key, value in state[part][name].items()
+    }
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.items() if isinstance(value, Tensor))
