@@ -25,7 +25,7 @@ from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savable, tensors_for, value_of
-from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves
+from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
 
@@ -114,6 +114,7 @@ def _newest_whole(
 
 def _candidates(folder: Path, required: bool) -> list[str]:
     """A checkpoint's own folder, or those of a run, the newest first."""
+    wait_for_writes(folder)
     if folder.name == run_folder.LATEST:
         folder = folder.parent
     if run_folder.is_checkpoint(folder):
