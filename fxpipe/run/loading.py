@@ -25,7 +25,7 @@ from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savable, tensors_for, value_of
-from fxpipe.run.saving import STATE, path_of, wait_for_saves
+from fxpipe.run.saving import STATE, path_of, wait_for_saves, wait_for_writes
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
 
@@ -101,6 +101,7 @@ def _newest_whole(folder: Path, gathering: TransportGathering, parts: Inside) ->
 
 def _candidates(folder: Path) -> list[str]:
     """A checkpoint's own folder, or those of a run, the newest first."""
+    wait_for_writes(folder)
     if folder.name == run_folder.LATEST:
         folder = folder.parent
     if run_folder.is_checkpoint(folder):

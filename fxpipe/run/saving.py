@@ -140,9 +140,14 @@ class _Given:
 
 
 class _Later(Future[Path]):
-    """A checkpoint that is being written. ``heard``: whether somebody has waited for it, and so knows of its error."""
+    """A checkpoint that is being written. ``folder``: of the run. ``lock``: held for as long, whoever else lets go of
+    it. ``heard``: whether somebody has waited for it, and so knows of its error."""
 
     heard = False
+
+    def __init__(self, folder: Path, lock: FolderLock | None) -> None:
+        super().__init__()
+        self.folder, self.lock = folder, lock
 
     @property
     def unheard(self) -> BaseException | None:
@@ -189,8 +194,8 @@ class _Saver:
             raise
 
     def _write(self, job: _Job, parts: Inside, gathering: TransportGathering, block: bool) -> Future[Path]:
-        later = _Later()
         beside = None if block else gathering_beside(parts.transport, job.target.token)
+        later = _Later(job.target.folder.resolve(), None if beside is None else self._lock)
         if beside is None:
             later.set_result(job.write(gathering))
             return later
@@ -217,6 +222,7 @@ class _Saver:
         folder = given.folder.absolute()
         if run_folder.is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
+        wait_for_writes(folder)
         folder.mkdir(parents=True, exist_ok=True)
         run = self._run or _run_id()
         if self._lock is None or self._lock.path.parent != folder:
@@ -336,15 +342,19 @@ class _Job:
         return str(final)
 
 
-def _on_thread(later: Future[Path], job: _Job, gathering: Gathering, device: torch.device) -> None:
+def _on_thread(later: _Later, job: _Job, gathering: Gathering, device: torch.device) -> None:
     try:
         with contextlib.suppress(OSError, AttributeError):  # Linux: a thread has a niceness, this one behind the others
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICER)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        later.set_result(job.write(gathering))
+        path = job.write(gathering)
     except BaseException as error:
+        later.lock = None  # before others hear of it, who may then ask for the lock
         later.set_exception(error)
+    else:
+        later.lock = None
+        later.set_result(path)
 
 
 def _write_text(path: Path, text: str) -> Written:
@@ -374,6 +384,15 @@ def wait_for_saves(forward_backward: ForwardBackward) -> None:
     """Returns once nothing is being written for it any more."""
     if (saver := _SAVERS.get(forward_backward)) is not None:
         saver.wait()
+
+
+def wait_for_writes(folder: Path) -> None:
+    """Returns once this process writes nothing into a run's folder, given itself or by one of its checkpoints: what
+    another ``forward_backward`` of it is writing would be missed, or taken for what a killed one has left."""
+    places = folder.resolve(), folder.resolve().parent
+    writing = [one for one in _WRITTEN_LATER if one.folder in places]
+    while not all(one.done() for one in writing):
+        wait(writing, _LOOK)
 
 
 _SAVERS: WeakKeyDictionary[ForwardBackward, _Saver] = WeakKeyDictionary()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +153,34 @@ def test_a_load_waits_for_what_is_being_written(tmp_path: Path) -> None:
     run = Trained()
     fxpipe.save(tmp_path, run.model, run.optimizer, step=1, scheduler=run.scheduler, block=False)
     assert run.load(tmp_path)["step"] == 1
+
+
+@pytest.mark.parametrize("alive", [True, False])
+@pytest.mark.parametrize("then", ["save", "load"])
+def test_another_model_of_the_process_waits_for_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool, then: str
+) -> None:
+    """As where train() returns and evaluate() begins: the one before was loaded, and a save deleted what was there."""
+    from fxpipe.run import saving
+
+    run, waited_for, fsync = Trained(), threading.Event(), os.fsync
+    run.save(tmp_path, 1)
+    monkeypatch.setattr(os, "fsync", lambda handle: (waited_for.wait(60), fsync(handle))[1])
+    monkeypatch.setattr(saving, "wait", lambda *args: (waited_for.set(), wait(*args))[1])
+    later = fxpipe.save(tmp_path, run.model, run.optimizer, step=2, scheduler=run.scheduler, block=False)
+    if not alive:
+        del run
+        gc.collect()
+    other = Trained(1)
+    try:
+        if then == "save":
+            other.save(tmp_path, 3)
+        else:
+            assert other.load(tmp_path)["step"] == 2
+    finally:
+        waited_for.set()
+    assert later.result(60) == tmp_path / "step-000002"
+    assert names(tmp_path)[2:4] == ["step-000001", "step-000002"]
 
 
 def save_and_end(folder: Path) -> None:
