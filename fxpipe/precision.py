@@ -62,3 +62,9 @@ def cast_parameters(module: nn.Module, precision: Precision) -> dict[str, Tensor
             parameter.data = parameter.detach().to(precision.compute)
         parameter.grad_dtype = precision.gradient
     return originals
+
+
+def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a number of one type is the same, but for rounding, in the other; 8-bit ones and integers have scales."""
+    plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return stored == wanted or (stored in plain and wanted in plain)

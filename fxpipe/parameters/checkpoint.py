@@ -14,7 +14,7 @@ from fxpipe.errors import CheckpointError, nearest
 from fxpipe.kinds import shown
 from fxpipe.parameters.dtensors import is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.parameters.ownership import Ownership
-from fxpipe.parameters.weights import converts
+from fxpipe.precision import converts
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.kinds import is_text, shown
 from fxpipe.parameters.weight_files import WeightFile, sources
+from fxpipe.precision import converts
 
 _SHOWN = 5
 
@@ -129,9 +130,3 @@ def likeliest(name: str, known: Sequence[str]) -> str:
 def _raise_twice(name: str, first: Entry, source: WeightFile, key: str) -> None:
     here, there = f"{first.key!r} in {first.source.path}", f"{key!r} in {source.path}"
     raise CheckpointError(f"two tensors of the checkpoint are called {name!r}: {here} and {there}")
-
-
-def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a number of one type is the same, but for rounding, in the other; 8-bit ones and integers have scales."""
-    plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    return stored == wanted or (stored in plain and wanted in plain)

@@ -141,14 +141,14 @@ class _Given:
 
 
 class _Later(Future[Path]):
-    """A checkpoint that is being written. ``folder``: of the run. ``heard``: whether somebody has waited for it, and so
-    knows of its error."""
+    """A checkpoint that is being written. ``folder``: of the run. ``lock``: held for as long, whoever else lets go of
+    it. ``heard``: whether somebody has waited for it, and so knows of its error."""
 
     heard = False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lock: FolderLock | None) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder, self.lock = folder, lock
 
     @property
     def unheard(self) -> BaseException | None:
@@ -197,14 +197,14 @@ class _Saver:
             raise
 
     def _write(self, job: _Job, parts: Inside, gathering: TransportGathering, block: bool) -> Future[Path]:
-        later = _Later(job.target.folder.resolve())
         beside = None if block else gathering_beside(parts.transport, job.target.token)
+        later = _Later(job.target.folder.resolve(), None if beside is None else self._lock)
         if beside is None:
             later.set_result(job.write(gathering))
             return later
         self._pending = later
         _WRITTEN_LATER[:] = [one for one in _WRITTEN_LATER if not one.done() or one.unheard] + [later]
-        args = (later, job, beside, parts.device, self._lock)
+        args = (later, job, beside, parts.device)
         threading.Thread(target=_on_thread, args=args).start()  # no daemon: a program that ends waits for it
         return later
 
@@ -368,18 +368,19 @@ class _Job:
         return str(final)
 
 
-def _on_thread(
-    later: Future[Path], job: _Job, gathering: Gathering, device: torch.device, lock: FolderLock | None
-) -> None:
-    """``lock``: held for as long, whoever else lets go of it."""
+def _on_thread(later: _Later, job: _Job, gathering: Gathering, device: torch.device) -> None:
     try:
         with contextlib.suppress(OSError, AttributeError):  # Linux: a thread has a niceness, this one behind the others
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICER)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        later.set_result(job.write(gathering))
+        path = job.write(gathering)
     except BaseException as error:
+        later.lock = None  # before others hear of it, who may then ask for the lock
         later.set_exception(error)
+    else:
+        later.lock = None
+        later.set_result(path)
 
 
 def _write_text(path: Path, text: str) -> Written:

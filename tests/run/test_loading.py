@@ -150,6 +150,46 @@ def test_what_a_checkpoint_has_beyond_the_model_is_not_lost(tmp_path: Path) -> N
         fxpipe.load(tmp_path / "less", more)
 
 
+class Counted(Two):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.tensor([1.5]).to(dtype))
+
+
+def test_numbers_are_not_cut_to_another_kind(tmp_path: Path) -> None:
+    kinds = torch.float32, torch.int64, torch.float64
+    whole, cut_off, wide = (
+        fxpipe.compile(Counted(kind), fxpipe.Topology([("pipe", 2)]), microbatches=2) for kind in kinds
+    )
+    fxpipe.save(tmp_path, whole, None, step=1)
+    with pytest.raises(CheckpointError, match=r"model\.seen is torch\.int64, .* has it as torch\.float32"):
+        fxpipe.load(tmp_path, cut_off)
+    fxpipe.load(tmp_path, wide)
+    assert wide.state_dict()["seen"].item() == 1.5
+
+
+def switching(run: Trained) -> torch.optim.lr_scheduler.LRScheduler:
+    """Whose second part is asked for its closed form when it begins, and counts with what Counter alone has."""
+    first = torch.optim.lr_scheduler.LinearLR(run.optimizer, total_iters=2)
+    second = torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [1, 2])
+    return torch.optim.lr_scheduler.SequentialLR(run.optimizer, [first, second], milestones=[3])
+
+
+@pytest.mark.filterwarnings("ignore:.*(epoch parameter|Detected call)")
+def test_a_scheduler_of_several_goes_on(tmp_path: Path) -> None:
+    rates: list[list[Any]] = []
+    for seed in (0, 1):
+        run = Trained(seed)
+        run.scheduler = switching(run)  # type: ignore[assignment]
+        if seed:
+            run.load(tmp_path)
+        else:
+            run.step()
+            run.save(tmp_path, 1)
+        rates.append([(run.step(), run.scheduler.get_last_lr())[1] for _ in range(6)])
+    assert rates[0] == rates[1]
+
+
 def test_a_part_that_was_not_saved_is_asked_for_in_vain_and_one_that_was_is_told(tmp_path: Path) -> None:
     run = Trained()
     run.save(tmp_path / "without", 1, scheduler=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -130,6 +131,20 @@ def test_gradients_that_are_not_summed_yet_are_not_left_behind(tmp_path: Path) -
         run.save(tmp_path, 1)
     run.model.set_requires_gradient_sync(True)
     run.save(tmp_path, 1)
+
+
+def test_a_copy_in_which_the_latest_is_a_folder_is_told_and_left_as_it_is(tmp_path: Path) -> None:
+    run = Trained()
+    run.save(tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    before = names(tmp_path / "copy")
+    assert run.load(tmp_path / "copy")["step"] == 1
+    with pytest.raises(CheckpointError, match=r"latest is a folder, and no link .* delete it"):
+        run.save(tmp_path / "copy", 2)
+    assert names(tmp_path / "copy") == before
+    shutil.rmtree(tmp_path / "copy" / "latest")
+    run.save(tmp_path / "copy", 2)
+    assert run.load(tmp_path / "copy")["step"] == 2
 
 
 # --- while training goes on

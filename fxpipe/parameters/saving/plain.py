@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,8 @@ def from_plain(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     match kind:
         case "dict":
             return {key: from_plain(value, tensors) for key, value in inner}
+        case "counter":
+            return Counter({key: from_plain(value, tensors) for key, value in inner})
         case "tuple":
             return tuple(from_plain(each, tensors) for each in inner)
         case "bytes":
@@ -65,7 +68,9 @@ def tensors_in(tree: Tree) -> set[str]:
     ((kind, inner),) = tree.items()
     if kind == "tensor":
         return {inner}
-    return tensors_in([value for _, value in inner] if kind == "dict" else inner if kind == "tuple" else None)
+    return tensors_in(
+        [value for _, value in inner] if kind in ("dict", "counter") else inner if kind == "tuple" else None
+    )
 
 
 def _to_plain(value: Any, what: str, tensors: dict[str, Tensor], around: tuple[int, ...]) -> Tree:
@@ -82,7 +87,8 @@ def _to_plain(value: Any, what: str, tensors: dict[str, Tensor], around: tuple[i
         for key in value:
             if type(key) not in (str, int):
                 raise CheckpointError(f"{what} has the key {key!r}, and a checkpoint holds plain data alone: {PLAIN}")
-        return {"dict": [[key, _to_plain(inner, f"{what}[{key!r}]", tensors, around)] for key, inner in value.items()]}
+        kind = "counter" if type(value) is Counter else "dict"  # as MultiStepLR's milestones
+        return {kind: [[key, _to_plain(inner, f"{what}[{key!r}]", tensors, around)] for key, inner in value.items()]}
     if type(value) in (list, tuple):
         inner = [_to_plain(each, f"{what}[{place}]", tensors, around) for place, each in enumerate(value)]
         return inner if type(value) is list else {"tuple": inner}

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.saving.metadata import read_metadata
+from fxpipe.precision import converts
 
 
 class FolderReader:
@@ -76,6 +77,11 @@ class FolderReader:
             raise CheckpointError(
                 f"{name} has shape {list(value.shape)}, {self.folder} has {list(entry.size)}; build the model with the "
                 "configuration that was saved"
+            )
+        if is_tensor and isinstance(entry, TensorStorageMetadata) and not converts(entry.properties.dtype, value.dtype):
+            raise CheckpointError(
+                f"{name} is {value.dtype}, {self.folder} has it as {entry.properties.dtype}, and only floats of 16 to "
+                "64 bits are converted; build the model with the types that were saved"
             )
 
     def _like(self, name: str) -> list[str]:

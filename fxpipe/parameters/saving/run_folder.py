@@ -56,6 +56,12 @@ def begin(folder: Path, step: int) -> Path:
     for left in folder.iterdir():
         if _LEFT.fullmatch(left.name):
             shutil.rmtree(left)
+    latest = folder / LATEST
+    if latest.is_dir() and not latest.is_symlink():
+        raise CheckpointError(
+            f"{latest} is a folder, and no link to a checkpoint, as where the run was copied by what follows links; "
+            "delete it: the checkpoints beside it are all that is needed"
+        )
     name = f"step-{step:06d}"
     again = 1
     while (folder / name).exists():  # a run that has gone back to an earlier step: nothing is ever overwritten
