@@ -16,12 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fxpipe.distributed.gathering import TransportGathering, agreed
 from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError
+from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.manifest import Manifest
 from fxpipe.parameters.saving.reader import FolderReader
+from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savable, tensors_for, value_of
@@ -150,7 +155,7 @@ class _Loading:
         self._check_names(reader)
         optimizers = savable(optimizer, parts.module)
         states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
-        states["model"] = parts.module.state_dict()
+        states["model"] = _unrounded(parts.module.state_dict(), reader)
         takers = {"scheduler": scheduler, "loader": loader}
         wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
         trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
@@ -218,6 +223,19 @@ class _Loading:
             set_random_state(random, device)
         else:
             seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
+
+
+def _unrounded(state: dict[str, Tensor], reader: FolderReader) -> dict[str, Tensor]:
+    """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not."""
+    wide = {
+        name: reader.tensors.get(f"model.{name}", (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()
+    }
+    return {
+        name: torch.empty_like(tensor, dtype=wide[name])
+        if converts(wide[name], tensor.dtype) and wide[name].itemsize > tensor.dtype.itemsize and not is_dtensor(tensor)
+        else tensor
+        for name, tensor in state.items()
+    }
 
 
 def _next_step(run: Any) -> Any:
