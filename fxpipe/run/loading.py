@@ -155,6 +155,8 @@ class _Loading:
         self._check_names(reader)
         optimizers = savable(optimizer, parts.module)
         states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
+        for name, state in states.items():
+            _leave_new_rates(name, state["param_groups"], reader)
         states["model"] = _unrounded(parts.module.state_dict(), reader)
         takers = {"scheduler": scheduler, "loader": loader}
         wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
@@ -204,7 +206,7 @@ class _Loading:
             return
         if left := prepared.left:
             self._warn(f"the state of the {' and '.join(left)}, which nobody has asked for; give load() {left[0]}=")
-        if more := [name for name in prepared.saved if name not in asked]:
+        if more := [name for name in prepared.saved if name not in asked and not name.endswith(".initial_lr")]:
             self._warn(
                 f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
                 "optimizers that were saved, made with the same precision= and parameters"
@@ -223,6 +225,13 @@ class _Loading:
             set_random_state(random, device)
         else:
             seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
+
+
+def _leave_new_rates(name: str, groups: Any, reader: FolderReader) -> None:
+    """What a scheduler that was not saved has put into the groups stays, and is not asked for."""
+    for key, group in groups.items() if isinstance(groups, dict) else enumerate(groups):
+        if f"{name}.param_groups.{key}.initial_lr" not in reader.metadata.state_dict_metadata:
+            group.pop("initial_lr", None)
 
 
 def _unrounded(state: dict[str, Tensor], reader: FolderReader) -> dict[str, Tensor]:

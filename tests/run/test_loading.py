@@ -169,6 +169,26 @@ def test_masters_are_what_was_saved_and_not_what_the_model_rounds_it_to(folder: 
         assert torch.equal(masters[name]["master"], value)
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_run_may_get_its_scheduler_later(tmp_path: Path, plain: bool) -> None:
+    rates = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = fxpipe.compile(Two(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+        make = torch.optim.AdamW(model.parameters(), lr=0.1) if plain else model.optimizer(torch.optim.AdamW, lr=0.1)
+        if seed:
+            scheduler = StepLR(make, 1, gamma=0.5)
+            fxpipe.load(tmp_path, model, make)
+        else:
+            fxpipe.save(tmp_path, model, make, step=0)
+            scheduler = StepLR(make, 1, gamma=0.5)
+        for _ in range(2):
+            stepped(model, {"one": make})
+            scheduler.step()
+        rates.append(scheduler.get_last_lr())
+    assert rates[0] == rates[1] == [0.025] * len(rates[0])
+
+
 class Counted(Two):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
