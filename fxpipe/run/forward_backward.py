@@ -396,10 +396,11 @@ def inside(one: ForwardBackward) -> Inside:
     """The parts of a ``ForwardBackward``, for its own room; CheckpointError for anything else."""
     if not isinstance(one, ForwardBackward):
         raise CheckpointError(f"forward_backward is {shown(one)}; it is what fxpipe.compile returned")
-    if one._running:
+    if one._running or any(optimizer.stepping for optimizer in one._optimizers):
         raise CheckpointError(
-            "it is saved or loaded while a call of it runs: from a hook, a signal handler, a function that it calls or "
-            "another thread; set a flag there, and save behind optimizer.step() where it is set"
+            "it is saved or loaded while a call of it runs, or a step of its optimizer: from a hook, a signal handler, "
+            "a function that it calls or another thread; set a flag there, and save behind optimizer.step() where it "
+            "is set"
         )
     return Inside(
         one._transport,

@@ -16,12 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fxpipe.distributed.gathering import TransportGathering, agreed
 from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, told
+from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.manifest import Manifest
 from fxpipe.parameters.saving.reader import FolderReader
+from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savable, tensors_for, value_of
@@ -167,7 +172,9 @@ class _Loading:
         self._check_names(reader)
         optimizers = savable(optimizer, parts.module)
         states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
-        states["model"] = parts.module.state_dict()
+        for name, state in states.items():
+            _leave_new_rates(name, state["param_groups"], reader)
+        states["model"] = _unrounded(parts.module.state_dict(), reader)
         takers = {"scheduler": scheduler, "loader": loader}
         wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
         trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
@@ -216,7 +223,7 @@ class _Loading:
             return
         if left := prepared.left:
             self._warn(f"the state of the {' and '.join(left)}, which nobody has asked for; give load() {left[0]}=")
-        if more := [name for name in prepared.saved if name not in asked]:
+        if more := [name for name in prepared.saved if name not in asked and not name.endswith(".initial_lr")]:
             self._warn(
                 f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
                 "optimizers that were saved, made with the same precision= and parameters"
@@ -235,6 +242,26 @@ class _Loading:
             set_random_state(random, device)
         else:
             seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
+
+
+def _leave_new_rates(name: str, groups: Any, reader: FolderReader) -> None:
+    """What a scheduler that was not saved has put into the groups stays, and is not asked for."""
+    for key, group in groups.items() if isinstance(groups, dict) else enumerate(groups):
+        if f"{name}.param_groups.{key}.initial_lr" not in reader.metadata.state_dict_metadata:
+            group.pop("initial_lr", None)
+
+
+def _unrounded(state: dict[str, Tensor], reader: FolderReader) -> dict[str, Tensor]:
+    """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not."""
+    wide = {
+        name: reader.tensors.get(f"model.{name}", (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()
+    }
+    return {
+        name: torch.empty_like(tensor, dtype=wide[name])
+        if converts(wide[name], tensor.dtype) and wide[name].itemsize > tensor.dtype.itemsize and not is_dtensor(tensor)
+        else tensor
+        for name, tensor in state.items()
+    }
 
 
 def _next_step(run: Any) -> Any:

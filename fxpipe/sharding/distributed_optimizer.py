@@ -6,12 +6,13 @@ https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -149,6 +150,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self._steps = self.skipped_steps = 0
+        self.stepping = False
         self._steppers = {} if steppers is None else steppers
         self._replaced = ""  # a parameter that a later optimizer steps
         super().__init__(self._resolved(params), {})
@@ -280,7 +282,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "each of them parameters of its own"
             )
         number, self._steps = self._steps, self._steps + 1
-        with torch.no_grad(), self._announced(), self._together():
+        with torch.no_grad(), self._announced(), self._together(), self._under_way():
             broken = self._broken_ranks() if self._precision is not None else ()
             if broken:
                 self._skip(number, broken)
@@ -292,6 +294,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Where ranks step parts of one another's parameters, or decide together; elsewhere one need not step."""
         meets = self._store.way.sharded or self._precision is not None
         return announced("optimizer.step") if meets else phase("optimizer.step", extends=False)
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
 
     def _together(self) -> AbstractContextManager[None]:
         return failing_together(self._transport, self._transport.abort, (FxpipeError,))

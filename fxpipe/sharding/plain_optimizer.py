@@ -37,6 +37,10 @@ class PlainOptimizer:
 
         A parameter that was never stepped is there with an initial state.
         """
+        if isinstance(self._optimizer, torch.optim.LBFGS):
+            raise CheckpointError(
+                "LBFGS keeps what it has of all parameters with the first, which has no name of its own"
+            )
         check_saves_all(self._optimizer)
         entries = {
             name: dict(self._optimizer.state.get(parameter) or self._initial(parameter, options_of(group)))

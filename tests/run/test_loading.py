@@ -150,6 +150,45 @@ def test_what_a_checkpoint_has_beyond_the_model_is_not_lost(tmp_path: Path) -> N
         fxpipe.load(tmp_path / "less", more)
 
 
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_masters_are_what_was_saved_and_not_what_the_model_rounds_it_to(folder: Path, when: str) -> None:
+    """The model alone is loaded, to be trained on in half precision, before or behind the optimizer is made."""
+    saved, precise = Trained(), Trained(1, precision=fxpipe.Precision())
+    saved.load(folder)
+    if when == "before":
+        torch.manual_seed(1)
+        options: dict[str, Any] = {"precision": fxpipe.Precision()}
+        precise.model = fxpipe.compile(Two(), fxpipe.Topology([("pipe", 2)]), microbatches=2, **options)
+        fxpipe.load(folder, precise.model)
+        precise.optimizer = precise.model.optimizer(torch.optim.AdamW, lr=0.1)
+    else:
+        fxpipe.load(folder, precise.model)
+    masters = precise.optimizer.state_dict()["state"]
+    for name, value in saved.values().items():
+        assert not torch.equal(value, value.to(torch.bfloat16))
+        assert torch.equal(masters[name]["master"], value)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_run_may_get_its_scheduler_later(tmp_path: Path, plain: bool) -> None:
+    rates = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = fxpipe.compile(Two(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+        make = torch.optim.AdamW(model.parameters(), lr=0.1) if plain else model.optimizer(torch.optim.AdamW, lr=0.1)
+        if seed:
+            scheduler = StepLR(make, 1, gamma=0.5)
+            fxpipe.load(tmp_path, model, make)
+        else:
+            fxpipe.save(tmp_path, model, make, step=0)
+            scheduler = StepLR(make, 1, gamma=0.5)
+        for _ in range(2):
+            stepped(model, {"one": make})
+            scheduler.step()
+        rates.append(scheduler.get_last_lr())
+    assert rates[0] == rates[1] == [0.025] * len(rates[0])
+
+
 class Counted(Two):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

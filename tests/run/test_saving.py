@@ -260,9 +260,20 @@ def test_a_save_from_inside_of_a_call_is_refused(tmp_path: Path) -> None:
     run = Trained(loss_weight=lambda x: (asked and asked[0].save(tmp_path, 1), len(x))[1])
     run.step()
     asked.append(run)
-    with pytest.raises(fxpipe.FxpipeError, match=r"while a call of it runs: .* save behind optimizer\.step\(\)"):
+    with pytest.raises(fxpipe.FxpipeError, match=r"while a call of it runs, .* save behind optimizer\.step\(\)"):
         run.step()
     assert not names(tmp_path)
+
+
+def test_a_save_from_inside_of_an_optimizers_step_is_refused(tmp_path: Path) -> None:
+    run = Trained()
+    handle = run.optimizer._inner.register_step_post_hook(lambda *_: run.save(tmp_path, 1))
+    with pytest.raises(CheckpointError, match="or a step of its optimizer: from a hook, a signal handler"):
+        run.step()
+    assert not names(tmp_path)
+    handle.remove()
+    run.step()
+    run.save(tmp_path, 2)
 
 
 class Counting(Two):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
+from fxpipe.errors import CheckpointError
 from fxpipe.sharding.plain_optimizer import PlainOptimizer
 
 
@@ -77,6 +78,12 @@ def test_what_is_loaded_into_does_not_matter(tmp_path: Path, name: str, before: 
         losses(run, 10, 11)
     fxpipe.load(tmp_path, *run)
     assert losses(run, 3, 6) == wanted
+
+
+def test_lbfgs_is_refused() -> None:
+    model, _ = made("AdamW")
+    with pytest.raises(CheckpointError, match="LBFGS keeps what it has of all parameters with the first"):
+        PlainOptimizer(model.module, torch.optim.LBFGS(model.parameters())).state_dict()
 
 
 def test_the_names_are_those_of_torchs_helper() -> None:
