@@ -435,7 +435,7 @@ def test_no_table_at_all_is_below_the_lower_bound(graph: Bare, comm: int) -> Non
         assert 0 < results[0].lower_bound <= min(result.makespan for result in results)
 
 
-@pytest.mark.parametrize(("name", "comm"), every(3, list(itertools.product(TINY, [0, 1]))))
+@pytest.mark.parametrize(("name", "comm"), every(5, list(itertools.product(TINY, [0, 1]))))
 def test_no_table_with_halves_is_below_the_lower_bound_be_it_mixed_or_not(name: str, comm: int) -> None:
     graph = TINY[name]
     draw = random.Random(2)

@@ -62,7 +62,7 @@ def microbatch(case: HFCase, number: int = 0) -> Inputs:
 # --- one program: what a tracer captures ---
 
 
-@pytest.mark.parametrize(("name", "tracer"), every(3, list(product(MODELS, ["export", "record"]))))
+@pytest.mark.parametrize(("name", "tracer"), every(5, list(product(MODELS, ["export", "record"]))))
 def test_stages_of_a_captured_program_compute_what_the_model_does(name: str, tracer: str) -> None:
     case = MODELS[name]
     model = case.model().train()
@@ -81,7 +81,7 @@ def test_stages_of_a_captured_program_compute_what_the_model_does(name: str, tra
         assert_same(gradient, gradients[parameter], parameter, case.tolerance)
 
 
-@pytest.mark.parametrize("name", every(3, list(MODELS)))
+@pytest.mark.parametrize("name", every(5, list(MODELS)))
 def test_evaluation_gives_the_logits(name: str) -> None:
     case = MODELS[name]
     model = case.model()
@@ -145,7 +145,7 @@ def drop_what_is_only_rounding(run: Run) -> None:
                 tensor.zero_()
 
 
-@pytest.mark.parametrize("name", every(4, list(MODELS)))
+@pytest.mark.parametrize("name", every(6, list(MODELS)))
 def test_two_steps_on_four_processes_equal_plain_pytorch(name: str, pool: Pool) -> None:
     case = MODELS[name]
     assert_trained(pool.run(train_model, name, {}, ranks=case.ranks, seconds=SECONDS), case)

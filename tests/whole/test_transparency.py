@@ -64,7 +64,7 @@ def train_case(name: str, options: Mapping[str, Any]) -> Run:
 # --- three steps, every model, every engine ---
 
 
-@pytest.mark.parametrize(("name", "of"), every(3, list(product(CASES, ENGINES))))
+@pytest.mark.parametrize(("name", "of"), every(4, list(product(CASES, ENGINES))))
 def test_three_steps_equal_plain_pytorch(name: str, of: str, request: pytest.FixtureRequest) -> None:
     case, engine = CASES[name], engine_of(of, lambda: request.getfixturevalue("pool"))
     runs = engine(case.ranks, train_case, name, {})
