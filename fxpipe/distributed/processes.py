@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from fxpipe.distributed.stores import job_store, restarted_store
 from fxpipe.distributed.topology import served_device_type
 from fxpipe.distributed.watch import watch
 from fxpipe.errors import RunError, TopologyError
+from fxpipe.kinds import is_number
 
 TIMEOUT = 300.0
 """Seconds that a wait may take, unless the user says otherwise."""
@@ -83,8 +83,7 @@ def init(timeout: float = TIMEOUT) -> torch.device:
 
 def check_timeout(timeout: float) -> None:
     """RunError where it is no number of seconds."""
-    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout < MAX_SECONDS:
+    if not is_number(timeout) or not 0 < timeout < MAX_SECONDS:
         raise RunError(f"timeout is {timeout!r}; write a number of seconds, such as timeout=300")
 
 

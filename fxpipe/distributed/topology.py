@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tabulate import tabulate
 
 from fxpipe.errors import TopologyError, nearest
-from fxpipe.kinds import is_flag, shown
+from fxpipe.kinds import MOST_ACTIONS, is_flag, shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,8 +31,6 @@ ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "
 # No axis, but a group: the ranks that work on one replica's data.
 MODEL = "model"
 
-MOST_RANKS = 1_000_000
-"""What can still be listed: a slip of the hand must not eat the machine."""
 
 # How many ranks of a group a printed row shows, and how many characters of groups.
 _SHOWN_RANKS = 8
@@ -66,8 +64,8 @@ class Topology:
         self._sizes = tuple(size for _, size in self._axes)
         self._index = {ROLES[name]: index for index, (name, _) in enumerate(self._axes)}
         self._world_size = math.prod(self._sizes)
-        if self._world_size > MOST_RANKS:
-            raise TopologyError(f"{self._shape()} is too large: write sizes whose product is at most {MOST_RANKS:,}")
+        if self._world_size > MOST_ACTIONS:
+            raise TopologyError(f"{self._shape()} is too large: write sizes whose product is at most {MOST_ACTIONS:,}")
         self._ranks_per_node = None if ranks_per_node is None else self._checked_node(ranks_per_node)
         self._live: _Live | None = None
         self._has_sampler = False

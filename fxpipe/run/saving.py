@@ -33,7 +33,7 @@ from fxpipe.errors import CheckpointError, told
 from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.lock import FolderLock
-from fxpipe.parameters.saving.manifest import Manifest, Written, written_of
+from fxpipe.parameters.saving.manifest import Manifest, write_text, written_of
 from fxpipe.parameters.saving.plain import PLAIN as KINDS
 from fxpipe.parameters.saving.writer import RankPlan, RankShare
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
@@ -355,7 +355,8 @@ class _Job:
         assert self._share is not None
         target = self.target
         files = self._share.finish(target.partial, messages)
-        files[STATE] = _write_text(target.partial / STATE, self.state)
+        write_text(target.partial / STATE, self.state)
+        files[STATE] = written_of(target.partial / STATE)
         saved_at = time.strftime("%Y-%m-%d %H:%M:%S%z")
         versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
         manifest = Manifest(target.step, target.number, saved_at, target.run, self.axes, versions, files)
@@ -381,14 +382,6 @@ def _on_thread(later: _Later, job: _Job, gathering: Gathering, device: torch.dev
     else:
         later.lock = None
         later.set_result(path)
-
-
-def _write_text(path: Path, text: str) -> Written:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return written_of(path)
 
 
 def _state_file(everyone: Sequence[Any]) -> str:

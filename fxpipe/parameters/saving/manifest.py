@@ -49,10 +49,7 @@ class Manifest:
         """Writes it, behind everything else, and waits until it is on the disk."""
         content = asdict(self)
         text = json.dumps({"format": FORMAT, "crc32": _crc_of(content), "checkpoint": content}, indent=1)
-        with (folder / MANIFEST).open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_text(folder / MANIFEST, text)
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -105,6 +102,14 @@ class Manifest:
                 f"{folder / name} was altered: the crc32 from byte {place * PIECE} on is {found:08x}, and its manifest "
                 f"expects {wanted:08x}"
             )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, and waits until it is on the disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def written_of(path: Path) -> Written:
