@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -43,6 +44,8 @@ SLOW = """
 """
 """What takes seconds: folders, files and beginnings of tests' names, from ``tests/`` on."""
 
+os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
+"""torch asks for the name of each address that it connects to: 5 s wherever a name server does not answer."""
 torch.set_num_threads(1)  # thread counts change bits
 torch.manual_seed(0)  # for what test modules make when they are imported
 

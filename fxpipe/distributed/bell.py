@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 
+_NO_SIGNAL = b"\0"
+
 
 class Bell:
     """Rings for each signal that has a handler in Python. Of a process whose main thread has made it."""
@@ -28,7 +30,7 @@ class Bell:
             self._never.wait(self._seconds)
             return False
         try:
-            rung = self._ends[0].recv(64)
+            rung = self._ends[0].recv(64).replace(_NO_SIGNAL, b"")
         except TimeoutError:
             return False
         except OSError:  # closed as this process ends
@@ -38,6 +40,13 @@ class Bell:
             with contextlib.suppress(OSError):
                 os.write(self._before, rung)
         return signal.SIGINT in rung and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def ring(self) -> None:
+        """Ends a wait at once, from any thread."""
+        self._never.set()
+        if self._ends is not None:
+            with contextlib.suppress(OSError):
+                self._ends[1].send(_NO_SIGNAL)
 
     def close(self) -> None:
         """Signals go where they went before."""

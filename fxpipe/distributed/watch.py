@@ -171,6 +171,7 @@ class WorldWatch:
         self._left = True
         self._stopping.set()
         self._post.stop()
+        self._bell.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * PERIOD)
         self._bell.close()

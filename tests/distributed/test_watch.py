@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed import watch as watching
+from fxpipe.distributed.bell import Bell
 from fxpipe.distributed.process_state import ProcessId, state_of, this_process
 from fxpipe.distributed.watch import WorldWatch
 from fxpipe.distributed.whereabouts import Call, announced, first_difference, here
@@ -300,6 +301,27 @@ def test_a_waiting_rank_hears_ctrl_c(pool: Pool, in_a_message: bool) -> None:
     other, text = pool.run(interrupted, in_a_message, ranks=2)
     assert text == "interrupted"
     assert other.startswith("another rank failed: rank 1 (pipe 1): KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("in_main", [True, False])
+def test_a_bell_that_is_rung_ends_a_wait_for_signals(in_main: bool) -> None:
+    """So that no process that ends or joins another world waits out the watch's period."""
+    bells = [Bell(600)] if in_main else []
+    made = threading.Event()
+
+    def wait() -> None:
+        bells.extend([] if in_main else [Bell(600)])
+        made.set()
+        heard.append(bells[0].hears_ctrl_c())
+
+    heard: list[bool] = []
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    assert made.wait(60)
+    bells[0].ring()
+    waiting.join(60)
+    bells[0].close()
+    assert heard == [False]
 
 
 # --- between calls
