@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 SECONDS = 120.0  # for a call, once its workers have started; with what follows, less than a test's own limit
 START_SECONDS = 100.0  # for a worker to import torch
-SLOW_TO_IMPORT = ["tests.hf"]  # transformers: a second in each worker
+SLOW_TO_IMPORT = {"tests.hf": "tests.preloaded_hf"}  # transformers: two seconds in each worker
 RARELY = 10_000
 """Objects made until Python looks for garbage; 700 by default."""
 _FOR_STACKS = 2.0
@@ -140,7 +140,8 @@ class Pool:
 def forking() -> ForkServerContext:
     """Processes like spawned ones, forked from a server that has imported torch, fxpipe and what tests here have."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded", *(name for name in SLOW_TO_IMPORT if name in sys.modules)])
+    slow = [preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules]
+    context.set_forkserver_preload(["tests.preloaded", *slow])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by OpenMP when the server imports torch
     return context
 

@@ -8,9 +8,10 @@ import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-import torch.export  # noqa: F401
+import torch.export
 
 import fxpipe
 
 for name in fxpipe.__all__:
     getattr(fxpipe, name)
+torch.export.export(torch.nn.Identity(), (torch.ones(1),))  # imports what it works with
