@@ -4,9 +4,11 @@ None of it starts a thread or draws a number.
 """
 
 import torch._dynamo
+import torch.distributed.algorithms._checkpoint.checkpoint_wrapper
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
+import torch.distributed.optim
 import torch.distributed.tensor.parallel
 import torch.export
 
