@@ -17,6 +17,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
 from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
+from tests.thinned import pairwise as pairwise_of
 from tests.work import steps
 
 GRAPHS: dict[str, Bare] = {
@@ -44,7 +45,12 @@ GRAPHS: dict[str, Bare] = {
 }
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 every_graph = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
-microbatch_counts = pytest.mark.parametrize("m", [1, 2, 8])
+TABLES = list(SCHEDULES), list(GRAPHS), [1, 2, 8]
+every_table = pytest.mark.parametrize(
+    ("name", "graph", "m"),
+    [pytest.param(name, GRAPHS[kind], m, id=f"{name}-{kind}-{m}") for name, kind, m in pairwise_of(*TABLES)],
+)
+"""Every schedule of every graph, and both with every number of micro-batches."""
 
 
 def backward_ops(name: str) -> tuple[Op, ...]:
@@ -55,9 +61,7 @@ def backward_ops(name: str) -> tuple[Op, ...]:
 # --- every schedule, every graph ---
 
 
-@every_schedule
-@every_graph
-@microbatch_counts
+@every_table
 def test_every_action_stands_once_on_the_rank_of_its_stage(name: str, graph: Bare, m: int) -> None:
     found = Counter((rank, action) for rank, row in enumerate(graph.build(name, m).rows) for action in row)
     wanted = Counter(
@@ -70,9 +74,7 @@ def test_every_action_stands_once_on_the_rank_of_its_stage(name: str, graph: Bar
     assert found == wanted
 
 
-@every_schedule
-@every_graph
-@microbatch_counts
+@every_table
 def test_dependencies_hold_in_simulated_time(name: str, graph: Bare, m: int) -> None:
     schedule = graph.build(name, m)
     forward = [1 + stage % 3 for stage in range(graph.stages)]
@@ -90,13 +92,11 @@ def test_dependencies_hold_in_simulated_time(name: str, graph: Bare, m: int) -> 
             assert spans[first].end <= spans[second].start
 
 
-@every_schedule
-@every_graph
-@microbatch_counts
-@pytest.mark.parametrize(("forward", "backward", "comm"), [(1, 2, 0), (3, 1, 0), (1, 2, 0.25)])
+@pytest.mark.parametrize(("name", "kind", "m", "costs"), pairwise_of(*TABLES, [(1, 2, 0), (3, 1, 0), (1, 2, 0.25)]))
 def test_the_makespan_is_no_less_than_the_lower_bound(
-    name: str, graph: Bare, m: int, forward: float, backward: float, comm: float
+    name: str, kind: str, m: int, costs: tuple[float, float, float]
 ) -> None:
+    graph, (forward, backward, comm) = GRAPHS[kind], costs
     result = graph.build(name, m).simulate(forward, backward, comm=comm)
     work = [0.0] * graph.ranks
     for stage, rank in enumerate(graph.placement):
@@ -114,9 +114,7 @@ def test_backwards_run_in_micro_batch_order_so_that_gradients_add_up_in_it(name:
                 assert order == sorted(order)
 
 
-@every_schedule
-@every_graph
-@microbatch_counts
+@every_table
 def test_the_table_is_verified_again_after_it_was_built(name: str, graph: Bare, m: int) -> None:
     schedule = graph.build(name, m)
     schedule.verify()
@@ -126,9 +124,7 @@ def test_the_table_is_verified_again_after_it_was_built(name: str, graph: Bare, 
         Schedule(shorter, schedule.edges, schedule.placement, schedule.backward, m).verify()
 
 
-@every_schedule
-@every_graph
-@microbatch_counts
+@every_table
 def test_the_peak_is_the_most_forwards_that_wait_for_their_backward(name: str, graph: Bare, m: int) -> None:
     schedule = graph.build(name, m)
     result, last = schedule.simulate(), backward_ops(name)[-1]

@@ -266,7 +266,7 @@ LONG: dict[str, tuple[Bare, int]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name", "width"), every(3, list(product(LONG, SCHEDULES, [44, 80, 120, 300]))))
+@pytest.mark.parametrize(("kind", "name", "width"), every(7, list(product(LONG, SCHEDULES, [44, 80, 120, 300]))))
 def test_what_is_shown_and_what_is_left_out_are_the_whole_table(
     kind: str, name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
