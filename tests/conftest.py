@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.pool import RARELY, Pool
+from tests.scripts import Scripts
 
 SLOW = """
     distributed/test_launch.py
@@ -73,6 +75,16 @@ def pool() -> Iterator[Pool]:
         yield workers
     finally:
         workers.close()
+
+
+@pytest.fixture(scope="session")
+def scripts() -> Iterator[Scripts]:
+    """``scripts.run(arguments, folder)``: what a Python program prints, run in a process of its own."""
+    server = Scripts(PYTHONPATH=str(Path(__file__).parents[1]), OMP_NUM_THREADS="1", COLUMNS="120")
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import fxpipe
-from fxpipe.distributed.launch import launch
 from fxpipe.distributed.topology import ROLES, Topology
 from fxpipe.errors import TopologyError
 from tests.pool import Pool
@@ -389,6 +388,8 @@ def facts(topo: Topology, meeting: str) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+    fxpipe.init()
+
     def summed(axis: str) -> float:
         total = torch.tensor(float(10 ** dist.get_rank()))
         dist.all_reduce(total, group=topo.group(axis))
@@ -419,16 +420,16 @@ def facts(topo: Topology, meeting: str) -> dict[str, Any]:
     first, rank = topo.mesh, dist.get_rank()
     dist.destroy_process_group()
     result["stale"] = refusal(lambda: topo.mesh)
-    # In a place of its own: the launch's store still holds the first group's addresses.
+    # In a place of its own: the pool's store still holds the first group's addresses.
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=4)
     result["restarted"] = topo.mesh is not first and summed("data")
     return result
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     meeting = (tmp_path_factory.mktemp("four") / "meeting").as_uri()
-    return launch(facts, 4, Topology([("pipe", 2), ("data", 2)]), meeting)
+    return pool.run(facts, Topology([("pipe", 2), ("data", 2)]), meeting)
 
 
 def test_the_mesh_has_the_axes_of_the_topology(four: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.initialise import reset_parameters
 from fxpipe.parameters.materialise import check_no_meta, materialise, weights_of
 from fxpipe.parameters.weights import Weights
+from tests.pool import Pool
 from tests.thinned import every
 
 CPU = torch.device("cpu")
@@ -485,4 +486,9 @@ def test_a_rank_needs_little_more_memory_than_what_it_holds(kind: str, rank: int
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_compile_needs_little_more_memory_than_what_each_rank_holds(tmp_path: Path) -> None:
     torch.save(Wide(3840).state_dict(), tmp_path / "weights.pt")
-    assert max(fxpipe.launch(memory_of_compile, 4, str(tmp_path))) <= 1.3
+    fresh = Pool()  # whose peaks are no earlier test's
+    try:
+        needed = fresh.run(memory_of_compile, str(tmp_path))
+    finally:
+        fresh.close()
+    assert 0.9 < min(needed) <= max(needed) <= 1.3

@@ -585,6 +585,7 @@ def built(name: str, inline: bool) -> Model:
 Step = tuple[Tensor, dict[str, Tensor | None]]
 
 
+@functools.cache
 def plain(name: str, inline: bool = False) -> list[Step]:
     """The loss and the gradients of each step in plain PyTorch."""
     model = built(name, inline)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,6 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 complete = [
     page for page in PAGES if not page.with_suffix(".py").exists()
 ]  # others show pieces of a script, test_loops
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[Scripts]:
-    server = Scripts(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", COLUMNS="120")
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 def blocks(page: Path, language: str) -> list[str]:
