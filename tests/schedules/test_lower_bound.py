@@ -20,6 +20,7 @@ from tests.graphs import WORKED, Bare, Pairs, bare, branches, chain, random_bare
 from tests.thinned import ALL, every
 
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+SEEDS = 400 if ALL else 150  # random graphs for a property
 
 
 def random_costs(stages: int, draw: random.Random) -> Costs:
@@ -99,7 +100,7 @@ def most_held(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
 
 def test_greedy_never_holds_more_than_in_flight_allows() -> None:
     reached = 0
-    for seed in range(400):
+    for seed in range(SEEDS):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 4 == 0)
         costs = random_costs(graph.stages, draw)
@@ -107,12 +108,12 @@ def test_greedy_never_holds_more_than_in_flight_allows() -> None:
         peaks = build_with("greedy", graph, 6, costs, in_flight=limits).simulate(costs).peak_in_flight
         assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
         reached += any(peak == limit > 1 for peak, limit in zip(peaks, limits, strict=True))
-    assert reached > 50  # it does use what it may, where that helps
+    assert reached > SEEDS // 8  # it does use what it may, where that helps
 
 
 def test_greedy_never_holds_more_than_memory_allows_or_says_that_it_cannot() -> None:
     refused = 0
-    for seed in range(400):
+    for seed in range(SEEDS):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 4 == 0)
         sizes = [draw.choice([0, 1, 10, 100]) for _ in range(graph.stages)]
@@ -129,7 +130,7 @@ def test_greedy_never_holds_more_than_memory_allows_or_says_that_it_cannot() -> 
         schedule = build_with("greedy", graph, 6, costs, memory=memory)
         assert all(held <= has for held, has in zip(most_held(schedule, sizes), memory, strict=True))
         assert schedule.simulate(costs).peak_bytes == tuple(most_held(schedule, sizes))
-    assert 50 < refused < 350
+    assert SEEDS // 8 < refused < 7 * SEEDS // 8
 
 
 def test_one_limit_holds_for_every_stage_or_every_rank() -> None:
@@ -179,7 +180,7 @@ def test_limits_that_cannot_be_kept_are_refused_with_the_values(options: dict[st
 
 def test_greedy_is_no_longer_than_1f1b_with_as_many_in_flight() -> None:
     shorter = 0
-    for seed in range(500):
+    for seed in range(SEEDS):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 4 == 0)
         costs, m = random_costs(graph.stages, draw), draw.choice([2, 5, 8])
@@ -189,7 +190,7 @@ def test_greedy_is_no_longer_than_1f1b_with_as_many_in_flight() -> None:
         assert listed.makespan <= usual.makespan + 1e-9
         assert all(peak <= min(m, cap) for peak, cap in zip(listed.peak_in_flight, depth, strict=True))
         shorter += listed.makespan < usual.makespan - 1e-9
-    assert shorter > 50
+    assert shorter > SEEDS // 10
 
 
 def test_greedy_hides_a_latency_of_a_quarter_of_a_forward_with_one_micro_batch_more() -> None:
@@ -271,7 +272,7 @@ def test_no_more_are_in_flight_than_there_are_micro_batches_however_far_a_hop() 
 
 def test_a_limit_that_is_an_exact_sum_is_kept() -> None:
     """0.1 + 0.3 + 0.7 is 1.1 in decimals, and not in binary: room for one or two micro-batches a stage will do."""
-    for seed in range(500):
+    for seed in range(SEEDS):
         draw = random.Random(seed)
         graph = random_bare(seed)
         sizes = [draw.choice([0.1, 0.3, 0.7, 1.1]) for _ in range(graph.stages)]
@@ -290,13 +291,13 @@ def test_a_limit_that_is_an_exact_sum_is_kept() -> None:
 def test_interleaved_is_never_slower_than_1f1b() -> None:
     """At F = 1 and B = 2, on whatever graph and placement."""
     faster = 0
-    for seed in range(400):
+    for seed in range(SEEDS):
         graph = random_bare(seed, frozen=seed % 4 == 0)
         m = [1, 2, 4, 8, 16][seed % 5]
         interleaved, usual = (graph.build(name, m).simulate().makespan for name in ("interleaved_1f1b", "1f1b"))
         assert interleaved <= usual
         faster += interleaved < usual
-    assert faster > 20
+    assert faster > SEEDS // 20
 
 
 @pytest.mark.parametrize(
