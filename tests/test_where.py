@@ -17,13 +17,13 @@ compiler: options whole/transparency
 kinds: whole/wrong_inputs options
 torch_compat: imports
 distributed/broadcast: sharding/reducer
-distributed/bell: distributed/watch
 distributed/last_words: distributed/watch
 distributed/others: distributed/watch
 distributed/post: distributed/watch
 distributed/preflight: distributed/watch
 distributed/process_state: distributed/watch
 distributed/whereabouts: distributed/watch
+run/settings: distributed/watch
 distributed/connect: distributed/strict_transport distributed/torch_transport
 distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline

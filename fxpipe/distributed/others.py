@@ -71,16 +71,20 @@ class Others:
                 mine, theirs = differing
                 alike = {other: _call_like(mine, calls, self.rank) for other, calls in made.items()}
                 names = {other: call.name for other, call in alike.items() if call is not None}
-                return Ending(self.rank, False, self._apart({**names, self.rank: mine.name, rank: theirs.name}), ())
+                return Ending(self.rank, False, self.apart({**names, self.rank: mine.name, rank: theirs.name}), ())
         return None
 
-    def _apart(self, calls: dict[int, str]) -> str:
+    def apart(self, calls: dict[int, str]) -> str:
+        """Ranks that are in different calls, in words."""
         ranks: dict[str, list[int]] = {}
         for rank, name in sorted(calls.items()):
             ranks.setdefault(name, []).append(rank)
         told = [f"{_listed([self.named(rank) for rank in some])} in {name}" for name, some in ranks.items()]
         told[0] = told[0].replace(" in ", " is in " if len(ranks[next(iter(ranks))]) == 1 else " are in ", 1)
-        return f"{', '.join(told)}; all ranks must make the same calls of fxpipe, in one order"
+        return (
+            f"{', '.join(told)}; all ranks must make the same calls of fxpipe, in one order: none under "
+            "`if rank == 0`, and as many on each, as with topo.sampler(dataset), which gives all replicas as many rows"
+        )
 
     def late(self, waiting: Waiting) -> list[int]:
         """The ranks that are waited for; of a group those that have not come."""

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -30,11 +31,11 @@ from fxpipe.distributed.collective import (
     Work,
 )
 from fxpipe.distributed.post import Ending, failed
-from fxpipe.distributed.preflight import compare_facts, facts_of
+from fxpipe.distributed.preflight import compare_facts, difference, facts_of
 from fxpipe.distributed.topology import Topology, served_device_type
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
-from fxpipe.distributed.whereabouts import here
+from fxpipe.distributed.whereabouts import are_apart, entered, here
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, reduce_scatter_single
@@ -43,7 +44,10 @@ NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 class _OnItsWay:
-    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for."""
+    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for.
+
+    gloo can only be waited for, inside of torch, where Python handles no signal: a thread does that.
+    """
 
     __slots__ = ("_home", "_peer", "_sends", "_work", "since")
 
@@ -56,11 +60,27 @@ class _OnItsWay:
         self.since = time.monotonic()
         here.waiting = self
         try:
-            self._work.wait(*self._home.for_good)
+            if self._home.for_good:
+                self._home.aside(partial(self._work.wait, *self._home.for_good), self._look_up)
+            else:
+                self._work.wait()
         except RuntimeError as error:
             raise PeerLost(self.words(), self.ranks, error) from None
+        except BaseException:  # of the look-up, or of a signal's handler
+            self._break()
+            raise
         finally:
             here.waiting = self._work = None
+
+    def _look_up(self) -> None:
+        if self._home.is_over:
+            raise PeerLost(self.words(), self.ranks)
+
+    def _break(self) -> None:
+        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait(_AT_ONCE)
 
     # for the watch
 
@@ -83,16 +103,9 @@ class _OnItsWay:
         awaited = here.awaited
         return f"{awaited() if awaited is not None else 'a message'} from {name}"
 
-    def end(self) -> None:
-        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
-        work = self._work
-        if work is not None and self._home.for_good:
-            with contextlib.suppress(RuntimeError):
-                work.wait(_AT_ONCE)
-
 
 class _Slices:
-    """A wait that looks up by itself whether it is to end."""
+    """A wait in slices."""
 
     def __init__(self, home: DistributedTransport, what: Callable[[], tuple[str, Scope]]) -> None:
         self._home, self._what, self.since = home, what, time.monotonic()
@@ -105,12 +118,8 @@ class _Slices:
     def words(self) -> str:
         return self._what()[0]
 
-    def end(self) -> None:
-        pass
-
     def look_up(self) -> None:
-        """PeerLost where the watch has found that nothing will come."""
-        if self._home.watch.verdict(self.number) is not None:
+        if self._home.is_over:
             raise PeerLost(self.words(), self.ranks)
 
 
@@ -146,7 +155,9 @@ class DistributedTransport:
         self._links: dict[Pair, dist.ProcessGroup] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
-        self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
+        threads = Threads(self._perform, self._waiting)
+        self._beside: Starter = Streams(self._perform) if self._on_cuda else threads
+        self.aside = threads.aside
         _open.add(self)
         try:
             self._meet(topology, options)
@@ -156,6 +167,11 @@ class DistributedTransport:
         except RunError:  # the ranks differ, as all of them know
             self.watch.put_down(self.number)
             raise
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the watch has found that nothing will come, or this rank itself has failed."""
+        return bool(self._closed) or self.watch.verdict(self.number) is not None
 
     def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
         """Waits until all ranks are here, and run the same."""
@@ -251,9 +267,14 @@ class DistributedTransport:
             work.wait()
 
     def _link(self, pair: Pair) -> dist.ProcessGroup:
+        self._check_open()
         if pair not in self._links:
-            raise RunError(self._closed or f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
+            raise RunError(f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
         return self._links[pair]
+
+    def _check_open(self) -> None:
+        if self._closed or not self.watch.is_on():
+            raise RunError(self._closed or "torch.distributed was ended by destroy_process_group(); compile again")
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
         return self._start(dist.isend, buffer, self._ranks["pipe"][pair[1]], self._link(pair))
@@ -283,14 +304,35 @@ class DistributedTransport:
         group = self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return (item,)
-        items = torch.empty(len(self._ranks[scope]), dtype=torch.int64, device="cpu")
-        mine = torch.tensor([item], device="cpu")
+        items = torch.empty(2 * len(self._ranks[scope]), dtype=torch.int64, device="cpu")
+        mine = torch.tensor([entered.mark, item], device="cpu")
         self._together("an all-gather", scope, group, all_gather_single, items, mine)
-        return tuple(items.tolist())
+        marks, *values = items.view(-1, 2).T.tolist()
+        if len(set(marks)) > 1 and are_apart(marks):
+            self._differ(scope, group)
+        return tuple(*values)
+
+    def _differ(self, scope: str, group: dist.ProcessGroup) -> None:
+        """All ranks of the group have seen that they are not in the same call, alike, and tell each other in which."""
+        told = encode_for_all((entered.name, dict(entered.alike.told())))
+        if len(told) > _LONGEST:
+            told = encode_for_all((entered.name, {}))
+        mine = torch.frombuffer(bytearray(told.ljust(_LONGEST)), dtype=torch.uint8)
+        items = torch.empty(len(self._ranks[scope]) * _LONGEST, dtype=torch.uint8, device="cpu")
+        self._together("an all-gather", scope, group, all_gather_single, items, mine)
+        chunks = zip(self._ranks[scope], items.chunk(len(self._ranks[scope])), strict=True)
+        found = {rank: decode(bytes_of(each), f"rank {rank}") for rank, each in chunks}
+        text = self.watch.apart({rank: name for rank, (name, _) in found.items()})
+        if len({name for name, _ in found.values()}) == 1:
+            facts = {rank: alike for rank, (_, alike) in found.items()}
+            text = f"in {entered.name}: {difference(facts, self.watch.named)}; give all ranks the same"
+        self.watch.judge(self.number, Ending(self.rank, False, text, ()))
+        raise PeerLost(f"an all-gather over {scope}")
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
+        self._check_open()
         if scope not in groups:
-            raise RunError(self._closed or f"no group of ranks {scope} is open")
+            raise RunError(f"no group of ranks {scope} is open")
         return groups[scope]
 
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
@@ -423,6 +465,8 @@ def _ends_later() -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+_LONGEST = 2**16
+"""Bytes in which a rank tells others in which call it is."""
 _SLICE = datetime.timedelta(seconds=SLICE_SECONDS)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 

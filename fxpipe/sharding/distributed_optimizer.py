@@ -35,7 +35,14 @@ from fxpipe.sharding.optimizer_state import (
     read_state_dict,
     refuse_torchs_helpers,
 )
-from fxpipe.sharding.parameter_groups import comparable, first_names, options_of, resolve_groups, whole_groups
+from fxpipe.sharding.parameter_groups import (
+    check_replicas,
+    comparable,
+    first_names,
+    options_of,
+    resolve_groups,
+    whole_groups,
+)
 from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
 
 ELEMENTWISE = frozenset(
@@ -153,6 +160,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stepping = False
         self._steppers = {} if steppers is None else steppers
         self._replaced = ""  # a parameter that a later optimizer steps
+        self._given_to_all = {"cls": getattr(_class_of(cls), "__name__", ""), **kw}
         super().__init__(self._resolved(params), {})
         self._targets = self._claim(self.param_groups)
         given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
@@ -168,14 +176,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             groups = resolve_groups(params, self._held, self._all)
             mine = [tuple(self._name_of(entry) for entry in group["params"]) for group in groups]
-            told: Any = [(names, comparable(group)) for names, group in zip(mine, groups, strict=True)]
+            options = [comparable({**self._given_to_all, **group}) for group in groups]
+            told: Any = list(zip(mine, options, strict=True))
         except Exception as error:
             failure, told = error, f"{type(error).__name__}: {error}"
         with announced("optimizer"), self._together():
             everyone = self._transport.gather("pipe", told)
+            replicas = self._transport.gather("data", told)
         if failure is not None:
             raise failure
         names = whole_groups(everyone, list(self._all))
+        check_replicas(replicas)
         if params is not None and not any(names):
             raise RunError(
                 f"params is {shown(params)}, and has no parameter of the model; leave it out for all of them"

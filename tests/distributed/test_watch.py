@@ -76,6 +76,10 @@ def hear(key: str) -> None:
 # --- pre-flight
 
 
+def of_its_own(x: Tensor) -> Tensor:
+    return 2 * x.sum()
+
+
 def given_other_options(rank_one: dict[str, Any]) -> str:
     fxpipe.init()
     return failure_of(lambda: compiled(**(rank_one if dist.get_rank() else {})))
@@ -146,6 +150,79 @@ def one_saves() -> str:
 def test_ranks_in_different_calls_are_named_with_them(pool: Pool) -> None:
     for text in pool.run(one_saves, ranks=2):
         assert "rank 0 (pipe 0) is in state_dict(full=True), rank 1 (pipe 1) in forward_backward, step 1;" in text, text
+
+
+def one_asks_for_the_timeline() -> str:
+    forward_backward = compiled()
+    forward_backward.record_timeline()
+    forward_backward(X)
+    asks = dist.get_rank() == 0
+    return failure_of(lambda: forward_backward.timeline() if asks else forward_backward(X))
+
+
+def test_what_ranks_gather_in_different_calls_is_not_taken_for_one_calls(pool: Pool) -> None:
+    for text in pool.run(one_asks_for_the_timeline, ranks=2):
+        wanted = "rank 0 (pipe 0) is in timeline, rank 1 (pipe 1) in forward_backward, step 1; all ranks must make the"
+        assert text.startswith(wanted), text
+
+
+# --- in one call, with other settings
+
+
+def set_otherwise(change: Callable[[fxpipe.ForwardBackward, torch.optim.Optimizer, int], object]) -> str:
+    forward_backward = compiled()
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    forward_backward(X)
+    change(forward_backward, optimizer, dist.get_rank())
+    return failure_of(lambda: forward_backward(X))
+
+
+def steps_its_scheduler(_: object, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 if rank else 0.05
+
+
+def clips_at_its_norm(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+    forward_backward.clip_grad_norm_(1.0 + rank)
+
+
+def sums_gradients(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+    forward_backward.set_requires_gradient_sync(not rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (steps_its_scheduler, "lr of parameter group 0 is 0.05 on rank 0 (pipe 0), and 0.1 on rank 1 (pipe 1)"),
+        (clips_at_its_norm, "(max_norm, norm_type) of clip_grad_norm_() is (1.0, 2.0) on rank 0 (pipe 0), and (2.0, 2"),
+        (sums_gradients, "set_requires_gradient_sync() is True on rank 0 (pipe 0), and False on rank 1 (pipe 1)"),
+    ],
+)
+def test_what_was_set_on_one_rank_alone_is_told_by_the_next_step(pool: Pool, change: Any, told: str) -> None:
+    for text in pool.run(set_otherwise, change, ranks=2):
+        assert text.startswith(f"in forward_backward, step 1: {told}"), text
+
+
+def without_its_optimizer() -> float:
+    forward_backward = compiled()
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    if dist.get_rank():
+        del optimizer
+    return forward_backward(X).item()
+
+
+def test_a_rank_that_has_let_go_of_its_optimizer_is_compared_with_nobody(pool: Pool) -> None:
+    assert len(set(pool.run(without_its_optimizer, ranks=2))) == 1
+
+
+def with_its_own_optimizer() -> str:
+    forward_backward = compiled(DATA)
+    cls = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
+    return failure_of(lambda: forward_backward.optimizer(cls, lr=0.1))
+
+
+def test_replicas_with_optimizers_of_their_own_are_refused(pool: Pool) -> None:
+    for text in pool.run(with_its_own_optimizer, ranks=2):
+        assert re.match(r"replicas 0 and 1 would make optimizers of their own, .*AdamW.* and .*SGD", text), text
 
 
 A, B = (Call(7, 0, name, None) for name in "ab")
@@ -300,6 +377,65 @@ def test_a_waiting_rank_hears_ctrl_c(pool: Pool, in_a_message: bool) -> None:
     other, text = pool.run(interrupted, in_a_message, ranks=2)
     assert text == "interrupted"
     assert other.startswith("another rank failed: rank 1 (pipe 1): KeyboardInterrupt")
+
+
+def handled() -> str:
+    """A handler of the user's own runs while this rank waits for a message, and what it raises ends the wait."""
+    forward_backward = compiled()
+    forward_backward(X)
+    if dist.get_rank() == 0:
+        forward_backward._exchange.send = lambda *message: hear("handled")  # type: ignore[method-assign]
+        return failure_of(lambda: (forward_backward(X), forward_backward(X)))
+
+    def handle(*_: object) -> None:
+        tell("handled")
+        raise TimeoutError("the job's time is over")
+
+    signal.signal(signal.SIGUSR2, handle)
+
+    def send() -> None:
+        while here.waiting is None or "of stage" not in here.waiting.words():
+            threading.Event().wait(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(TimeoutError) as raised:
+        forward_backward(X)
+    assert raised.value.__context__ is None  # nothing that hides it
+    return "handled"
+
+
+def test_a_waiting_rank_runs_a_signal_handler_of_the_users(pool: Pool) -> None:
+    other, text = pool.run(handled, ranks=2)
+    assert text == "handled"
+    assert other.startswith("another rank failed: rank 1 (pipe 1): TimeoutError: the job's time is over")
+
+
+def given_another_model() -> str:
+    fxpipe.init()
+    model = Two()
+    if dist.get_rank():
+        model.two.bias = None
+    return failure_of(lambda: fxpipe.compile(model, PIPE, microbatches=2)(X))
+
+
+def frozen_on_one_rank() -> str:
+    forward_backward = compiled()
+    forward_backward(X)
+    forward_backward._planner.module.two.weight.requires_grad_(not dist.get_rank())
+    return failure_of(lambda: forward_backward(X))
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [
+        (given_another_model, "have models of their own, of 3 modules with 4 parameters and 3 modules with 3 param"),
+        (frozen_on_one_rank, "differ in the requires_grad of 'two.weight', True and False; set it on every rank alike"),
+    ],
+)
+def test_how_models_differ_is_told(pool: Pool, rank: Callable[[], str], told: str) -> None:
+    for text in pool.run(rank, ranks=2):
+        assert text.startswith(f"rank 0 (pipe 0) and rank 1 (pipe 1) {told}"), text
 
 
 # --- between calls
