@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 TABLE = """
 compiler: options whole/transparency
+in_words: options distributed/watch
 kinds: whole/wrong_inputs options
 torch_compat: imports
 distributed/broadcast: sharding/reducer
