@@ -30,7 +30,7 @@ def _function(value: Callable[..., Any]) -> str:
     name = getattr(value, "__qualname__", type(value).__qualname__).rpartition("<locals>.")[2]
     runs = value if isinstance(value, type) else getattr(value, "forward", value)
     called = (vars(cls).get("__call__") for cls in type(runs).__mro__)
-    code = next((one.__code__ for one in (runs, *called) if hasattr(one, "__code__")), None)
+    code: CodeType | None = next(filter(None, (getattr(one, "__code__", None) for one in (runs, *called))), None)
     return f"{name}, code {_digest(code)}," if code is not None else name
 
 

@@ -15,18 +15,21 @@ _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 
 
 def settings(sync: bool, clipped: Any, optimizers: Sequence[DistributedOptimizer | None]) -> Alike:
-    """Compared by ranks that still have all their ``optimizers``: one without parameters may have dropped its own.
+    """Compared by ranks that have and step all ``optimizers``: one without parameters may have dropped its own.
 
     ``sync``: whether the step sums gradients over replicas. ``clipped``: what gradients were clipped with last.
     """
-    if None in optimizers:
+    own = [optimizer for optimizer in optimizers if optimizer is not None and optimizer.steps_here]
+    if len(own) < len(optimizers):
         return NOTHING
-    groups = [group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups]
-    found = (sync, clipped, *(_plain(group.get(key)) for group in groups for key in _SCHEDULED))
+    groups = [group for optimizer in own for group in optimizer.param_groups]
+    steps = [optimizer.steps for optimizer in own]
+    found = (sync, clipped, *steps, *(_plain(group.get(key)) for group in groups for key in _SCHEDULED))
 
     def told() -> Mapping[str, str]:
         places = [f"{key} of parameter group {place}" for place in range(len(groups)) for key in _SCHEDULED]
-        names = ("set_requires_gradient_sync()", "(max_norm, norm_type) of clip_grad_norm_()", *places)
+        made = ["the number of calls of optimizer.step()" + f" of optimizer {n}" * bool(n) for n in range(len(own))]
+        names = ("set_requires_gradient_sync()", "(max_norm, norm_type) of clip_grad_norm_()", *made, *places)
         return {name: repr(value) for name, value in zip(names, found, strict=True)}
 
     return Alike(zlib.crc32(repr(found).encode()) >> 1 or 1, told)

@@ -68,6 +68,8 @@ class Steps:
         leads = not any(number for axis, number in place.items() if axis not in ("pipe", "data"))
         self.watch = Watch(transport, options.error_if_nonfinite, leads)
         self.recorder = TimelineRecorder(transport, state.device)
+        number = transport.number
+        self._which = f", of compile {number}" if number > 1 else ""
         self.sync = True
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
@@ -81,7 +83,7 @@ class Steps:
 
         ``alike``: what they must have beside the batch.
         """
-        with announced(f"forward_backward, step {self.number}", alike=alike):
+        with announced(f"forward_backward, step {self.number}{self._which}", alike=alike):
             return self._train(calls, split_evenly)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
@@ -105,7 +107,7 @@ class Steps:
 
     def evaluate(self, call: Call, everywhere: bool) -> Any:
         """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
-        with _in_eval_mode(self._module), announced(_evaluate(self.number, everywhere)):
+        with _in_eval_mode(self._module), announced(_evaluate(self.number, everywhere) + self._which):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")

@@ -103,8 +103,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     A parameter that nobody used has no gradient, and stays as it is. With ``precision`` a step for which any rank's
     gradient has an inf or nan is skipped on all ranks, whichever optimizer the gradient belongs to; ``skipped_steps``
-    counts them, and rank 0 warns of the first and, where that is known, of why. ``zero_grad(set_to_none=False)`` sets
-    to None all the same where gradients are sharded.
+    counts them (``steps`` all calls of ``step``), and rank 0 warns of the first and, where that is known, of why.
+    ``zero_grad(set_to_none=False)`` sets to None all the same where gradients are sharded.
 
     Args:
         params: as in :func:`fxpipe.sharding.parameter_groups.resolve_groups`; None for all.
@@ -156,7 +156,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
-        self._steps = self.skipped_steps = 0
+        self.steps = self.skipped_steps = 0
         self.stepping = False
         self._steppers = {} if steppers is None else steppers
         self._replaced = ""  # a parameter that a later optimizer steps
@@ -274,6 +274,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _flat(self) -> list[Target]:
         return [target for group in self._targets for target in group]
 
+    @property
+    def steps_here(self) -> bool:
+        """Whether this rank steps anything."""
+        return any(self._targets)
+
     # stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -292,7 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{self._replaced} is stepped by an optimizer that was made after this one; step that one, or give "
                 "each of them parameters of its own"
             )
-        number, self._steps = self._steps, self._steps + 1
+        number, self.steps = self.steps, self.steps + 1
         with torch.no_grad(), self._announced(), self._together(), self._under_way():
             broken = self._broken_ranks() if self._precision is not None else ()
             if broken:

@@ -136,9 +136,9 @@ def without_one_step() -> str:
 
 
 def test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline(pool: Pool) -> None:
-    zero, one = "rank 0 (data 0) is in forward_backward, step 2", "rank 1 (data 1) in optimizer.step"
+    told = "the number of calls of optimizer.step() is 1 on rank 0 (data 0), and 2 on rank 1 (data 1)"
     for text in pool.run(without_one_step, ranks=2):
-        assert text.startswith(f"{zero}, {one}; all ranks must make the same calls of fxpipe, in one order"), text
+        assert text.startswith(f"in forward_backward, step 2: {told}"), text
 
 
 def one_saves() -> str:
@@ -151,6 +151,17 @@ def one_saves() -> str:
 def test_ranks_in_different_calls_are_named_with_them(pool: Pool) -> None:
     for text in pool.run(one_saves, ranks=2):
         assert "rank 0 (pipe 0) is in state_dict(full=True), rank 1 (pipe 1) in forward_backward, step 1;" in text, text
+
+
+def one_calls_the_other_model() -> str:
+    both = [compiled(), compiled()]
+    return failure_of(lambda: both[dist.get_rank()](X))
+
+
+def test_ranks_that_call_two_models_in_different_orders_are_named_with_them(pool: Pool) -> None:
+    for text in pool.run(one_calls_the_other_model, ranks=2):
+        zero, one = "rank 0 (pipe 0) is in forward_backward, step 0", "rank 1 (pipe 1) in forward_backward, step 0"
+        assert text.startswith(f"{zero}, {one}, of compile 2; all ranks must make the same calls of fxpipe"), text
 
 
 def one_asks_for_the_timeline() -> str:
@@ -190,11 +201,17 @@ def sums_gradients(forward_backward: fxpipe.ForwardBackward, _: object, rank: in
     forward_backward.set_requires_gradient_sync(not rank)
 
 
+def steps(_: object, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 0:
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (steps_its_scheduler, "lr of parameter group 0 is 0.05 on rank 0 (pipe 0), and 0.1 on rank 1 (pipe 1)"),
         (clips_at_its_norm, "(max_norm, norm_type) of clip_grad_norm_() is (1.0, 2.0) on rank 0 (pipe 0), and (2.0, 2"),
+        (steps, "the number of calls of optimizer.step() is 1 on rank 0 (pipe 0), and 0 on rank 1 (pipe 1); give all"),
         (sums_gradients, "set_requires_gradient_sync() is True on rank 0 (pipe 0), and False on rank 1 (pipe 1)"),
     ],
 )
