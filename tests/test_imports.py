@@ -53,7 +53,7 @@ MAY_NAME_IT_TOO = {
     "fxpipe/parameters/dtensors.py",
     *(f"fxpipe/parameters/saving/{name}.py" for name in ("metadata", "reader", "writer")),
 }
-PYTHONS = set("_replace _fields _getframe _exit _SubParsersAction".split())
+PYTHONS = set("_replace _fields _getframe _current_frames _exit _SubParsersAction".split())
 """Private by their form; what Python's documentation names."""
 
 

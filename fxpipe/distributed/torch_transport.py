@@ -314,18 +314,18 @@ class DistributedTransport:
 
     def _differ(self, scope: str, group: dist.ProcessGroup) -> None:
         """All ranks of the group have seen that they are not in the same call, alike, and tell each other in which."""
-        told = encode_for_all((entered.name, dict(entered.alike.told())))
+        told = encode_for_all((entered.name, dict(entered.alike.told()), here.handling))
         if len(told) > _LONGEST:
-            told = encode_for_all((entered.name, {}))
+            told = encode_for_all((entered.name, {}, here.handling))
         mine = torch.frombuffer(bytearray(told.ljust(_LONGEST)), dtype=torch.uint8)
         items = torch.empty(len(self._ranks[scope]) * _LONGEST, dtype=torch.uint8, device="cpu")
         self._together("an all-gather", scope, group, all_gather_single, items, mine)
         chunks = zip(self._ranks[scope], items.chunk(len(self._ranks[scope])), strict=True)
         found = {rank: decode(bytes_of(each), f"rank {rank}") for rank, each in chunks}
-        text = self.watch.apart({rank: name for rank, (name, _) in found.items()})
-        if len({name for name, _ in found.values()}) == 1:
-            facts = {rank: alike for rank, (_, alike) in found.items()}
-            text = f"in {entered.name}: {difference(facts, self.watch.named)}; give all ranks the same"
+        names, facts, notes = ({rank: told[part] for rank, told in found.items()} for part in range(3))
+        text = f"in {entered.name}: {difference(facts, self.watch.named)}; give all ranks the same"
+        if len(set(names.values())) > 1:
+            text = self.watch.apart(names, notes)
         self.watch.judge(self.number, Ending(self.rank, False, text, ()))
         raise PeerLost(f"an all-gather over {scope}")
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from fxpipe.distributed.others import Others
 from fxpipe.distributed.post import ENDED, PERIOD, Ending, Post, Report, failed
 from fxpipe.distributed.process_state import this_process
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.whereabouts import Waiting, here
+from fxpipe.distributed.whereabouts import Waiting, here, users_line
 from fxpipe.torch_compat import default_store
 
 LOOK_AFTER = 1.0
@@ -63,9 +63,9 @@ class WorldWatch:
         """A rank with its coordinates: "rank 3 (pipe 1, data 1)"."""
         return self._others.named(rank)
 
-    def apart(self, calls: dict[int, str]) -> str:
+    def apart(self, calls: Mapping[int, str], notes: Mapping[int, str]) -> str:
         """Ranks that are in different calls, in words."""
-        return self._others.apart(calls)
+        return self._others.apart(calls, notes)
 
     def take_up(self, number: int, topology: Topology) -> None:
         """A transport of that number begins, with ranks that lie so."""
@@ -157,9 +157,10 @@ class WorldWatch:
             return
         self._written.add(told.text)
         now = time.monotonic()
+        notes = self._state().noted
         lines = [f"{now - at:10.3f} s ago  {what}" for at, what in list(here.trail)]
         head = f"{self.named(self.rank)} {self._state().where}, as this was told: {told.text}"
-        text = "\n".join([head, *here.noted, *lines, ""])
+        text = "\n".join([head, *notes, *lines, ""])
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / f"rank{self.rank}.txt").write_text(text)
@@ -240,9 +241,12 @@ class WorldWatch:
         elif inside:
             where, since = f"is in {inside[-1].name}", inside[-1].since
         else:
-            where = "is outside of fxpipe's calls" + (f", behind {last}" if last else "")
+            line = users_line()
+            where = (
+                "is outside of fxpipe's calls" + (f", behind {last}" if last else "") + (f", at {line}" if line else "")
+            )
         extends = waiting is None and any(phase.extends for phase in inside)
-        noted = tuple(here.noted)
+        noted = (*here.noted, *([here.handling] if here.handling else []))
         return Report(
             self.process, where, now - since, words, ranks, extends, self._left, here.epoch, here.calls, noted
         )

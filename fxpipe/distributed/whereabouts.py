@@ -7,11 +7,14 @@ order, so that the watch can tell which rank is in another one.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 
@@ -85,6 +88,8 @@ class Whereabouts:
         self.trail: deque[tuple[float, object]] = deque(maxlen=ACTIONS_KEPT)
         self.noted: deque[str] = deque(maxlen=4)
         """What else there is to tell where the run ends, such as a thread that has died."""
+        self.handling = ""
+        """The exception that was on its way when the last call began, in words."""
         self.forget(0)
 
     def forget(self, epoch: int) -> None:
@@ -102,6 +107,8 @@ class Whereabouts:
     def come_to(self, name: str, members: Sequence[int] | None, alike: Alike) -> None:
         """A collective call begins."""
         entered.name, entered.alike = name, alike
+        error = sys.exception()  # as in a finally: block of the user's
+        self.handling = f"{name} was called as {type(error).__name__}: {error!s:.200} was handled" if error else ""
         entered.mark = zlib.crc32(name.encode()) << 31 | alike.digest
         if members is None:
             self.number, self._parts = self.number + 1, {}
@@ -144,6 +151,20 @@ def announced(
     here.come_to(name, members, alike)
     with phase(name, extends):
         yield
+
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<")
+
+
+def users_line() -> str:
+    """The line of the user's code that the main thread is at, "train.py:57 in main"; empty where there is none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES) and "site-packages" not in code.co_filename:
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def are_apart(marks: Sequence[int]) -> bool:

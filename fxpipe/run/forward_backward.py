@@ -148,6 +148,7 @@ class ForwardBackward:
             elementwise=elementwise,
             cause=self._steps.watch.cause,
             steppers=self._steppers,
+            alone=self._alone,
         )
         self._made.append(ref(optimizer))
         return optimizer
@@ -163,7 +164,7 @@ class ForwardBackward:
         As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. A collective call
         of all ranks.
         """
-        with announced("clip_grad_norm_"), self._failing.together(FxpipeError):
+        with self._alone("clip_grad_norm_"), announced("clip_grad_norm_"), self._failing.together(FxpipeError):
             self._failing.check_open()
             norm = clip_grad_norm_(
                 self._reducer.pieces(), self._transport, self._reducer.shards, max_norm, norm_type, error_if_nonfinite
@@ -224,12 +225,12 @@ class ForwardBackward:
         return loss
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, called: str = "forward_backward") -> Iterator[None]:
         """RunError for a call from inside of a call, whose values and messages it would take."""
         if self._running:
             raise RunError(
-                "forward_backward is called while a call of it runs: from a hook, a function that it calls or another "
-                "thread; call it when that has returned"
+                f"{called} is called while a call of forward_backward runs: from a hook, a function that it calls or "
+                "another thread; call it when that has returned"
             )
         self._running = True
         try:
@@ -253,7 +254,8 @@ class ForwardBackward:
         Raises:
             RunError: no step was recorded.
         """
-        with announced("timeline", self._transport.ranks("pipe")), self._failing.together(FxpipeError):
+        members = self._transport.ranks("pipe")
+        with self._alone("timeline"), announced("timeline", members), self._failing.together(FxpipeError):
             self._failing.check_open()
             return self._steps.recorder.timeline()
 
@@ -290,7 +292,8 @@ class ForwardBackward:
             ScheduleError: there is no such table. Either is raised on all ranks alike, and nothing has changed then.
         """
         with (
-            announced(f"reschedule({shown(schedule)})" if isinstance(schedule, str) else "reschedule", extends=True),
+            self._alone("reschedule"),
+            announced("reschedule", extends=True),
             self._failing.together(FxpipeError),
         ):
             self._failing.check_open()
@@ -325,7 +328,8 @@ class ForwardBackward:
         if not full:
             tensors_of(self._planner.module)
             return self.module.state_dict()
-        with announced("state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")):
+        name, members = "state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")
+        with self._alone(name), announced(name, members):
             self._steps.compare_batches(everywhere=False)
             with self._failing.together():
                 self._steps.watch.tell("pipe")

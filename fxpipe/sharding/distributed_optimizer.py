@@ -114,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         originals: parameters before they were rounded, by name, for the masters; it lets go of those that it makes.
         elementwise: whether ``cls`` steps each element by itself; None: whether it is known to, see ``ELEMENTWISE``.
         steppers: parameter → who steps it, of the model's optimizers: the one that was made last.
+        alone: refuses what is called from inside of a call.
         cause: what is known of why a step is left out, the same on every rank; called by all of them.
 
     Raises:
@@ -138,6 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elementwise: bool | None = None,
         cause: Callable[[], str] = str,
         steppers: MutableMapping[str, DistributedOptimizer] | None = None,
+        alone: Callable[[str], AbstractContextManager[None]] = lambda called: contextlib.nullcontext(),
     ) -> None:
         check_class(cls, store.way.sharded or precision is not None or offload)
         self._inner: torch.optim.Optimizer | None = None
@@ -158,6 +160,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self.steps = self.skipped_steps = 0
         self.stepping = False
+        self._alone = alone
         self._steppers = {} if steppers is None else steppers
         self._replaced = ""  # a parameter that a later optimizer steps
         self._given_to_all = {"cls": getattr(_class_of(cls), "__name__", ""), **kw}
@@ -297,6 +300,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{self._replaced} is stepped by an optimizer that was made after this one; step that one, or give "
                 "each of them parameters of its own"
             )
+        with self._alone("optimizer.step()"):
+            self._step_alone()
+        return loss
+
+    def _step_alone(self) -> None:
         number, self.steps = self.steps, self.steps + 1
         with torch.no_grad(), self._announced(), self._together(), self._under_way():
             broken = self._broken_ranks() if self._precision is not None else ()
@@ -304,7 +312,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._skip(number, broken)
             else:
                 self._step()
-        return loss
 
     def _announced(self) -> AbstractContextManager[None]:
         """Where ranks step parts of one another's parameters, or decide together; elsewhere one need not step."""

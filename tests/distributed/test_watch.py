@@ -164,6 +164,27 @@ def test_ranks_that_call_two_models_in_different_orders_are_named_with_them(pool
         assert text.startswith(f"{zero}, {one}, of compile 2; all ranks must make the same calls of fxpipe"), text
 
 
+def one_saves_what_is_left() -> str:
+    forward_backward = compiled()
+    forward_backward(X)
+
+    def steps() -> None:
+        try:
+            if dist.get_rank():
+                raise ValueError("bad row")
+            forward_backward(X)
+        finally:
+            forward_backward.timeline()
+
+    return failure_of(steps)
+
+
+def test_an_exception_on_whose_way_another_call_is_made_is_told(pool: Pool) -> None:
+    first, second = pool.run(one_saves_what_is_left, ranks=2)
+    assert "on rank 1 (pipe 1) timeline was called as ValueError: bad row was handled; all ranks must" in second
+    assert first.startswith("an earlier step failed (rank 0 (pipe 0) is in forward_backward, step 1, rank 1"), first
+
+
 def one_asks_for_the_timeline() -> str:
     forward_backward = compiled()
     forward_backward.record_timeline()
@@ -284,7 +305,7 @@ def test_at_the_deadline_all_say_who_is_waited_for(pool: Pool) -> None:
     first, second = pool.run(one_does_not_come, ranks=2)
     assert re.match(
         r"rank 0 \(pipe 0\) waits for an all-gather over pipe, \d+ s; rank 1 \(pipe 1\) is outside of fxpipe's calls, "
-        r"behind forward_backward, step 0, \d+ s: longer than timeout=2 s",
+        r"behind forward_backward, step 0, at test_watch.py:\d+ in hear, \d+ s: longer than timeout=2 s",
         first,
     ), first
     assert first.partition(";")[0] in second
