@@ -18,6 +18,7 @@ in_words: options distributed/watch
 kinds: whole/wrong_inputs options
 torch_compat: imports
 distributed/broadcast: sharding/reducer
+distributed/bell: distributed/watch
 distributed/last_words: distributed/watch
 distributed/others: distributed/watch
 distributed/post: distributed/watch

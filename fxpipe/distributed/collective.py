@@ -215,20 +215,6 @@ class Threads:
             self._threads.append(thread)
         return self._lanes[scope]
 
-    def aside(self, call: Callable[[], object], look_up: Callable[[], None]) -> None:
-        """Runs what cannot be left on a thread, while the caller waits in slices, and hears signals; ``look_up`` is
-        called after each, and may raise to end the wait, not the call."""
-        ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._lane("aside").put(partial(_answer, call, ended))
-        while True:
-            try:
-                error = ended.get(timeout=SLICE_SECONDS)
-                break
-            except queue.Empty:
-                look_up()
-        if error is not None:
-            raise error
-
     def fail(self, error: Exception) -> None:
         for chain in list(self._chains):
             chain.fail(error)
@@ -247,15 +233,6 @@ def _serve(lane: _Lane) -> None:
     while (run := lane.get()) is not None:
         run()
         del run  # its buffers, which nobody may need any more
-
-
-def _answer(call: Callable[[], object], ended: queue.SimpleQueue[Exception | None]) -> None:
-    try:
-        call()
-    except Exception as error:
-        ended.put(without_frames(error))
-    else:
-        ended.put(None)
 
 
 def _end(lanes: Mapping[Scope, _Lane]) -> None:

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -44,10 +43,7 @@ NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 class _OnItsWay:
-    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for.
-
-    gloo can only be waited for, inside of torch, where Python handles no signal: a thread does that.
-    """
+    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for."""
 
     __slots__ = ("_home", "_peer", "_sends", "_work", "since")
 
@@ -60,27 +56,11 @@ class _OnItsWay:
         self.since = time.monotonic()
         here.waiting = self
         try:
-            if self._home.for_good:
-                self._home.aside(partial(self._work.wait, *self._home.for_good), self._look_up)
-            else:
-                self._work.wait()
+            self._work.wait(*self._home.for_good)
         except RuntimeError as error:
             raise PeerLost(self.words(), self.ranks, error) from None
-        except BaseException:  # of the look-up, or of a signal's handler
-            self._break()
-            raise
         finally:
             here.waiting = self._work = None
-
-    def _look_up(self) -> None:
-        if self._home.is_over:
-            raise PeerLost(self.words(), self.ranks)
-
-    def _break(self) -> None:
-        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
-        if self._work is not None:
-            with contextlib.suppress(RuntimeError):
-                self._work.wait(_AT_ONCE)
 
     # for the watch
 
@@ -103,9 +83,16 @@ class _OnItsWay:
         awaited = here.awaited
         return f"{awaited() if awaited is not None else 'a message'} from {name}"
 
+    def end(self) -> None:
+        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
+        work = self._work
+        if work is not None and self._home.for_good:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_AT_ONCE)
+
 
 class _Slices:
-    """A wait in slices."""
+    """A wait that looks up by itself whether it is to end."""
 
     def __init__(self, home: DistributedTransport, what: Callable[[], tuple[str, Scope]]) -> None:
         self._home, self._what, self.since = home, what, time.monotonic()
@@ -117,6 +104,9 @@ class _Slices:
 
     def words(self) -> str:
         return self._what()[0]
+
+    def end(self) -> None:
+        pass
 
     def look_up(self) -> None:
         if self._home.is_over:
@@ -155,9 +145,7 @@ class DistributedTransport:
         self._links: dict[Pair, dist.ProcessGroup] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
-        threads = Threads(self._perform, self._waiting)
-        self._beside: Starter = Streams(self._perform) if self._on_cuda else threads
-        self.aside = threads.aside
+        self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
         _open.add(self)
         try:
             self._meet(topology, options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fxpipe.distributed.bell import Bell
 from fxpipe.distributed.others import Others
 from fxpipe.distributed.post import ENDED, PERIOD, Ending, Post, Report, failed
 from fxpipe.distributed.process_state import this_process
@@ -52,6 +54,7 @@ class WorldWatch:
         self._written: set[str] = set()
         self._post = Post(default_store(), self.rank, self.size, self._state, self.is_on)
         self._others = Others(self.rank, self.process, self._post)
+        self._bell = Bell(PERIOD)
         self._post.start()
         self._thread = threading.Thread(target=self._run, name="fxpipe watch", daemon=True)
         self._thread.start()
@@ -175,6 +178,7 @@ class WorldWatch:
         self._post.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * PERIOD)
+        self._bell.close()
 
     def _leave(self) -> None:
         if self.process.pid == os.getpid():  # and not one that was forked from it
@@ -185,14 +189,18 @@ class WorldWatch:
     # the thread
 
     def _run(self) -> None:
-        while not self._stopping.wait(PERIOD):
+        while not self._stopping.is_set():
+            ctrl_c = self._bell.hears_ctrl_c()
             if not self.is_on():
                 self._left = True
                 self._post.stop()
                 return
             for told in list(self._post.told.values()):
                 self.write_trail(told)
-            if (waiting := here.waiting) is not None:
+            waiting = here.waiting
+            if waiting is not None and ctrl_c:
+                waiting.end()  # of which Python's own handler makes a KeyboardInterrupt
+            elif waiting is not None:
                 self._look_at(waiting)
 
     def is_on(self) -> bool:
@@ -208,6 +216,7 @@ class WorldWatch:
         if found is not None:
             told = self.verdict(waiting.number) or found  # a cause that was told meanwhile comes before what it led to
             self._verdicts.setdefault(waiting.number, told)
+            waiting.end()
 
     def _judged(self, waiting: Waiting) -> Ending | None:
         age = time.monotonic() - waiting.since
@@ -275,3 +284,12 @@ def watch() -> WorldWatch:
 def current_watch() -> WorldWatch | None:
     """The watch of this process, if it has one."""
     return _current if _current is not None and _current.process.pid == os.getpid() else None
+
+
+def _in_fork() -> None:
+    """Signals of a forked process are not this one's."""
+    if _current is not None:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_in_fork)

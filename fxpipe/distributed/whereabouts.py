@@ -48,8 +48,7 @@ class Phase(NamedTuple):
 
 
 class Waiting(Protocol):
-    """A wait of this process, which looks up by itself whether it is to end. ``ranks``: those that it waits for.
-    ``number``, ``timeout``: its transport's."""
+    """A wait of this process. ``ranks``: those that it waits for. ``number``, ``timeout``: its transport's."""
 
     since: float
 
@@ -62,6 +61,9 @@ class Waiting(Protocol):
 
     def words(self) -> str:
         """What it waits for."""
+
+    def end(self) -> None:
+        """Ends it with an error; called by another thread. A wait that looks up by itself does nothing here."""
 
 
 class LastCall(threading.local):

@@ -418,38 +418,6 @@ def test_a_waiting_rank_hears_ctrl_c(pool: Pool, in_a_message: bool) -> None:
     assert other.startswith("another rank failed: rank 1 (pipe 1): KeyboardInterrupt")
 
 
-def handled() -> str:
-    """A handler of the user's own runs while this rank waits for a message, and what it raises ends the wait."""
-    forward_backward = compiled()
-    forward_backward(X)
-    if dist.get_rank() == 0:
-        forward_backward._exchange.send = lambda *message: hear("handled")  # type: ignore[method-assign]
-        return failure_of(lambda: (forward_backward(X), forward_backward(X)))
-
-    def handle(*_: object) -> None:
-        tell("handled")
-        raise TimeoutError("the job's time is over")
-
-    signal.signal(signal.SIGUSR2, handle)
-
-    def send() -> None:
-        while here.waiting is None or "of stage" not in here.waiting.words():
-            threading.Event().wait(0.01)
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-    threading.Thread(target=send, daemon=True).start()
-    with pytest.raises(TimeoutError) as raised:
-        forward_backward(X)
-    assert raised.value.__context__ is None  # nothing that hides it
-    return "handled"
-
-
-def test_a_waiting_rank_runs_a_signal_handler_of_the_users(pool: Pool) -> None:
-    other, text = pool.run(handled, ranks=2)
-    assert text == "handled"
-    assert other.startswith("another rank failed: rank 1 (pipe 1): TimeoutError: the job's time is over")
-
-
 def given_another_model() -> str:
     fxpipe.init()
     model = Two()
