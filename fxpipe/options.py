@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fxpipe.errors import RunError
+from fxpipe.in_words import in_words
 from fxpipe.kinds import (
     MOST_ACTIONS,
     Expected,
@@ -126,10 +127,10 @@ class Options:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Option → its value in words, of those that all ranks must have been given alike. Functions are not compared,
-        only whether there is one; the programs that come of all this are compared later."""
+        """Option → its value in words, of those that all ranks must have been given alike. Of functions names and code
+        are compared, and not what they close over; the programs that come of all this are compared later."""
         fields = [field for field in dataclasses.fields(self) if field.name not in _OF_ONE_RANK]
-        return {field.name: _in_words(getattr(self, field.name)) for field in fields}
+        return {field.name: in_words(getattr(self, field.name)) for field in fields}
 
     def _check_parallelize(self) -> None:
         if self.zero:
@@ -153,16 +154,6 @@ class Options:
             )
 
 
-def _in_words(value: Any) -> str:
-    """What a value is on every rank, as its repr may hold an address."""
-    if callable(value) or not isinstance(value, (*_PLAIN, Mapping, list, tuple)):
-        return f"a {type(value).__name__}" if value is not None else "None"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{_in_words(key)}: {_in_words(one)}' for key, one in value.items()))}}}"
-    return repr(value) if isinstance(value, _PLAIN) else f"[{', '.join(map(_in_words, value))}]"
-
-
-_PLAIN = (str, int, float, type(None), Precision)
 _OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
 """Options that may differ: a rank is given its own data, and the path of its own disk."""
 

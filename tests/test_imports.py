@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 # A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
 FLOORS = """
     torch_compat
-    errors kinds precision progress seeds
+    errors in_words kinds precision progress seeds
     options
     graph schedules
     distributed formats passes trace
@@ -53,7 +53,7 @@ MAY_NAME_IT_TOO = {
     "fxpipe/parameters/dtensors.py",
     *(f"fxpipe/parameters/saving/{name}.py" for name in ("metadata", "reader", "writer")),
 }
-PYTHONS = set("_replace _fields _getframe _exit _SubParsersAction".split())
+PYTHONS = set("_replace _fields _getframe _current_frames _exit _SubParsersAction".split())
 """Private by their form; what Python's documentation names."""
 
 

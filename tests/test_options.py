@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -50,6 +53,36 @@ def test_a_type_checker_knows_the_names_that_there_are() -> None:
 def test_options_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().zero = 2  # type: ignore[misc]
+
+
+def by_rows(x: torch.Tensor, of: frozenset[str] = frozenset()) -> bool:
+    return len(x) in {1, 2, 3} or "a" in {"a", "b", "c"} or (lambda y: y > 1.5)(x)
+
+
+def test_what_functions_are_compared_by_is_the_same_in_every_process_and_tells_two_lambdas_apart() -> None:
+    class Rows:
+        def __call__(self, x: torch.Tensor) -> float:
+            return float(len(x))
+
+    assert re.fullmatch(r"Rows, code [0-9a-f]{16},", Options(loss_weight=Rows()).facts["loss_weight"])
+    given = {"loss_weight": by_rows, "loss_fn": nn.MSELoss(), "stage_compiler": torch.compile, "init_fn": by_rows}
+    facts = Options(**given).facts  # type: ignore[arg-type]
+    assert re.fullmatch(r"by_rows, code [0-9a-f]{16},", facts["loss_weight"])
+    assert re.fullmatch(r"MSELoss, code [0-9a-f]{16},", facts["loss_fn"])
+    program = "import sys; sys.path[:0] = ['.']; from tests.test_options import by_rows; from fxpipe.in_words import "
+    program += "in_words; print(in_words(by_rows))"
+    assert {told_with_seed(program, seed) for seed in (1, 2)} == {facts["loss_weight"]}
+    mean, total, whole = lambda x: x.mean(), lambda x: x.sum(), lambda x: 2 * x.sum()
+    assert len({Options(loss_weight=one).facts["loss_weight"] for one in (mean, total, whole)}) == 3
+    assert len({Options(loss_weight=lambda x, k=k: k * x).facts["loss_weight"] for k in range(3)}) == 1
+
+
+def told_with_seed(program: str, seed: int) -> str:
+    """What a new process prints, whose strings have other hashes."""
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100, env=environment
+    ).stdout.strip()
 
 
 def test_what_compile_alone_needs_is_not_held_beyond_it() -> None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 TABLE = """
 compiler: options whole/transparency
+in_words: options distributed/watch
 kinds: whole/wrong_inputs options
 torch_compat: imports
 distributed/broadcast: sharding/reducer
@@ -24,6 +25,7 @@ distributed/post: distributed/watch
 distributed/preflight: distributed/watch
 distributed/process_state: distributed/watch
 distributed/whereabouts: distributed/watch
+run/settings: distributed/watch
 distributed/connect: distributed/strict_transport distributed/torch_transport
 distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline

@@ -26,7 +26,7 @@ _RING = {
     "gather": 0,
     "gather_int": 1,
 }
-_INT = 8
+_INT = 16  # with the number of the call
 
 Key = tuple[str, Scope]
 """(operation, scope): what a row is about."""

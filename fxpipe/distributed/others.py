@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fxpipe.distributed.post import Ending, Heard, Post
 from fxpipe.distributed.process_state import ProcessId, state_of
@@ -71,16 +71,23 @@ class Others:
                 mine, theirs = differing
                 alike = {other: _call_like(mine, calls, self.rank) for other, calls in made.items()}
                 names = {other: call.name for other, call in alike.items() if call is not None}
-                return Ending(self.rank, False, self._apart({**names, self.rank: mine.name, rank: theirs.name}), ())
+                told = {**names, self.rank: mine.name, rank: theirs.name}
+                notes = {other: "; ".join(self._notes(other)) for other in told} | {self.rank: here.handling}
+                return Ending(self.rank, False, self.apart(told, notes), ())
         return None
 
-    def _apart(self, calls: dict[int, str]) -> str:
+    def apart(self, calls: Mapping[int, str], notes: Mapping[int, str]) -> str:
+        """Ranks that are in different calls, in words. ``notes``: what else is known of them."""
         ranks: dict[str, list[int]] = {}
         for rank, name in sorted(calls.items()):
             ranks.setdefault(name, []).append(rank)
         told = [f"{_listed([self.named(rank) for rank in some])} in {name}" for name, some in ranks.items()]
         told[0] = told[0].replace(" in ", " is in " if len(ranks[next(iter(ranks))]) == 1 else " are in ", 1)
-        return f"{', '.join(told)}; all ranks must make the same calls of fxpipe, in one order"
+        noted = [f"; on {self.named(rank)} {note}" for rank, note in sorted(notes.items()) if note]
+        return (
+            f"{', '.join(told)}{''.join(noted)}; all ranks must make the same calls of fxpipe, in one order: none "
+            "under `if rank == 0`, and as many on each, as with topo.sampler(dataset), which gives all as many rows"
+        )
 
     def late(self, waiting: Waiting) -> list[int]:
         """The ranks that are waited for; of a group those that have not come."""

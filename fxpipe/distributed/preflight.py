@@ -62,8 +62,12 @@ def _compared(store: Store, size: int, mine: Facts, named: Callable[[int], str])
     digests = store.multi_get([_digest(rank) for rank in range(size)])
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]][:64]
     theirs = {rank: json.loads(store.get(_facts(rank))) for rank in odd}
-    everyone = {rank: theirs.get(rank, mine) for rank in range(size)}
-    names = dict.fromkeys(name for facts in [mine, *theirs.values()] for name in facts)
+    return difference({rank: theirs.get(rank, mine) for rank in range(size)}, named)
+
+
+def difference(everyone: Mapping[int, Facts], named: Callable[[int], str]) -> str:
+    """In which facts ranks differ, in words; empty where they do not."""
+    names = dict.fromkeys(name for facts in everyone.values() for name in facts)
     told = [_told(name, {r: facts.get(name, "not known") for r, facts in everyone.items()}, named) for name in names]
     return "; ".join([text for text in told if text][:_SHOWN])
 

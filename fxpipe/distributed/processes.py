@@ -211,7 +211,7 @@ def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
             timeout=datetime.timedelta(seconds=timeout),
             device_id=device if cuda else None,
         )
-    except dist.DistError as error:
+    except RuntimeError as error:  # torch's own kinds, and gloo's, which has none
         raise RunError(
             f"rank {place.rank} of {place.world_size} could not meet the others at {host}:{place.port}: "
             f"{error}; check that all of them were started, and that MASTER_ADDR and MASTER_PORT (or SLURM's "

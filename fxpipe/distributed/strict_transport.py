@@ -202,7 +202,7 @@ class StrictTransport:
 
     def __init__(self, seat: Seat, topology: Topology) -> None:
         self._seat = seat
-        self.rank = seat.rank
+        self.number, self.rank = 1, seat.rank
         self._ranks: dict[Scope, list[int]] = {
             scope: next(group for group in topology.groups(scope) if seat.rank in group) for scope in ("pipe", "data")
         }

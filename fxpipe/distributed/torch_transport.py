@@ -30,11 +30,11 @@ from fxpipe.distributed.collective import (
     Work,
 )
 from fxpipe.distributed.post import Ending, failed
-from fxpipe.distributed.preflight import compare_facts, facts_of
+from fxpipe.distributed.preflight import compare_facts, difference, facts_of
 from fxpipe.distributed.topology import Topology, served_device_type
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
-from fxpipe.distributed.whereabouts import here
+from fxpipe.distributed.whereabouts import are_apart, entered, here
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, reduce_scatter_single
@@ -109,8 +109,7 @@ class _Slices:
         pass
 
     def look_up(self) -> None:
-        """PeerLost where the watch has found that nothing will come."""
-        if self._home.watch.verdict(self.number) is not None:
+        if self._home.is_over:
             raise PeerLost(self.words(), self.ranks)
 
 
@@ -156,6 +155,11 @@ class DistributedTransport:
         except RunError:  # the ranks differ, as all of them know
             self.watch.put_down(self.number)
             raise
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the watch has found that nothing will come, or this rank itself has failed."""
+        return bool(self._closed) or self.watch.verdict(self.number) is not None
 
     def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
         """Waits until all ranks are here, and run the same."""
@@ -251,9 +255,14 @@ class DistributedTransport:
             work.wait()
 
     def _link(self, pair: Pair) -> dist.ProcessGroup:
+        self._check_open()
         if pair not in self._links:
-            raise RunError(self._closed or f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
+            raise RunError(f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
         return self._links[pair]
+
+    def _check_open(self) -> None:
+        if self._closed or not self.watch.is_on():
+            raise RunError(self._closed or "torch.distributed was ended by destroy_process_group(); compile again")
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
         return self._start(dist.isend, buffer, self._ranks["pipe"][pair[1]], self._link(pair))
@@ -283,14 +292,35 @@ class DistributedTransport:
         group = self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return (item,)
-        items = torch.empty(len(self._ranks[scope]), dtype=torch.int64, device="cpu")
-        mine = torch.tensor([item], device="cpu")
+        items = torch.empty(2 * len(self._ranks[scope]), dtype=torch.int64, device="cpu")
+        mine = torch.tensor([entered.mark, item], device="cpu")
         self._together("an all-gather", scope, group, all_gather_single, items, mine)
-        return tuple(items.tolist())
+        marks, *values = items.view(-1, 2).T.tolist()
+        if len(set(marks)) > 1 and are_apart(marks):
+            self._differ(scope, group)
+        return tuple(*values)
+
+    def _differ(self, scope: str, group: dist.ProcessGroup) -> None:
+        """All ranks of the group have seen that they are not in the same call, alike, and tell each other in which."""
+        told = encode_for_all((entered.name, dict(entered.alike.told()), here.handling))
+        if len(told) > _LONGEST:
+            told = encode_for_all((entered.name, {}, here.handling))
+        mine = torch.frombuffer(bytearray(told.ljust(_LONGEST)), dtype=torch.uint8)
+        items = torch.empty(len(self._ranks[scope]) * _LONGEST, dtype=torch.uint8, device="cpu")
+        self._together("an all-gather", scope, group, all_gather_single, items, mine)
+        chunks = zip(self._ranks[scope], items.chunk(len(self._ranks[scope])), strict=True)
+        found = {rank: decode(bytes_of(each), f"rank {rank}") for rank, each in chunks}
+        names, facts, notes = ({rank: told[part] for rank, told in found.items()} for part in range(3))
+        text = f"in {entered.name}: {difference(facts, self.watch.named)}; give all ranks the same"
+        if len(set(names.values())) > 1:
+            text = self.watch.apart(names, notes)
+        self.watch.judge(self.number, Ending(self.rank, False, text, ()))
+        raise PeerLost(f"an all-gather over {scope}")
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
+        self._check_open()
         if scope not in groups:
-            raise RunError(self._closed or f"no group of ranks {scope} is open")
+            raise RunError(f"no group of ranks {scope} is open")
         return groups[scope]
 
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
@@ -423,6 +453,8 @@ def _ends_later() -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+_LONGEST = 2**16
+"""Bytes in which a rank tells others in which call it is."""
 _SLICE = datetime.timedelta(seconds=SLICE_SECONDS)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 

@@ -31,6 +31,8 @@ NO_GROUPS: Groups = MappingProxyType({})
 class Transport(Protocol):
     """One rank's view. A scope is "pipe" (its pipe group), "data", a tuple of pipe ranks, or one that was opened."""
 
+    number: int
+    """How many transports this process has made, with this one; the same on all ranks."""
     rank: int
     """Its number over the whole topology."""
     pipe_rank: int | None
@@ -118,6 +120,7 @@ def failing_together(
 class LocalTransport:
     """One process that plays every pipe rank of one replica: nobody to talk to."""
 
+    number = 1
     rank = 0
     pipe_rank: int | None = None
     data_rank = 0

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from fxpipe.distributed.others import Others
 from fxpipe.distributed.post import ENDED, PERIOD, Ending, Post, Report, failed
 from fxpipe.distributed.process_state import this_process
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.whereabouts import Waiting, here
+from fxpipe.distributed.whereabouts import Waiting, here, users_line
 from fxpipe.torch_compat import default_store
 
 LOOK_AFTER = 1.0
@@ -52,7 +52,7 @@ class WorldWatch:
         self._extended = 0.0
         self._stopping = threading.Event()
         self._written: set[str] = set()
-        self._post = Post(default_store(), self.rank, self.size, self._state, self._is_on)
+        self._post = Post(default_store(), self.rank, self.size, self._state, self.is_on)
         self._others = Others(self.rank, self.process, self._post)
         self._bell = Bell(PERIOD)
         self._post.start()
@@ -65,6 +65,10 @@ class WorldWatch:
     def named(self, rank: int) -> str:
         """A rank with its coordinates: "rank 3 (pipe 1, data 1)"."""
         return self._others.named(rank)
+
+    def apart(self, calls: Mapping[int, str], notes: Mapping[int, str]) -> str:
+        """Ranks that are in different calls, in words."""
+        return self._others.apart(calls, notes)
 
     def take_up(self, number: int, topology: Topology) -> None:
         """A transport of that number begins, with ranks that lie so."""
@@ -156,9 +160,10 @@ class WorldWatch:
             return
         self._written.add(told.text)
         now = time.monotonic()
+        notes = self._state().noted
         lines = [f"{now - at:10.3f} s ago  {what}" for at, what in list(here.trail)]
         head = f"{self.named(self.rank)} {self._state().where}, as this was told: {told.text}"
-        text = "\n".join([head, *here.noted, *lines, ""])
+        text = "\n".join([head, *notes, *lines, ""])
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / f"rank{self.rank}.txt").write_text(text)
@@ -187,7 +192,7 @@ class WorldWatch:
     def _run(self) -> None:
         while not self._stopping.is_set():
             ctrl_c = self._bell.hears_ctrl_c()
-            if not self._is_on():
+            if not self.is_on():
                 self._left = True
                 self._post.stop()
                 return
@@ -199,8 +204,8 @@ class WorldWatch:
             elif waiting is not None:
                 self._look_at(waiting)
 
-    def _is_on(self) -> bool:
-        """Whether this process is still in the world that it watches."""
+    def is_on(self) -> bool:
+        """Whether this process is still in the world that it watches; else torch.distributed was ended."""
         world = dist.group.WORLD if dist.is_initialized() else None
         return world is not None and world is self._world()
 
@@ -246,9 +251,12 @@ class WorldWatch:
         elif inside:
             where, since = f"is in {inside[-1].name}", inside[-1].since
         else:
-            where = "is outside of fxpipe's calls" + (f", behind {last}" if last else "")
+            line = users_line()
+            where = (
+                "is outside of fxpipe's calls" + (f", behind {last}" if last else "") + (f", at {line}" if line else "")
+            )
         extends = waiting is None and any(phase.extends for phase in inside)
-        noted = tuple(here.noted)
+        noted = (*here.noted, *([here.handling] if here.handling else []))
         return Report(
             self.process, where, now - since, words, ranks, extends, self._left, here.epoch, here.calls, noted
         )

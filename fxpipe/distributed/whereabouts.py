@@ -7,9 +7,14 @@ order, so that the watch can tell which rank is in another one.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 
@@ -21,6 +26,17 @@ class Call(NamedTuple):
     part: int
     name: str
     members: tuple[int, ...] | None
+
+
+class Alike(NamedTuple):
+    """What all ranks in a call must have alike. ``digest``: of it, below 2^31; 0: of nothing. ``told``: it in words,
+    what → value, asked for where digests differ."""
+
+    digest: int = 0
+    told: Callable[[], Mapping[str, str]] = dict
+
+
+NOTHING = Alike()
 
 
 class Phase(NamedTuple):
@@ -50,6 +66,13 @@ class Waiting(Protocol):
         """Ends it with an error; called by another thread. A wait that looks up by itself does nothing here."""
 
 
+class LastCall(threading.local):
+    """The collective call that a thread has come to last."""
+
+    name, alike, mark = "", NOTHING, 0
+    """``mark``: both as one number below 2^63, the same on all ranks that are in the same call, alike."""
+
+
 CALLS_KEPT = 16
 """How many calls are remembered, for comparison with other ranks."""
 ACTIONS_KEPT = 20
@@ -67,6 +90,8 @@ class Whereabouts:
         self.trail: deque[tuple[float, object]] = deque(maxlen=ACTIONS_KEPT)
         self.noted: deque[str] = deque(maxlen=4)
         """What else there is to tell where the run ends, such as a thread that has died."""
+        self.handling = ""
+        """The exception that was on its way when the last call began, in words."""
         self.forget(0)
 
     def forget(self, epoch: int) -> None:
@@ -81,8 +106,12 @@ class Whereabouts:
         self.last = moment = (time.monotonic(), action)
         self.trail.append(moment)
 
-    def come_to(self, name: str, members: Sequence[int] | None) -> None:
+    def come_to(self, name: str, members: Sequence[int] | None, alike: Alike) -> None:
         """A collective call begins."""
+        entered.name, entered.alike = name, alike
+        error = sys.exception()  # as in a finally: block of the user's
+        self.handling = f"{name} was called as {type(error).__name__}: {error!s:.200} was handled" if error else ""
+        entered.mark = zlib.crc32(name.encode()) << 31 | alike.digest
         if members is None:
             self.number, self._parts = self.number + 1, {}
             call = Call(self.number, 0, name, None)
@@ -93,6 +122,7 @@ class Whereabouts:
         self.calls = (*self.calls[1 - CALLS_KEPT :], call)
 
 
+entered = LastCall()
 here = Whereabouts()
 """Of this process. Ranks that are threads of one process share it, and have no watch."""
 
@@ -111,15 +141,38 @@ def phase(name: str, extends: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def announced(name: str, members: Sequence[int] | None = None, extends: bool = False) -> Iterator[None]:
+def announced(
+    name: str, members: Sequence[int] | None = None, extends: bool = False, alike: Alike = NOTHING
+) -> Iterator[None]:
     """A collective call of all ranks, or of ``members``, which all make in one order.
 
     A rank that is in another one while somebody waits for it is named within a second or two. It is announced by
-    being noted: nothing is sent for it, and nothing waits. ``extends``: as of ``phase``.
+    being noted: nothing is sent for it, and nothing waits. But where ranks gather something in a call, a number for it
+    goes along, so that none takes for its own call's what another one meant. ``extends``: as of ``phase``.
     """
-    here.come_to(name, members)
+    here.come_to(name, members, alike)
     with phase(name, extends):
         yield
+
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<")
+
+
+def users_line() -> str:
+    """The line of the user's code that the main thread is at, "train.py:57 in main"; empty where there is none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES) and "site-packages" not in code.co_filename:
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def are_apart(marks: Sequence[int]) -> bool:
+    """Whether ranks with these marks are in different calls, or differ in what must be alike there."""
+    calls, digests = {mark >> 31 for mark in marks}, {mark & (1 << 31) - 1 for mark in marks}
+    return len(calls) > 1 or len(digests - {0}) > 1
 
 
 def first_difference(mine: Sequence[Call], theirs: Sequence[Call], me: int, other: int) -> tuple[Call, Call] | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
@@ -154,7 +156,7 @@ class Agreement:
 
     def _decide(self, offers: Sequence[_Offer], mine: _Offer) -> Agreed:
         """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
-        _check_same_call(offers, partial(member, self._transport, "pipe"))
+        _check_same_call(offers, partial(member, self._transport, "pipe"), self._planner.module)
         first = offers[0]
         told = zip(*(offer.given for offer in offers), strict=True)
         merged = [with_own(merge(each), own) for each, own in zip(told, mine.given, strict=True)]
@@ -189,7 +191,7 @@ class Agreement:
                     raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
 
 
-def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str]) -> None:
+def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str], model: nn.Module) -> None:
     first = offers[0]
     for rank, offer in enumerate(offers):
         if offer.error:
@@ -201,9 +203,29 @@ def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str]) -> N
                 f"{named(0)} and {named(rank)} call under different autocast, {list(first.autocast)} and "
                 f"{list(offer.autocast)}; enter the same on every rank"
             )
-        if not alike or offer.flags != first.flags or len(offer.given) != len(first.given):
+        if not alike or len(offer.given) != len(first.given):
             raise RunError(
-                f"{named(0)} and {named(rank)} differ in the call itself, in a module's training flag or in a "
-                "parameter's requires_grad; all ranks of a pipe group make the same call, and freeze or unfreeze "
-                "in the model that was given to compile, on every rank"
+                f"{named(0)} and {named(rank)} make different calls, with {len(first.given)} and {len(offer.given)} "
+                "batches; all ranks of a pipe group make the same ones: none under `if rank == 0`"
             )
+        if offer.flags != first.flags:
+            raise RunError(f"{named(0)} and {named(rank)} {_told(first.flags, offer.flags, model)}")
+
+
+def _told(one: Flags, other: Flags, model: nn.Module) -> str:
+    """How the models of two ranks differ, by what is known of their modules and parameters."""
+    if (len(one.training), len(one.trainable)) != (len(other.training), len(other.trainable)):
+        sizes = [f"{len(each.training)} modules with {len(each.trainable)} parameters" for each in (one, other)]
+        return f"have models of their own, of {' and '.join(sizes)}; build the same model on every rank"
+    kinds: Any = [("training flag", one.training, other.training, model.named_modules())]
+    kinds += [("requires_grad", one.trainable, other.trainable, model.named_parameters())]
+    flags = (
+        (flag, *pair, name)
+        for flag, mine, its, named in kinds
+        for *pair, (name, _) in zip(mine, its, named, strict=True)
+    )
+    flag, mine, its, name = next(each for each in flags if each[1] != each[2])
+    return (
+        f"differ in the {flag} of {name or 'the model'!r}, {bool(mine)} and {bool(its)}; set it on every rank alike, "
+        "in the model that was given to compile"
+    )

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from fxpipe.run.detached import detached
 from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.run.failing import Failing
 from fxpipe.run.rank_state import RankState
+from fxpipe.run.settings import settings
 from fxpipe.run.step import Steps
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Cost
@@ -52,7 +53,8 @@ class ForwardBackward:
         self._transport, self._state = transport, state
         self._planner, self._plan = state.planner, state.planner.first
         self._module, self._reducer = state.module, state.reducer
-        self._optimizers: WeakSet[DistributedOptimizer] = WeakSet()
+        self._made: list[ref[DistributedOptimizer]] = []
+        self._clipped: Any = None
         self._steppers: WeakValueDictionary[str, DistributedOptimizer] = WeakValueDictionary()
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
@@ -146,9 +148,15 @@ class ForwardBackward:
             elementwise=elementwise,
             cause=self._steps.watch.cause,
             steppers=self._steppers,
+            alone=self._alone,
         )
-        self._optimizers.add(optimizer)
+        self._made.append(ref(optimizer))
         return optimizer
+
+    @property
+    def _optimizers(self) -> list[DistributedOptimizer]:
+        """Those that are still in use."""
+        return [optimizer for made in self._made if (optimizer := made()) is not None]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most ``max_norm``; returns that norm.
@@ -156,11 +164,13 @@ class ForwardBackward:
         As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. A collective call
         of all ranks.
         """
-        with announced("clip_grad_norm_"), self._failing.together(FxpipeError):
+        with self._alone("clip_grad_norm_"), announced("clip_grad_norm_"), self._failing.together(FxpipeError):
             self._failing.check_open()
-            return clip_grad_norm_(
+            norm = clip_grad_norm_(
                 self._reducer.pieces(), self._transport, self._reducer.shards, max_norm, norm_type, error_if_nonfinite
             )
+            self._clipped = float(max_norm), float(norm_type)
+            return norm
 
     def seed(self, stage: int | str, microbatch: int, step: int, replica: int = 0) -> int:
         """The seed under which a stage's forward of a micro-batch draws, in the step with that number from 0."""
@@ -202,7 +212,8 @@ class ForwardBackward:
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         with self._alone():
-            done = self._steps.train(calls, split_evenly)
+            alike = settings(self._steps.sync, self._clipped, [made() for made in self._made])
+            done = self._steps.train(calls, split_evenly, alike)
         if done.bytes_of is not None:
             self._plan = dataclasses.replace(self._plan, graph=dataclasses.replace(self.stages, bytes_of=done.bytes_of))
         self.metrics = dict(done.metrics)
@@ -214,12 +225,12 @@ class ForwardBackward:
         return loss
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, called: str = "forward_backward") -> Iterator[None]:
         """RunError for a call from inside of a call, whose values and messages it would take."""
         if self._running:
             raise RunError(
-                "forward_backward is called while a call of it runs: from a hook, a function that it calls or another "
-                "thread; call it when that has returned"
+                f"{called} is called while a call of forward_backward runs: from a hook, a function that it calls or "
+                "another thread; call it when that has returned"
             )
         self._running = True
         try:
@@ -243,7 +254,8 @@ class ForwardBackward:
         Raises:
             RunError: no step was recorded.
         """
-        with announced("timeline", self._transport.ranks("pipe")), self._failing.together(FxpipeError):
+        members = self._transport.ranks("pipe")
+        with self._alone("timeline"), announced("timeline", members), self._failing.together(FxpipeError):
             self._failing.check_open()
             return self._steps.recorder.timeline()
 
@@ -279,7 +291,11 @@ class ForwardBackward:
             RunError: no step was recorded.
             ScheduleError: there is no such table. Either is raised on all ranks alike, and nothing has changed then.
         """
-        with announced("reschedule", extends=True), self._failing.together(FxpipeError):
+        with (
+            self._alone("reschedule"),
+            announced("reschedule", extends=True),
+            self._failing.together(FxpipeError),
+        ):
             self._failing.check_open()
             costs = self._steps.recorder.costs(activation_bytes)
             self._planner = planner_together(
@@ -312,7 +328,8 @@ class ForwardBackward:
         if not full:
             tensors_of(self._planner.module)
             return self.module.state_dict()
-        with announced("state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")):
+        name, members = "state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")
+        with self._alone(name), announced(name, members):
             self._steps.compare_batches(everywhere=False)
             with self._failing.together():
                 self._steps.watch.tell("pipe")

@@ -95,7 +95,7 @@ def save(
     saver = _SAVERS.setdefault(forward_backward, _Saver())
     given = _Given(path_of(folder), optimizer, step, scheduler, loader, extra, keep, block)
     with (
-        announced(f"save, step {step}", extends=True),
+        announced(f"save, step {step!r:.20}" + ("" if block else ", block=False"), extends=True),
         parts.failing.together(Exception),
     ):  # which all ranks raise alike, with nothing under way
         parts.failing.check_open()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.whereabouts import announced
+from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import Edge
@@ -68,6 +68,8 @@ class Steps:
         leads = not any(number for axis, number in place.items() if axis not in ("pipe", "data"))
         self.watch = Watch(transport, options.error_if_nonfinite, leads)
         self.recorder = TimelineRecorder(transport, state.device)
+        number = transport.number
+        self._which = f", of compile {number}" if number > 1 else ""
         self.sync = True
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
@@ -76,9 +78,12 @@ class Steps:
 
     # the course of a step
 
-    def train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
-        """Forward, backward and gradient reduction of one batch. A collective call of all ranks."""
-        with announced(f"forward_backward, step {self.number}"):
+    def train(self, calls: Sequence[Call], split_evenly: bool, alike: Alike) -> Trained:
+        """Forward, backward and gradient reduction of one batch. A collective call of all ranks.
+
+        ``alike``: what they must have beside the batch.
+        """
+        with announced(f"forward_backward, step {self.number}{self._which}", alike=alike):
             return self._train(calls, split_evenly)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
@@ -102,7 +107,7 @@ class Steps:
 
     def evaluate(self, call: Call, everywhere: bool) -> Any:
         """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
-        with _in_eval_mode(self._module), announced(f"evaluate, before step {self.number}"):
+        with _in_eval_mode(self._module), announced(_evaluate(self.number, everywhere) + self._which):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")
@@ -202,6 +207,10 @@ class Steps:
         if not everywhere or self._transport.pipe_rank is None:
             return output
         return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)
+
+
+def _evaluate(number: int, everywhere: bool) -> str:
+    return f"evaluate, before step {number}" + ', outputs="all"' * everywhere
 
 
 @contextlib.contextmanager

@@ -35,7 +35,14 @@ from fxpipe.sharding.optimizer_state import (
     read_state_dict,
     refuse_torchs_helpers,
 )
-from fxpipe.sharding.parameter_groups import comparable, first_names, options_of, resolve_groups, whole_groups
+from fxpipe.sharding.parameter_groups import (
+    check_replicas,
+    comparable,
+    first_names,
+    options_of,
+    resolve_groups,
+    whole_groups,
+)
 from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
 
 ELEMENTWISE = frozenset(
@@ -96,8 +103,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     A parameter that nobody used has no gradient, and stays as it is. With ``precision`` a step for which any rank's
     gradient has an inf or nan is skipped on all ranks, whichever optimizer the gradient belongs to; ``skipped_steps``
-    counts them, and rank 0 warns of the first and, where that is known, of why. ``zero_grad(set_to_none=False)`` sets
-    to None all the same where gradients are sharded.
+    counts them (``steps`` all calls of ``step``), and rank 0 warns of the first and, where that is known, of why.
+    ``zero_grad(set_to_none=False)`` sets to None all the same where gradients are sharded.
 
     Args:
         params: as in :func:`fxpipe.sharding.parameter_groups.resolve_groups`; None for all.
@@ -107,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         originals: parameters before they were rounded, by name, for the masters; it lets go of those that it makes.
         elementwise: whether ``cls`` steps each element by itself; None: whether it is known to, see ``ELEMENTWISE``.
         steppers: parameter → who steps it, of the model's optimizers: the one that was made last.
+        alone: refuses what is called from inside of a call.
         cause: what is known of why a step is left out, the same on every rank; called by all of them.
 
     Raises:
@@ -131,6 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elementwise: bool | None = None,
         cause: Callable[[], str] = str,
         steppers: MutableMapping[str, DistributedOptimizer] | None = None,
+        alone: Callable[[str], AbstractContextManager[None]] = lambda called: contextlib.nullcontext(),
     ) -> None:
         check_class(cls, store.way.sharded or precision is not None or offload)
         self._inner: torch.optim.Optimizer | None = None
@@ -149,10 +158,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
-        self._steps = self.skipped_steps = 0
+        self.steps = self.skipped_steps = 0
         self.stepping = False
+        self._alone = alone
         self._steppers = {} if steppers is None else steppers
         self._replaced = ""  # a parameter that a later optimizer steps
+        self._given_to_all = {"cls": getattr(_class_of(cls), "__name__", ""), **kw}
         super().__init__(self._resolved(params), {})
         self._targets = self._claim(self.param_groups)
         given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
@@ -168,14 +179,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             groups = resolve_groups(params, self._held, self._all)
             mine = [tuple(self._name_of(entry) for entry in group["params"]) for group in groups]
-            told: Any = [(names, comparable(group)) for names, group in zip(mine, groups, strict=True)]
+            options = [comparable({**self._given_to_all, **group}) for group in groups]
+            told: Any = list(zip(mine, options, strict=True))
         except Exception as error:
             failure, told = error, f"{type(error).__name__}: {error}"
         with announced("optimizer"), self._together():
             everyone = self._transport.gather("pipe", told)
+            replicas = self._transport.gather("data", told)
         if failure is not None:
             raise failure
         names = whole_groups(everyone, list(self._all))
+        check_replicas(replicas)
         if params is not None and not any(names):
             raise RunError(
                 f"params is {shown(params)}, and has no parameter of the model; leave it out for all of them"
@@ -263,6 +277,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _flat(self) -> list[Target]:
         return [target for group in self._targets for target in group]
 
+    @property
+    def steps_here(self) -> bool:
+        """Whether this rank steps anything."""
+        return any(self._targets)
+
     # stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -281,14 +300,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{self._replaced} is stepped by an optimizer that was made after this one; step that one, or give "
                 "each of them parameters of its own"
             )
-        number, self._steps = self._steps, self._steps + 1
+        with self._alone("optimizer.step()"):
+            self._step_alone()
+        return loss
+
+    def _step_alone(self) -> None:
+        number, self.steps = self.steps, self.steps + 1
         with torch.no_grad(), self._announced(), self._together(), self._under_way():
             broken = self._broken_ranks() if self._precision is not None else ()
             if broken:
                 self._skip(number, broken)
             else:
                 self._step()
-        return loss
 
     def _announced(self) -> AbstractContextManager[None]:
         """Where ranks step parts of one another's parameters, or decide together; elsewhere one need not step."""

@@ -109,6 +109,16 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str]) -> list[tuple[st
     return [tuple(sorted(names, key=place.__getitem__)) for names in named]
 
 
+def check_replicas(everyone: Sequence[Any]) -> None:
+    """RunError, on all alike, where replicas of a stage make their optimizer with other groups or options."""
+    other = next((replica for replica, told in enumerate(everyone) if told != everyone[0]), None)
+    if other is not None:
+        raise RunError(
+            f"replicas 0 and {other} would make optimizers of their own, {everyone[0]} and {everyone[other]}, and "
+            "their parameters would drift apart; give all ranks the same class and options"
+        )
+
+
 def _listed(params: Any) -> list[Any]:
     """A group's parameters, one or several of them, as a list."""
     if isinstance(params, set | frozenset):

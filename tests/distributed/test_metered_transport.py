@@ -258,7 +258,7 @@ def test_blocking_calls_are_counted_objects_without_their_bytes() -> None:
     transport.all_reduce("flags", filled(100))
     transport.broadcast("all", filled(100), 0)
     found = {row.operation: (row.count, row.bytes) for row in transport.traffic().rows}
-    assert found == {"gather": (1, 0), "gather_int": (1, 3 * 8), "all_reduce": (1, 600), "broadcast": (1, 300)}
+    assert found == {"gather": (1, 0), "gather_int": (1, 3 * 16), "all_reduce": (1, 600), "broadcast": (1, 300)}
     assert transport.traffic().between == 0  # they are not gradients
     assert only(transport.traffic().select(scope="flags")).leaving == 600
 

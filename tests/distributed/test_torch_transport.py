@@ -74,8 +74,10 @@ def errors_of(transport: Transport) -> dict[str, str]:
 def errors_after(end: str) -> dict[str, str]:
     transport = opened()
     transport.gather("pipe", None)
-    transport.abort("it broke") if end == "abort" else transport.close()
-    transport.close()  # once more does nothing
+    ends = {"abort": lambda: transport.abort("it broke"), "destroy": dist.destroy_process_group}
+    ends.get(end, transport.close)()
+    if end != "destroy":
+        transport.close()  # once more does nothing
     return errors_of(transport)
 
 
@@ -84,6 +86,7 @@ def errors_after(end: str) -> dict[str, str]:
     [
         ("abort", "an earlier step failed and closed the connections"),
         ("close", "the connections were closed by close()"),
+        ("destroy", "torch.distributed was ended by destroy_process_group()"),
     ],
 )
 def test_after_the_end_every_call_says_what_to_do(pool: Pool, end: str, text: str) -> None:

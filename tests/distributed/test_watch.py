@@ -77,6 +77,10 @@ def hear(key: str) -> None:
 # --- pre-flight
 
 
+def of_its_own(x: Tensor) -> Tensor:
+    return 2 * x.sum()
+
+
 def given_other_options(rank_one: dict[str, Any]) -> str:
     fxpipe.init()
     return failure_of(lambda: compiled(**(rank_one if dist.get_rank() else {})))
@@ -90,6 +94,7 @@ def given_other_options(rank_one: dict[str, Any]) -> str:
             {"schedule": "gpipe", "timeout": 9},
             "schedule is '1f1b' on rank 0 (pipe 0), and 'gpipe' on rank 1 (pipe 1); ",
         ),
+        ({"loss_weight": of_its_own}, "loss_weight is None on rank 0 (pipe 0), and of_its_own, code "),
         ({"topology": DATA}, "the topology is (pipe 2), ranks_per_node=None on rank 0"),
     ],
 )
@@ -132,9 +137,9 @@ def without_one_step() -> str:
 
 
 def test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline(pool: Pool) -> None:
-    zero, one = "rank 0 (data 0) is in forward_backward, step 2", "rank 1 (data 1) in optimizer.step"
+    told = "the number of calls of optimizer.step() is 1 on rank 0 (data 0), and 2 on rank 1 (data 1)"
     for text in pool.run(without_one_step, ranks=2):
-        assert text.startswith(f"{zero}, {one}; all ranks must make the same calls of fxpipe, in one order"), text
+        assert text.startswith(f"in forward_backward, step 2: {told}"), text
 
 
 def one_saves() -> str:
@@ -147,6 +152,117 @@ def one_saves() -> str:
 def test_ranks_in_different_calls_are_named_with_them(pool: Pool) -> None:
     for text in pool.run(one_saves, ranks=2):
         assert "rank 0 (pipe 0) is in state_dict(full=True), rank 1 (pipe 1) in forward_backward, step 1;" in text, text
+
+
+def one_calls_the_other_model() -> str:
+    both = [compiled(), compiled()]
+    return failure_of(lambda: both[dist.get_rank()](X))
+
+
+def test_ranks_that_call_two_models_in_different_orders_are_named_with_them(pool: Pool) -> None:
+    for text in pool.run(one_calls_the_other_model, ranks=2):
+        zero, one = "rank 0 (pipe 0) is in forward_backward, step 0", "rank 1 (pipe 1) in forward_backward, step 0"
+        assert text.startswith(f"{zero}, {one}, of compile 2; all ranks must make the same calls of fxpipe"), text
+
+
+def one_saves_what_is_left() -> str:
+    forward_backward = compiled()
+    forward_backward(X)
+
+    def steps() -> None:
+        try:
+            if dist.get_rank():
+                raise ValueError("bad row")
+            forward_backward(X)
+        finally:
+            forward_backward.timeline()
+
+    return failure_of(steps)
+
+
+def test_an_exception_on_whose_way_another_call_is_made_is_told(pool: Pool) -> None:
+    first, second = pool.run(one_saves_what_is_left, ranks=2)
+    assert "on rank 1 (pipe 1) timeline was called as ValueError: bad row was handled; all ranks must" in second
+    assert first.startswith("an earlier step failed (rank 0 (pipe 0) is in forward_backward, step 1, rank 1"), first
+
+
+def one_asks_for_the_timeline() -> str:
+    forward_backward = compiled()
+    forward_backward.record_timeline()
+    forward_backward(X)
+    asks = dist.get_rank() == 0
+    return failure_of(lambda: forward_backward.timeline() if asks else forward_backward(X))
+
+
+def test_what_ranks_gather_in_different_calls_is_not_taken_for_one_calls(pool: Pool) -> None:
+    for text in pool.run(one_asks_for_the_timeline, ranks=2):
+        wanted = "rank 0 (pipe 0) is in timeline, rank 1 (pipe 1) in forward_backward, step 1; all ranks must make the"
+        assert text.startswith(wanted), text
+
+
+# --- in one call, with other settings
+
+
+def set_otherwise(change: Callable[[fxpipe.ForwardBackward, torch.optim.Optimizer, int], object]) -> str:
+    forward_backward = compiled()
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    forward_backward(X)
+    change(forward_backward, optimizer, dist.get_rank())
+    return failure_of(lambda: forward_backward(X))
+
+
+def steps_its_scheduler(_: object, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 if rank else 0.05
+
+
+def clips_at_its_norm(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+    forward_backward.clip_grad_norm_(1.0 + rank)
+
+
+def sums_gradients(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+    forward_backward.set_requires_gradient_sync(not rank)
+
+
+def steps(_: object, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 0:
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (steps_its_scheduler, "lr of parameter group 0 is 0.05 on rank 0 (pipe 0), and 0.1 on rank 1 (pipe 1)"),
+        (clips_at_its_norm, "(max_norm, norm_type) of clip_grad_norm_() is (1.0, 2.0) on rank 0 (pipe 0), and (2.0, 2"),
+        (steps, "the number of calls of optimizer.step() is 1 on rank 0 (pipe 0), and 0 on rank 1 (pipe 1); give all"),
+        (sums_gradients, "set_requires_gradient_sync() is True on rank 0 (pipe 0), and False on rank 1 (pipe 1)"),
+    ],
+)
+def test_what_was_set_on_one_rank_alone_is_told_by_the_next_step(pool: Pool, change: Any, told: str) -> None:
+    for text in pool.run(set_otherwise, change, ranks=2):
+        assert text.startswith(f"in forward_backward, step 1: {told}"), text
+
+
+def without_its_optimizer() -> float:
+    forward_backward = compiled()
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    if dist.get_rank():
+        del optimizer
+    return forward_backward(X).item()
+
+
+def test_a_rank_that_has_let_go_of_its_optimizer_is_compared_with_nobody(pool: Pool) -> None:
+    assert len(set(pool.run(without_its_optimizer, ranks=2))) == 1
+
+
+def with_its_own_optimizer() -> str:
+    forward_backward = compiled(DATA)
+    cls = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
+    return failure_of(lambda: forward_backward.optimizer(cls, lr=0.1))
+
+
+def test_replicas_with_optimizers_of_their_own_are_refused(pool: Pool) -> None:
+    for text in pool.run(with_its_own_optimizer, ranks=2):
+        assert re.match(r"replicas 0 and 1 would make optimizers of their own, .*AdamW.* and .*SGD", text), text
 
 
 A, B = (Call(7, 0, name, None) for name in "ab")
@@ -190,7 +306,7 @@ def test_at_the_deadline_all_say_who_is_waited_for(pool: Pool) -> None:
     first, second = pool.run(one_does_not_come, ranks=2)
     assert re.match(
         r"rank 0 \(pipe 0\) waits for an all-gather over pipe, \d+ s; rank 1 \(pipe 1\) is outside of fxpipe's calls, "
-        r"behind forward_backward, step 0, \d+ s: longer than timeout=2 s",
+        r"behind forward_backward, step 0, at test_watch.py:\d+ in hear, \d+ s: longer than timeout=2 s",
         first,
     ), first
     assert first.partition(";")[0] in second
@@ -322,6 +438,33 @@ def test_a_bell_that_is_rung_ends_a_wait_for_signals(in_main: bool) -> None:
     waiting.join(60)
     bells[0].close()
     assert heard == [False]
+
+
+def given_another_model() -> str:
+    fxpipe.init()
+    model = Two()
+    if dist.get_rank():
+        model.two.bias = None
+    return failure_of(lambda: fxpipe.compile(model, PIPE, microbatches=2)(X))
+
+
+def frozen_on_one_rank() -> str:
+    forward_backward = compiled()
+    forward_backward(X)
+    forward_backward._planner.module.two.weight.requires_grad_(not dist.get_rank())
+    return failure_of(lambda: forward_backward(X))
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [
+        (given_another_model, "have models of their own, of 3 modules with 4 parameters and 3 modules with 3 param"),
+        (frozen_on_one_rank, "differ in the requires_grad of 'two.weight', True and False; set it on every rank alike"),
+    ],
+)
+def test_how_models_differ_is_told(pool: Pool, rank: Callable[[], str], told: str) -> None:
+    for text in pool.run(rank, ranks=2):
+        assert text.startswith(f"rank 0 (pipe 0) and rank 1 (pipe 1) {told}"), text
 
 
 # --- between calls

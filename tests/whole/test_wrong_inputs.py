@@ -269,9 +269,15 @@ fb().step_microbatches([((X, Y), {}, 3)] * 2)
 fb().step_microbatches([((X, Y), {"z": 3})] * 2)
     RunError: got an unexpected keyword argument 'z'
 recursive(lambda inner: inner(X, Y))
-    RunError: forward_backward is called while a call of it runs
+    RunError: forward_backward is called while a call of forward_backward runs
 recursive(lambda inner: inner.evaluate(X, Y))
-    RunError: forward_backward is called while a call of it runs
+    RunError: forward_backward is called while a call of forward_backward runs
+recursive(lambda inner: inner.clip_grad_norm_(1.0))
+    RunError: clip_grad_norm_ is called while a call of forward_backward runs
+recursive(lambda inner: inner.state_dict(full=True))
+    RunError: state_dict(full=True) is called while a call of forward_backward runs
+recursive(lambda inner: inner.timeline())
+    RunError: timeline is called while a call of forward_backward runs
 
 # optimizers
 
@@ -803,6 +809,16 @@ def test_one_process_says_what_it_leaves_out_of_a_topology() -> None:
         fxpipe.compile(Chain(), topology, microbatches=2)
 
 
+def test_an_optimizer_is_not_stepped_from_a_hook_in_the_middle_of_a_call() -> None:
+    """As loops do that step each parameter in its own backward: here it has one micro-batch's gradient."""
+    forward_backward = fxpipe.compile(Chain(), TWO, microbatches=2)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    for parameter in forward_backward.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(fxpipe.RunError, match=r"optimizer\.step\(\) is called while a call of forward_backward runs"):
+        forward_backward(X, Y)
+
+
 def test_a_call_after_a_recursive_one_runs() -> None:
     calls = []
 
@@ -813,7 +829,7 @@ def test_a_call_after_a_recursive_one_runs() -> None:
         return 1.0
 
     inner = fxpipe.compile(Chain(), TWO, microbatches=2, loss_weight=weight)
-    with pytest.raises(fxpipe.RunError, match="while a call of it runs"):
+    with pytest.raises(fxpipe.RunError, match="while a call of forward_backward runs"):
         inner(X, Y)
     assert inner(X, Y).isfinite()
 

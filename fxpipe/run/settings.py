@@ -1,0 +1,40 @@
+"""Settings: what was set between two steps that all ranks must have alike, beside the batch of the next one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fxpipe.distributed.whereabouts import NOTHING, Alike
+from fxpipe.kinds import is_number, list_of
+from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+"""What schedulers set in parameter groups. Other numbers there may be a rank's own, such as those that it has found."""
+
+
+def settings(sync: bool, clipped: Any, optimizers: Sequence[DistributedOptimizer | None]) -> Alike:
+    """Compared by ranks that have and step all ``optimizers``: one without parameters may have dropped its own.
+
+    ``sync``: whether the step sums gradients over replicas. ``clipped``: what gradients were clipped with last.
+    """
+    own = [optimizer for optimizer in optimizers if optimizer is not None and optimizer.steps_here]
+    if len(own) < len(optimizers):
+        return NOTHING
+    groups = [group for optimizer in own for group in optimizer.param_groups]
+    steps = [optimizer.steps for optimizer in own]
+    found = (sync, clipped, *steps, *(_plain(group.get(key)) for group in groups for key in _SCHEDULED))
+
+    def told() -> Mapping[str, str]:
+        places = [f"{key} of parameter group {place}" for place in range(len(groups)) for key in _SCHEDULED]
+        made = ["the number of calls of optimizer.step()" + f" of optimizer {n}" * bool(n) for n in range(len(own))]
+        names = ("set_requires_gradient_sync()", "(max_norm, norm_type) of clip_grad_norm_()", *made, *places)
+        return {name: repr(value) for name, value in zip(names, found, strict=True)}
+
+    return Alike(zlib.crc32(repr(found).encode()) >> 1 or 1, told)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers; of a tensor, for which a device would be waited for, nothing."""
+    return value if is_number(value) or list_of(is_number)(value) else None
