@@ -35,6 +35,7 @@ graph/program: passes/partition trace/symbolic
 graph/topological: passes/partition graph/stage_graph
 parameters/dtensors: sharding/parallelize
 parameters/initialise: parameters/materialise parameters/materialise_hf
+parameters/own_buffers: whole/save_load
 parameters/ownership: parameters/materialise sharding/fully_sharded
 parameters/saving/: parameters/saving
 parameters/unwritten: parameters/materialise

@@ -22,14 +22,17 @@ from torch import Tensor
 from fxpipe.distributed.gathering import TransportGathering, agreed
 from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, told
+from fxpipe.parameters.checkpoint import tensors_of
 from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.own_buffers import own_buffers
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.manifest import Manifest
+from fxpipe.parameters.saving.model_values import ModelValues
 from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import seed_all, set_random_state
-from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savable, tensors_for, value_of
+from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, check_place, savable, tensors_for, value_of
 from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
@@ -56,7 +59,7 @@ def load(
         forward_backward: what ``fxpipe.compile`` returned.
         optimizer: as it was saved; None: the model alone is read, to evaluate it, say.
         scheduler: its ``load_state_dict`` is called with what was saved.
-        loader: likewise.
+        loader: likewise; on another number of replicas only one that says ``any_replicas = True``.
         required: whether it is an error where nothing was saved yet. False: then nothing is loaded, and the step is 0,
             so that a program which is started again after it failed is the same one.
 
@@ -77,7 +80,8 @@ def load(
         path = path_of(folder)
         newest = _newest_whole(path, gathering, parts, required)
         if newest is None:
-            continues(forward_backward, path.absolute())
+            if gathering.rank == 0:  # who alone looks at what is in the folder
+                continues(forward_backward, path.absolute())
             return {"step": 0}
         path, manifest = newest
         loading = _Loading(path, manifest, parts, gathering.rank)
@@ -87,7 +91,8 @@ def load(
         loading.warn_of_what_is_left(prepared[0], asked)
         extra: list[dict[str, Any]] = []
         agreed(gathering, lambda: extra.append(prepared[0].finish(bool(asked))))
-        continues(forward_backward, path.parent)
+        if gathering.rank == 0:
+            continues(forward_backward, path.parent)
         return extra[0]
 
 
@@ -174,43 +179,49 @@ class _Loading:
         states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
         for name, state in states.items():
             _leave_new_rates(name, state["param_groups"], reader)
-        states["model"] = _unrounded(parts.module.state_dict(), reader)
         takers = {"scheduler": scheduler, "loader": loader}
         wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
         trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
+        if loader is not None:
+            check_place(loader, saved, now)
         if saved == now and BUFFERS in plain.of_rank[self._rank]:
             trees[BUFFERS] = plain.trees[plain.of_rank[self._rank][BUFFERS]]
         run = _next_step(value_of(trees.pop("run"), {}))
         tensors = tensors_for(list(trees.values()), reader.tensors)
         fill = reader.plan({**states, "plain": tensors} if tensors else states)
+        saved_names, own = (
+            {name for name in names if name.startswith("optim.")} for names in (reader.names, reader.asked)
+        )
+        values = ModelValues(reader, self._manifest.ties, leave=own)
+        model = _unrounded(parts.module.state_dict(), values)
+        fill_model = values.plan(model)
         random = _random_state(plain, saved, now, self._rank)
 
         def finish(goes_on: bool) -> dict[str, Any]:
             fill()
-            values = {part: value_of(tree, tensors) for part, tree in trees.items()}
-            buffers = values.get(BUFFERS)
-            if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module):  # it is cut as it was
-                states["model"].update(buffers)
-            parts.load_model(states["model"])
+            fill_model()
+            given = {part: value_of(tree, tensors) for part, tree in trees.items()}
+            buffers = given.get(BUFFERS)
+            if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module, model):  # it is cut as it was
+                model.update(buffers)
+            parts.load_model(model)
             for name, one in sorted(optimizers.items()):
                 one.load_state_dict(states[name])
             for name, taker in takers.items():
                 if taker is not None:
-                    taker.load_state_dict(values[name])
+                    taker.load_state_dict(given[name])
             if goes_on:
                 self._go_on(run, random, now.replica(self._rank))
-            return {**dict(values["extra"] or {}), "step": self._manifest.step}
+            return {**dict(given["extra"] or {}), "step": self._manifest.step}
 
         left = [name for name, one in takers.items() if one is None and any(name in part for part in plain.of_rank)]
-        own, saved_names = (
-            {name for name in names if name.startswith("optim.")} for names in (reader.asked, reader.names)
-        )
+        saved_names -= set(values.masters.values())  # what no optimizer asks for of these is in the model
         return _Prepared(sorted(own), sorted(saved_names), left, finish)
 
     def _check_names(self, reader: FolderReader) -> None:
         """CheckpointError where the checkpoint is another model's: what it has beyond this one would be lost."""
         saved = {name.removeprefix("model.") for name in reader.names if name.startswith("model.")}
-        more = sorted(saved - self._parts.names)
+        more = sorted(saved - tensors_of(self._parts.model).keys())
         if more:
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
@@ -251,11 +262,10 @@ def _leave_new_rates(name: str, groups: Any, reader: FolderReader) -> None:
             group.pop("initial_lr", None)
 
 
-def _unrounded(state: dict[str, Tensor], reader: FolderReader) -> dict[str, Tensor]:
+def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
     """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not."""
-    wide = {
-        name: reader.tensors.get(f"model.{name}", (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()
-    }
+    saved = values.entries()
+    wide = {name: saved.get(name, (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()}
     return {
         name: torch.empty_like(tensor, dtype=wide[name])
         if converts(wide[name], tensor.dtype) and wide[name].itemsize > tensor.dtype.itemsize and not is_dtensor(tensor)

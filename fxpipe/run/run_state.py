@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.saving.plain import Tree, from_plain, tensors_in, to_plain
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+from fxpipe.sharding.parameter_groups import first_names
 from fxpipe.sharding.plain_optimizer import PlainOptimizer
 
 PLAIN = "plain"
@@ -92,6 +92,21 @@ class PlainParts:
         return self.trees[self.of_rank[source][part]]
 
 
+def check_place(loader: Any, saved: Layout, now: Layout) -> None:
+    """CheckpointError where a loader's place may be counted in a replica's rows, and as many replicas are no longer.
+
+    A loader says by ``any_replicas = True`` that it is not: counted in batches of the whole run, say.
+    """
+    if saved.replicas == now.replicas or getattr(loader, "any_replicas", False) is True:
+        return
+    raise CheckpointError(
+        f"the state of loader= was saved on {saved.replicas} replicas, and there are {now.replicas} now: what counts "
+        "a replica's own rows would go on at others. Count batches of the whole run, as Feed in "
+        f"examples/training_loop.py does, and write any_replicas = True in the class {type(loader).__name__}; or load "
+        f"on {saved.replicas} replicas"
+    )
+
+
 def plain_parts(parts: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tree], dict[str, Tensor]]:
     """A rank's plain data: part → digest, digest → JSON, and the tensors in it by name.
 
@@ -128,11 +143,10 @@ def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
         raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
 
 
-def own_buffers(module: torch.nn.Module) -> set[str]:
-    """The names of what each replica has of its own, such as BatchNorm's statistics: buffers, but for spread ones."""
-    saved = module.state_dict()
-    names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    return {name for name in names & saved.keys() if not is_dtensor(saved[name])}
+def ties_of(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters → the first, under which optimizers have what belongs to them."""
+    firsts = first_names(dict(model.named_parameters(remove_duplicate=False)))
+    return {name: first for name, first in firsts.items() if name != first}
 
 
 # --- optimizers

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict,
 from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, told
 from fxpipe.kinds import is_flag, shown
+from fxpipe.parameters.own_buffers import own_buffers
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.lock import FolderLock
 from fxpipe.parameters.saving.manifest import Manifest, write_text, written_of
@@ -38,7 +39,7 @@ from fxpipe.parameters.saving.plain import PLAIN as KINDS
 from fxpipe.parameters.saving.writer import RankPlan, RankShare
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import random_state
-from fxpipe.run.run_state import BUFFERS, PLAIN, own_buffers, plain_parts, savable
+from fxpipe.run.run_state import BUFFERS, PLAIN, plain_parts, savable, ties_of
 from fxpipe.run.step import Steps
 from fxpipe.schedules.costs import Costs
 
@@ -76,7 +77,9 @@ def save(
             ``zero=0`` and 3 torch's own of ``forward_backward.parameters()``, too.
         step: how many steps were made: where ``load`` goes on.
         scheduler: its ``state_dict()`` goes along, on each rank.
-        loader: of the data, likewise: one whose state says which rows come next.
+        loader: of the data, likewise: one whose state says which rows come next. A state that counts what one replica
+            has drawn, as torchdata's StatefulDataLoader has it, is of other rows on another number of replicas: one in
+            batches of the whole run says that it is not by an attribute, ``any_replicas = True``.
         extra: what ``load`` gives back; plain data, that is None, bool, int, float, str, bytes, list, tuple, dict with
             str or int keys, and tensors.
         keep: how many are kept; older ones are deleted once this one is complete. None: all.
@@ -109,6 +112,12 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
     return Path(folder)
 
 
+_STATEFUL = {
+    "scheduler": ", such as those of torch.optim.lr_scheduler",
+    "loader": ": an object that counts the batches of the whole run, as Feed in examples/training_loop.py does",
+}
+
+
 @dataclass(frozen=True)
 class _Given:
     folder: Path
@@ -136,7 +145,7 @@ class _Given:
             if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise CheckpointError(
                     f"{name}= is a {type(one).__name__}, which has no state_dict() and load_state_dict(); give one "
-                    "that has, such as torchdata's StatefulDataLoader for a loader"
+                    f"that has{_STATEFUL[name]}"
                 )
 
 
@@ -175,8 +184,9 @@ class _Saver:
         self._lock: FolderLock | None = None
         self._run = ""
         self._pending: _Later | None = None
-        self.folders: set[Path] = set()
-        """Those that this run has saved to or was loaded from: its checkpoints there are its own."""
+        self.known: dict[Path, int] = {}
+        """Folders that this run has saved to or was loaded from → the number of the newest checkpoint there that it has
+        written or found: those up to it are its own."""
 
     def save(self, parts: Inside, given: _Given) -> Future[Path]:
         gathering = TransportGathering(parts.transport)
@@ -188,7 +198,8 @@ class _Saver:
             costs = parts.steps.recorder.known_costs() if all(recorded for *_, recorded in begun) else None
             plan: list[RankPlan] = []
             everyone = agreed(gathering, lambda: _plan(parts, given, costs, plan))
-            job = _Job(target, parts.axes, [one["plan"] for one in everyone], _state_file(everyone))
+            messages = [one["plan"] for one in everyone]
+            job = _Job(target, parts.axes, ties_of(parts.model), messages, _state_file(everyone))
             job.prepare(plan[0], copies=not given.block)
             return self._write(job, parts, gathering, given.block)
         except BaseException:
@@ -220,10 +231,10 @@ class _Saver:
             pending.heard = True
             raise CheckpointError(f"the checkpoint before this one could not be written: {error}") from error
         given.check()
-        if not steps.sync:
+        if steps.has_unsummed:
             raise CheckpointError(
                 "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
-                "would be lost: save behind optimizer.step()"
+                "would be lost: save behind the call that sums them and optimizer.step(), or call zero_grad()"
             )
         if rank:
             return ["", 0, "", "", "", steps.recorder.has_costs]
@@ -236,8 +247,9 @@ class _Saver:
         if self._lock is None or self._lock.path.parent != folder:
             self._lock = None
             self._lock = FolderLock(folder, run)
-        self._check_own(folder)
         number = run_folder.next_number(folder)
+        self._check_own(folder, number - 1)
+        self.known[folder] = number
         return [
             str(folder),
             number,
@@ -247,15 +259,20 @@ class _Saver:
             steps.recorder.has_costs,
         ]
 
-    def _check_own(self, folder: Path) -> None:
+    def _check_own(self, folder: Path, newest: int) -> None:
         """CheckpointError where another run's checkpoints would be mixed with this one's, and deleted in time."""
         there = run_folder.checkpoints(folder)
-        if there and folder not in self.folders:
+        if there and folder not in self.known:
             raise CheckpointError(
                 f"{folder} has checkpoints already, {there[0].name} and {len(there) - 1} more, and this run was not "
                 "loaded from there: call fxpipe.load(folder, ..., required=False) first, or give a new folder"
             )
-        self.folders.add(folder)
+        if newest > self.known.get(folder, 0):
+            raise CheckpointError(
+                f"{folder} has a newer checkpoint than this run has written or loaded, "
+                f"{run_folder.newest(folder).name}: another model of this program, or another run, saves there; "
+                "give each a folder of its own"
+            )
 
 
 def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPlan]) -> dict[str, Any]:
@@ -271,7 +288,7 @@ def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPla
             plain[name] = one.state_dict()
     model = parts.module.state_dict()
     if parts.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
-        plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(parts.module)}
+        plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(parts.module, model)}
     digests, trees, tensors = plain_parts(plain)
     states: dict[str, Any] = {name: one.state_dict() for name, one in savable(given.optimizer, parts.module).items()}
     states["model"] = model
@@ -314,6 +331,7 @@ class _Job:
 
     target: _Destination
     axes: tuple[tuple[str, int], ...]
+    ties: Mapping[str, str]
     messages: Sequence[Any]
     state: str
     _share: RankShare | None = None
@@ -359,7 +377,7 @@ class _Job:
         files[STATE] = written_of(target.partial / STATE)
         saved_at = time.strftime("%Y-%m-%d %H:%M:%S%z")
         versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
-        manifest = Manifest(target.step, target.number, saved_at, target.run, self.axes, versions, files)
+        manifest = Manifest(target.step, target.number, saved_at, target.run, self.axes, versions, files, self.ties)
         manifest.write(target.partial)
         final = run_folder.complete(target.partial)
         try:
@@ -400,8 +418,8 @@ def _short(value: Any) -> str:
 
 
 def continues(forward_backward: ForwardBackward, folder: Path) -> None:
-    """From now on the checkpoints in a folder are this run's."""
-    _SAVERS.setdefault(forward_backward, _Saver()).folders.add(folder)
+    """From now on the checkpoints that are in a folder are this run's."""
+    _SAVERS.setdefault(forward_backward, _Saver()).known[folder] = run_folder.next_number(folder) - 1
 
 
 def wait_for_saves(forward_backward: ForwardBackward) -> None:

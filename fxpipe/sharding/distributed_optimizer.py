@@ -24,7 +24,7 @@ from fxpipe.distributed.whereabouts import announced, phase
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.kinds import is_number, shown
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
-from fxpipe.precision import Precision
+from fxpipe.precision import Precision, merged
 from fxpipe.sharding.clip import gradient_of
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces
@@ -36,7 +36,7 @@ from fxpipe.sharding.optimizer_state import (
     refuse_torchs_helpers,
 )
 from fxpipe.sharding.parameter_groups import comparable, first_names, options_of, resolve_groups, whole_groups
-from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
+from fxpipe.sharding.stepped_piece import Target, originals_of, target_of
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
