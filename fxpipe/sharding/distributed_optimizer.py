@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.transport import Transport, failing_together
+from fxpipe.distributed.transport import Transport, failing_together, member
 from fxpipe.distributed.whereabouts import announced, phase
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.kinds import is_number, shown
@@ -175,7 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             everyone = self._transport.gather("pipe", told)
         if failure is not None:
             raise failure
-        names = whole_groups(everyone, list(self._all))
+        names = whole_groups(everyone, list(self._all), functools.partial(member, self._transport, "pipe"))
         if params is not None and not any(names):
             raise RunError(
                 f"params is {shown(params)}, and has no parameter of the model; leave it out for all of them"
