@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,7 +170,7 @@ class _Loading:
     def prepare(self, optimizer: Any, scheduler: Any, loader: Any) -> _Prepared:
         """Checks that everything fits."""
         parts, reader = self._parts, FolderReader(self._path)
-        plain = _plain_parts(self._path / STATE)
+        plain = PlainParts.read(self._path / STATE)
         saved = Layout(self._manifest.axes, len(plain.of_rank))
         now = Layout(parts.axes, 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all")))
         self._check_names(reader)
@@ -292,17 +291,3 @@ def _random_state(plain: PlainParts, saved: Layout, now: Layout, rank: int) -> A
     else:
         return None
     return value_of(plain.trees[plain.of_rank[source]["random"]], {})
-
-
-def _plain_parts(path: Path) -> PlainParts:
-    """All ranks' plain data, out of their file."""
-    try:
-        read = json.loads(path.read_bytes())
-        ranks: Sequence[dict[str, str]] = read["ranks"]
-        trees = dict(read["trees"])
-        whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read, or was altered: {str(error)[:100]}") from error
-    if not whole:
-        raise CheckpointError(f"{path} was altered: it does not have what it names")
-    return PlainParts(ranks, trees)

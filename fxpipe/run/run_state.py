@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,20 @@ class PlainParts:
 
     of_rank: Sequence[Mapping[str, str]]
     trees: Mapping[str, Tree]
+
+    @staticmethod
+    def read(path: Path) -> PlainParts:
+        """Out of their file; CheckpointError where that was altered."""
+        try:
+            read = json.loads(path.read_bytes())
+            ranks: Sequence[dict[str, str]] = read["ranks"]
+            trees = dict(read["trees"])
+            whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read, or was altered: {str(error)[:100]}") from error
+        if not whole:
+            raise CheckpointError(f"{path} was altered: it does not have what it names")
+        return PlainParts(ranks, trees)
 
     def source(self, part: str, saved: Layout, now: Layout, rank: int) -> int | None:
         """The saved rank whose part a rank takes; None where that cannot be told."""
@@ -126,7 +141,7 @@ def tensors_for(tree: Tree, known: Mapping[str, tuple[torch.Size, torch.dtype]])
     """Empty tensors for those that a value has, to be read; CheckpointError where they are not there."""
     try:
         names = tensors_in(tree)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
     lost = [name for name in names if f"{PLAIN}.{name}" not in known]
     if lost:
@@ -139,7 +154,7 @@ def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """The value again; CheckpointError where it was altered."""
     try:
         return from_plain(tree, tensors)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
 
 

@@ -367,6 +367,8 @@ def test_a_hostile_checkpoint_runs_nothing(folder: Path, source: str) -> None:
         b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": {"dict": 3}}}',
         b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": 5}}',
         b'{"ranks": 5, "trees": {"a": 5}}',
+        b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": %s}}'
+        % (b"[" * 800 + b"]" * 800),
     ],
 )
 def test_altered_plain_data_is_refused(folder: Path, content: bytes) -> None:
