@@ -57,6 +57,7 @@ run/item_numbers: whole/whole_batch
 run/outputs: run/evaluate
 run/random_state: whole/save_load
 run/run_state: whole/save_load run/loading
+run/optimizer_fit: run/loading
 run/rank_state: parameters/meta parameters/materialise
 run/replicas: run/evaluate
 run/step: whole/transparency run/executor

@@ -30,6 +30,7 @@ from fxpipe.parameters.saving.model_values import ModelValues
 from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
+from fxpipe.run.optimizer_fit import fitted
 from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, check_place, savable, tensors_for, value_of
 from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves, wait_for_writes
@@ -72,8 +73,10 @@ def load(
     gathering = TransportGathering(parts.transport)
     with (
         announced("load", extends=True),
-        parts.failing.together(Exception),
-    ):  # which all ranks raise alike, with nothing under way
+        parts.failing.together(Exception),  # which all ranks raise alike, with nothing under way
+        torch.inference_mode(False),  # or what is made for the optimizer could never be stepped
+        torch.no_grad(),
+    ):
         parts.failing.check_open()
         wait_for_saves(forward_backward)
         path = path_of(folder)
@@ -175,9 +178,7 @@ class _Loading:
         now = Layout(parts.axes, 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all")))
         self._check_names(reader)
         optimizers = savable(optimizer, parts.module)
-        states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
-        for name, state in states.items():
-            _leave_new_rates(name, state["param_groups"], reader)
+        states: dict[str, Any] = {name: fitted(name, one, reader) for name, one in optimizers.items()}
         takers = {"scheduler": scheduler, "loader": loader}
         wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
         trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
@@ -236,7 +237,7 @@ class _Loading:
         if more := [name for name in prepared.saved if name not in asked and not name.endswith(".initial_lr")]:
             self._warn(
                 f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
-                "optimizers that were saved, made with the same precision= and parameters"
+                "optimizers that were saved, made of the same parameters, and none of these frozen since"
             )
 
     def _warn(self, what: str) -> None:
@@ -252,13 +253,6 @@ class _Loading:
             set_random_state(random, device)
         else:
             seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
-
-
-def _leave_new_rates(name: str, groups: Any, reader: FolderReader) -> None:
-    """What a scheduler that was not saved has put into the groups stays, and is not asked for."""
-    for key, group in groups.items() if isinstance(groups, dict) else enumerate(groups):
-        if f"{name}.param_groups.{key}.initial_lr" not in reader.metadata.state_dict_metadata:
-            group.pop("initial_lr", None)
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:

@@ -434,6 +434,132 @@ def test_what_of_optimizers_is_left_is_told(tmp_path: Path) -> None:
         fxpipe.load(tmp_path / "both", run.model, {"one": run.optimizer})
 
 
+# --- optimizers that are not quite as they were
+
+
+Made = tuple[Any, torch.optim.Optimizer]
+
+
+def made(seed: int, plain: bool, frozen: bool = False, lr: Any = 0.1, cls: Any = torch.optim.AdamW, **o: Any) -> Made:
+    """A model and its optimizer of all parameters, torch's own or fxpipe's."""
+    torch.manual_seed(seed)
+    whole = Two()
+    whole.first.requires_grad_(not frozen)
+    model = fxpipe.compile(whole, fxpipe.Topology([("pipe", 2)]), microbatches=1, **o)
+    return model, cls(model.parameters(), lr=lr) if plain else model.optimizer(cls, lr=lr)
+
+
+def one_step(run: Made) -> float:
+    run[1].zero_grad()
+    loss = run[0](torch.ones(4, 4))
+    run[1].step()
+    return float(loss)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_was_frozen_and_is_trained_now_begins_without_a_state(tmp_path: Path, plain: bool) -> None:
+    """As in plain PyTorch, where an optimizer makes a parameter's state when it first steps it."""
+    torch.manual_seed(0)
+    wanted = Two()
+    wanted.first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(wanted.parameters(), lr=0.1)
+    for number in range(4):
+        wanted.first.requires_grad_(number > 1)
+        optimizer.zero_grad()
+        wanted(torch.ones(4, 4)).backward()
+        optimizer.step()
+    first = made(0, plain, frozen=True)
+    for _ in range(2):
+        one_step(first)
+    fxpipe.save(tmp_path, *first, step=2)
+    second = made(1, plain)
+    fxpipe.load(tmp_path, *second)
+    for _ in range(2):
+        one_step(second)
+    found = second[0].state_dict()
+    assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in wanted.state_dict().items())
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_was_trained_and_is_frozen_now_is_told(tmp_path: Path, plain: bool) -> None:
+    first = made(0, plain)
+    one_step(first)
+    fxpipe.save(tmp_path, *first, step=1)
+    second = made(1, plain, frozen=True)
+    with pytest.warns(RuntimeWarning, match=r"has 6 values of optimizers .* first optim\.state\.first\.bias\.exp_avg"):
+        fxpipe.load(tmp_path, *second)
+    assert one_step(second) == one_step(first)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("tensor_then", [True, False])
+def test_a_learning_rate_comes_as_it_was_saved(tmp_path: Path, plain: bool, tensor_then: bool) -> None:
+    """As torch's load_state_dict takes it: a number or a tensor, whatever this optimizer was made with."""
+    rates = [torch.tensor(0.1), 0.2] if tensor_then else [0.1, torch.tensor(0.2)]
+    first = made(0, plain, lr=rates[0])
+    one_step(first)
+    fxpipe.save(tmp_path, *first, step=1)
+    second = made(1, plain, lr=rates[1])
+    fxpipe.load(tmp_path, *second)
+    found = second[1].param_groups[0]["lr"]
+    assert isinstance(found, Tensor) == tensor_then
+    assert float(found) == pytest.approx(0.1)
+    assert [one_step(second) for _ in range(2)] == [one_step(first) for _ in range(2)]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_run_that_was_loaded_in_inference_mode_is_trained_on(tmp_path: Path, plain: bool) -> None:
+    first = made(0, plain)
+    one_step(first)
+    fxpipe.save(tmp_path, *first, step=1)
+    second = made(1, plain)
+    with torch.inference_mode():
+        fxpipe.load(tmp_path, *second)
+    assert [one_step(second) for _ in range(3)] == [one_step(first) for _ in range(3)]
+
+
+def test_a_run_in_full_precision_goes_on_in_half_with_its_values_as_masters(tmp_path: Path) -> None:
+    first = made(0, plain=False)
+    one_step(first)
+    fxpipe.save(tmp_path, *first, step=1)
+    second = made(1, plain=False, precision=fxpipe.Precision())
+    fxpipe.load(tmp_path, *second)
+    found, wanted = (run[1].state_dict()["state"] for run in (second, first))
+    for name, value in first[0].state_dict().items():
+        assert torch.equal(found[name]["master"], value)
+        assert torch.equal(found[name]["exp_avg"], wanted[name]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (
+            {"plain": False},
+            {"plain": False, "cls": torch.optim.SGD},
+            r"no 'optim\.param_groups\.0\.momentum': .* class",
+        ),
+        (
+            {"plain": False, "cls": torch.optim.SGD},
+            {"plain": False},
+            r"no 'optim\.param_groups\.0\.betas': .* of another",
+        ),
+        ({"plain": False}, {"plain": True}, r"one is torch's own and the other of forward_backward\.optimizer"),
+        (None, {"plain": False}, r"has no state of optimizer= \(optim\): it was saved without it"),
+    ],
+)
+def test_an_optimizer_of_another_kind_is_refused_and_nothing_changes(
+    tmp_path: Path, then: dict[str, Any] | None, now: dict[str, Any], message: str
+) -> None:
+    first = made(0, **(then or {"plain": False}))
+    one_step(first)
+    fxpipe.save(tmp_path, first[0], first[1] if then else None, step=1)
+    second = made(1, **now)
+    before = {name: value.clone() for name, value in second[0].state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        fxpipe.load(tmp_path, *second)
+    assert all(torch.equal(value, before[name]) for name, value in second[0].state_dict().items())
+
+
 def test_costs_that_were_recorded_come_back(tmp_path: Path) -> None:
     run = Trained()
     run.model.record_timeline()
