@@ -58,6 +58,8 @@ run/outputs: run/evaluate
 run/random_state: whole/save_load
 run/run_state: whole/save_load run/loading
 run/optimizer_fit: run/loading
+run/save_job: run/saving
+run/save_later: run/saving
 run/rank_state: parameters/meta parameters/materialise
 run/replicas: run/evaluate
 run/step: whole/transparency run/executor

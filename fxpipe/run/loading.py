@@ -33,7 +33,9 @@ from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.optimizer_fit import fitted
 from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, check_place, savable, tensors_for, value_of
-from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves, wait_for_writes
+from fxpipe.run.save_job import STATE
+from fxpipe.run.save_later import wait_for_writes
+from fxpipe.run.saving import continues, path_of, wait_for_saves
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
 
