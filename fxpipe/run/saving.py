@@ -163,6 +163,7 @@ class _Saver:
         except BaseException:
             if gathering.rank == 0:
                 shutil.rmtree(target.partial, ignore_errors=True)
+                self.known[target.folder] = target.number - 1  # the next of this number may be another's
             raise
 
     def _write(self, job: SaveJob, parts: Inside, gathering: TransportGathering, block: bool) -> Future[Path]:
