@@ -152,6 +152,8 @@ class Pairs:
     All ranks of a pipe group draw the same: rows by the sampler, templates by a seed.
     """
 
+    any_replicas = True  # the state counts steps of the whole run
+
     def __init__(self, topo: fxpipe.Topology, images: Tensor, labels: Tensor, rows: int, steps: int, seed: int) -> None:
         self.dataset, self.rows, self.per_epoch = (
             TensorDataset(images, labels),

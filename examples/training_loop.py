@@ -64,6 +64,8 @@ def padded(dataset: TensorDataset, rows: int) -> TensorDataset:
 class Feed:
     """Batches for ever, of this rank's replica, which go on where they were when its state was taken."""
 
+    any_replicas = True  # the state counts batches of the whole run
+
     def __init__(self, topo: fxpipe.Topology, dataset: Dataset[list[Tensor]], rows: int) -> None:
         self.dataset, self.rows = dataset, rows // topo.data_size  # of the rows of a step, this replica's
         self.sampler = topo.sampler(dataset, shuffle=True, drop_last=True)

@@ -176,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             args = parser(_show, _compare, _topology, _checkpoint).parse_args(arguments)
+            _check_given(args)
             args.run(args)
             return 0
         finally:
@@ -191,6 +192,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _told(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
     except FxpipeError as error:
         return _told(str(error))
+
+
+def _check_given(args: argparse.Namespace) -> None:
+    """Ends with the usage where argparse has made a list of nothing out of a second ``--``."""
+    lost = [name for name in ("what", "axes", "path", "out") if getattr(args, name, None) == []]
+    if lost:
+        args.parser.error(f"the following arguments are required: {', '.join(lost)}")
 
 
 def _told(message: str) -> int:

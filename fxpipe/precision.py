@@ -68,3 +68,8 @@ def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether a number of one type is the same, but for rounding, in the other; 8-bit ones and integers have scales."""
     plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     return stored == wanted or (stored in plain and wanted in plain)
+
+
+def merged(exact: Tensor, values: Tensor, rounded: torch.dtype) -> Tensor:
+    """``exact`` where rounding it to a type gives ``values``, and ``values`` elsewhere."""
+    return torch.where(exact.to(rounded).to(values.dtype) == values, exact, values.to(exact.dtype))

@@ -293,6 +293,7 @@ def test_the_examples_in_the_help_run(about: Sequence[str], run: Run) -> None:
 # --- what goes wrong is told, with an exit code, and is never a traceback ---
 
 USAGE = {
+    "nothing to export": (("checkpoint", "export", "--", "--"), "the following arguments are required: path"),
     "no command": ((), "COMMAND"),
     "an unknown command": (("draw",), "draw"),
     "no family": (("show",), "FAMILY_OR_CSV"),

@@ -37,6 +37,7 @@ graph/program: passes/partition trace/symbolic
 graph/topological: passes/partition graph/stage_graph
 parameters/dtensors: sharding/parallelize
 parameters/initialise: parameters/materialise parameters/materialise_hf
+parameters/own_buffers: whole/save_load
 parameters/ownership: parameters/materialise sharding/fully_sharded
 parameters/saving/: parameters/saving
 parameters/unwritten: parameters/materialise
@@ -58,6 +59,9 @@ run/item_numbers: whole/whole_batch
 run/outputs: run/evaluate
 run/random_state: whole/save_load
 run/run_state: whole/save_load run/loading
+run/optimizer_fit: run/loading
+run/save_job: run/saving
+run/save_later: run/saving
 run/rank_state: parameters/meta parameters/materialise
 run/replicas: run/evaluate
 run/step: whole/transparency run/executor

@@ -13,6 +13,7 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.kinds import shown
 from fxpipe.parameters.dtensors import is_cut_over, is_dtensor, local, part_of, whole_of
+from fxpipe.parameters.own_buffers import mark_own_buffers
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.precision import converts
 
@@ -46,6 +47,8 @@ def full_state_dict(
                 tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
             broadcast([tensor], transport, "pipe", owner)
         state[name] = tensor
+    if transport.data_rank:
+        mark_own_buffers(model, state)
     return state
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
+from fxpipe.parameters.own_buffers import mark_own_buffers
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,11 @@ def ownership(graph: StageGraph) -> Ownership:
 class RankModule(nn.Module):
     """One rank's part of a model: the parameters and buffers that it holds, under the model's own names.
 
-    ``train()`` and ``eval()`` reach the whole model, so that functional dropout follows them, too.
+    ``train()`` and ``eval()`` reach the whole model, so that functional dropout follows them, too. ``replica``: its
+    number, from 0; a checkpoint has the first one's buffers.
     """
 
-    def __init__(self, model: nn.Module, names: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, names: frozenset[str], replica: int = 0) -> None:
         super().__init__()
         self.__dict__["the whole model"] = model  # under a name that no part of it can bear
         for name in all_tensors(model):
@@ -64,6 +66,8 @@ class RankModule(nn.Module):
             else:
                 persistent = leaf not in original._non_persistent_buffers_set
                 home.register_buffer(leaf, original._buffers[leaf], persistent=persistent)
+        if replica:
+            self.register_state_dict_post_hook(mark_own_buffers)  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool = True) -> RankModule:
         self.__dict__["the whole model"].train(mode)

@@ -63,7 +63,7 @@ def _sources_in(folder: Path) -> Iterable[WeightFile]:
             return _indexed(folder / name)
     for saved in (folder, folder / "latest"):
         if (saved / MANIFEST).exists():
-            return [_saved_run(saved)]
+            return [_SavedRun(saved)]
     if tensors := sorted(folder.glob("*.safetensors")):
         return map(_Safetensors, tensors)
     if (folder / ".metadata").exists():
@@ -176,24 +176,35 @@ class _TorchFile:
 class _Distributed:
     """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in, and as data."""
 
-    def __init__(self, path: Path, prefix: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         from fxpipe.parameters.saving.reader import FolderReader  # it imports torch.distributed.checkpoint
 
-        self.path, self._prefix = path, prefix
-        self._reader = FolderReader(path)
+        self.path, self._reader = path, FolderReader(path)
 
     def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        tensors = self._reader.tensors.items()
-        return {name.removeprefix(self._prefix): one for name, one in tensors if name.startswith(self._prefix)}
+        return self._reader.tensors
 
     def read_into(self, name: str, target: Tensor) -> None:
-        self._reader.plan({self._prefix + name: target.detach()})()
+        self._reader.plan({name: target.detach()})()
 
 
-def _saved_run(folder: Path) -> WeightFile:
-    """The model of a checkpoint that ``fxpipe.save`` has written: its own names, and nothing of the optimizer."""
-    Manifest.read(folder).check_sizes(folder)
-    return _Distributed(folder, prefix="model.")
+class _SavedRun:
+    """The model of a checkpoint that ``fxpipe.save`` has written: its own names, and of the optimizer the masters of
+    what is kept rounded. Of the files' contents what is read is compared with the manifest."""
+
+    def __init__(self, path: Path) -> None:
+        from fxpipe.parameters.saving.model_values import ModelValues
+        from fxpipe.parameters.saving.reader import FolderReader
+
+        manifest = Manifest.read(path)
+        manifest.check_sizes(path)
+        self.path, self._values = path, ModelValues(FolderReader(path, manifest), manifest.ties)
+
+    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        return self._values.entries()
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        self._values.plan({name: target})()
 
 
 def _pieces(tensor: Tensor) -> Iterator[slice | None]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.distributed.collective import Work
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.packing import Meta, TensorMeta, allocate, pack, unpack
 from fxpipe.graph.plain_data import check_length, decode, encode
@@ -157,7 +157,7 @@ class WireExchange:
     def _receive_header(self, message: Message) -> Meta:
         length = torch.empty(8, dtype=torch.uint8, device=self._device)
         self._receive(message, length).wait()
-        sender = f"pipe rank {message.sender}"
+        sender = member(self._transport, "pipe", message.sender)
         size = check_length(int(length.cpu().view(torch.int64)), sender)
         body = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._receive(message, body).wait()

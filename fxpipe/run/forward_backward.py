@@ -396,13 +396,14 @@ _ELSEWHERE = {
 
 
 class Inside(NamedTuple):
-    """What ``fxpipe.save`` and ``fxpipe.load`` have of a ``ForwardBackward``. ``names``: the whole model's tensors."""
+    """What ``fxpipe.save`` and ``fxpipe.load`` have of a ``ForwardBackward``. ``model``: the whole one, of which this
+    rank's part has values."""
 
     transport: Metered
     failing: Failing
     steps: Steps
     module: RankModule
-    names: frozenset[str]
+    model: nn.Module
     stages: tuple[str, ...]
     axes: tuple[tuple[str, int], ...]
     device: torch.device
@@ -419,12 +420,13 @@ def inside(one: ForwardBackward) -> Inside:
             "a function that it calls or another thread; set a flag there, and save behind optimizer.step() where it "
             "is set"
         )
+    tensors_of(one._planner.module)  # which refuses what would be lost
     return Inside(
         one._transport,
         one._failing,
         one._steps,
         one.module,
-        frozenset(tensors_of(one._planner.module)),
+        one._planner.module,
         one.stages.names,
         one.topology.axes,
         one._state.device,

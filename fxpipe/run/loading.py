@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,21 @@ from torch import Tensor
 from fxpipe.distributed.gathering import TransportGathering, agreed
 from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, told
+from fxpipe.parameters.checkpoint import tensors_of
 from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.own_buffers import own_buffers
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.manifest import Manifest
+from fxpipe.parameters.saving.model_values import ModelValues
 from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
+from fxpipe.run.optimizer_fit import fitted
 from fxpipe.run.random_state import seed_all, set_random_state
-from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savable, tensors_for, value_of
-from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves, wait_for_writes
+from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, check_place, savable, tensors_for, value_of
+from fxpipe.run.save_job import STATE
+from fxpipe.run.save_later import wait_for_writes
+from fxpipe.run.saving import continues, path_of, wait_for_saves
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
 
@@ -56,7 +61,7 @@ def load(
         forward_backward: what ``fxpipe.compile`` returned.
         optimizer: as it was saved; None: the model alone is read, to evaluate it, say.
         scheduler: its ``load_state_dict`` is called with what was saved.
-        loader: likewise.
+        loader: likewise; on another number of replicas only one that says ``any_replicas = True``.
         required: whether it is an error where nothing was saved yet. False: then nothing is loaded, and the step is 0,
             so that a program which is started again after it failed is the same one.
 
@@ -70,14 +75,17 @@ def load(
     gathering = TransportGathering(parts.transport)
     with (
         announced("load", extends=True),
-        parts.failing.together(Exception),
-    ):  # which all ranks raise alike, with nothing under way
+        parts.failing.together(Exception),  # which all ranks raise alike, with nothing under way
+        torch.inference_mode(False),  # or what is made for the optimizer could never be stepped
+        torch.no_grad(),
+    ):
         parts.failing.check_open()
         wait_for_saves(forward_backward)
         path = path_of(folder)
         newest = _newest_whole(path, gathering, parts, required)
         if newest is None:
-            continues(forward_backward, path.absolute())
+            if gathering.rank == 0:  # who alone looks at what is in the folder
+                continues(forward_backward, path.absolute())
             return {"step": 0}
         path, manifest = newest
         loading = _Loading(path, manifest, parts, gathering.rank)
@@ -87,7 +95,8 @@ def load(
         loading.warn_of_what_is_left(prepared[0], asked)
         extra: list[dict[str, Any]] = []
         agreed(gathering, lambda: extra.append(prepared[0].finish(bool(asked))))
-        continues(forward_backward, path.parent)
+        if gathering.rank == 0:
+            continues(forward_backward, path.parent)
         return extra[0]
 
 
@@ -166,51 +175,55 @@ class _Loading:
     def prepare(self, optimizer: Any, scheduler: Any, loader: Any) -> _Prepared:
         """Checks that everything fits."""
         parts, reader = self._parts, FolderReader(self._path)
-        plain = _plain_parts(self._path / STATE)
+        plain = PlainParts.read(self._path / STATE)
         saved = Layout(self._manifest.axes, len(plain.of_rank))
         now = Layout(parts.axes, 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all")))
         self._check_names(reader)
         optimizers = savable(optimizer, parts.module)
-        states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
-        for name, state in states.items():
-            _leave_new_rates(name, state["param_groups"], reader)
-        states["model"] = _unrounded(parts.module.state_dict(), reader)
+        states: dict[str, Any] = {name: fitted(name, one, reader) for name, one in optimizers.items()}
         takers = {"scheduler": scheduler, "loader": loader}
         wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
         trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
+        if loader is not None:
+            check_place(loader, saved, now)
         if saved == now and BUFFERS in plain.of_rank[self._rank]:
             trees[BUFFERS] = plain.trees[plain.of_rank[self._rank][BUFFERS]]
         run = _next_step(value_of(trees.pop("run"), {}))
         tensors = tensors_for(list(trees.values()), reader.tensors)
         fill = reader.plan({**states, "plain": tensors} if tensors else states)
+        saved_names, own = (
+            {name for name in names if name.startswith("optim.")} for names in (reader.names, reader.asked)
+        )
+        values = ModelValues(reader, self._manifest.ties, leave=own)
+        model = _unrounded(parts.module.state_dict(), values)
+        fill_model = values.plan(model)
         random = _random_state(plain, saved, now, self._rank)
 
         def finish(goes_on: bool) -> dict[str, Any]:
             fill()
-            values = {part: value_of(tree, tensors) for part, tree in trees.items()}
-            buffers = values.get(BUFFERS)
-            if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module):  # it is cut as it was
-                states["model"].update(buffers)
-            parts.load_model(states["model"])
+            fill_model()
+            given = {part: value_of(tree, tensors) for part, tree in trees.items()}
+            buffers = given.get(BUFFERS)
+            if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module, model):  # it is cut as it was
+                model.update(buffers)
+            parts.load_model(model)
             for name, one in sorted(optimizers.items()):
                 one.load_state_dict(states[name])
             for name, taker in takers.items():
                 if taker is not None:
-                    taker.load_state_dict(values[name])
+                    taker.load_state_dict(given[name])
             if goes_on:
                 self._go_on(run, random, now.replica(self._rank))
-            return {**dict(values["extra"] or {}), "step": self._manifest.step}
+            return {**dict(given["extra"] or {}), "step": self._manifest.step}
 
         left = [name for name, one in takers.items() if one is None and any(name in part for part in plain.of_rank)]
-        own, saved_names = (
-            {name for name in names if name.startswith("optim.")} for names in (reader.asked, reader.names)
-        )
+        saved_names -= set(values.masters.values())  # what no optimizer asks for of these is in the model
         return _Prepared(sorted(own), sorted(saved_names), left, finish)
 
     def _check_names(self, reader: FolderReader) -> None:
         """CheckpointError where the checkpoint is another model's: what it has beyond this one would be lost."""
         saved = {name.removeprefix("model.") for name in reader.names if name.startswith("model.")}
-        more = sorted(saved - self._parts.names)
+        more = sorted(saved - tensors_of(self._parts.model).keys())
         if more:
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
@@ -226,7 +239,7 @@ class _Loading:
         if more := [name for name in prepared.saved if name not in asked and not name.endswith(".initial_lr")]:
             self._warn(
                 f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
-                "optimizers that were saved, made with the same precision= and parameters"
+                "optimizers that were saved, made of the same parameters, and none of these frozen since"
             )
 
     def _warn(self, what: str) -> None:
@@ -244,18 +257,10 @@ class _Loading:
             seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
 
 
-def _leave_new_rates(name: str, groups: Any, reader: FolderReader) -> None:
-    """What a scheduler that was not saved has put into the groups stays, and is not asked for."""
-    for key, group in groups.items() if isinstance(groups, dict) else enumerate(groups):
-        if f"{name}.param_groups.{key}.initial_lr" not in reader.metadata.state_dict_metadata:
-            group.pop("initial_lr", None)
-
-
-def _unrounded(state: dict[str, Tensor], reader: FolderReader) -> dict[str, Tensor]:
+def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
     """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not."""
-    wide = {
-        name: reader.tensors.get(f"model.{name}", (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()
-    }
+    saved = values.entries()
+    wide = {name: saved.get(name, (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()}
     return {
         name: torch.empty_like(tensor, dtype=wide[name])
         if converts(wide[name], tensor.dtype) and wide[name].itemsize > tensor.dtype.itemsize and not is_dtensor(tensor)
@@ -282,17 +287,3 @@ def _random_state(plain: PlainParts, saved: Layout, now: Layout, rank: int) -> A
     else:
         return None
     return value_of(plain.trees[plain.of_rank[source]["random"]], {})
-
-
-def _plain_parts(path: Path) -> PlainParts:
-    """All ranks' plain data, out of their file."""
-    try:
-        read = json.loads(path.read_bytes())
-        ranks: Sequence[dict[str, str]] = read["ranks"]
-        trees = dict(read["trees"])
-        whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read, or was altered: {str(error)[:100]}") from error
-    if not whole:
-        raise CheckpointError(f"{path} was altered: it does not have what it names")
-    return PlainParts(ranks, trees)

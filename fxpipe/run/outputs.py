@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
@@ -32,7 +32,7 @@ def from_rank(rank: int, output: Any, transport: Transport, device: torch.device
     meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
     told = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
     if meta is None:
-        meta = Meta.of(told, f"pipe rank {rank}")
+        meta = Meta.of(told, member(transport, "pipe", rank))
         buffers = allocate(meta, device)
     buffers = [buffer.to(device) for buffer in buffers]
     for buffer in buffers:

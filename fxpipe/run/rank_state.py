@@ -175,7 +175,7 @@ def _sharded(planner: Planner, topology: Topology, transport: Transport, owners:
     mesh = topology.data_mesh(planner.options.zero_scope)
     reducer = fully_sharded(planner.module, planner.graphs, mesh, transport, owners, planner.options.precision)
     planner = planner.with_tensors_of_module()
-    module = RankModule(planner.module, _own_names(planner, owners, transport))
+    module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
     return RankState(planner, module, reducer, {}, owners, _device_of(planner.first, owners, transport), seed)
 
 
@@ -186,7 +186,7 @@ def _whole(planner: Planner, topology: Topology, transport: Transport, owners: O
         parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)
         planner = planner.with_tensors_of_module(parallel.adopt)
     originals = {} if options.precision is None else cast_parameters(planner.module, options.precision)
-    module = RankModule(planner.module, _own_names(planner, owners, transport))
+    module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
     plan = planner.first
     row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
     way = way_of(options.zero, transport, options.precision)

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.saving.plain import Tree, from_plain, tensors_in, to_plain
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+from fxpipe.sharding.parameter_groups import first_names
 from fxpipe.sharding.plain_optimizer import PlainOptimizer
 
 PLAIN = "plain"
@@ -62,6 +63,20 @@ class PlainParts:
     of_rank: Sequence[Mapping[str, str]]
     trees: Mapping[str, Tree]
 
+    @staticmethod
+    def read(path: Path) -> PlainParts:
+        """Out of their file; CheckpointError where that was altered."""
+        try:
+            read = json.loads(path.read_bytes())
+            ranks: Sequence[dict[str, str]] = read["ranks"]
+            trees = dict(read["trees"])
+            whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read, or was altered: {str(error)[:100]}") from error
+        if not whole:
+            raise CheckpointError(f"{path} was altered: it does not have what it names")
+        return PlainParts(ranks, trees)
+
     def source(self, part: str, saved: Layout, now: Layout, rank: int) -> int | None:
         """The saved rank whose part a rank takes; None where that cannot be told."""
         if saved == now:
@@ -92,6 +107,21 @@ class PlainParts:
         return self.trees[self.of_rank[source][part]]
 
 
+def check_place(loader: Any, saved: Layout, now: Layout) -> None:
+    """CheckpointError where a loader's place may be counted in a replica's rows, and as many replicas are no longer.
+
+    A loader says by ``any_replicas = True`` that it is not: counted in batches of the whole run, say.
+    """
+    if saved.replicas == now.replicas or getattr(loader, "any_replicas", False) is True:
+        return
+    raise CheckpointError(
+        f"the state of loader= was saved on {saved.replicas} replicas, and there are {now.replicas} now: what counts "
+        "a replica's own rows would go on at others. Count batches of the whole run, as Feed in "
+        f"examples/training_loop.py does, and write any_replicas = True in the class {type(loader).__name__}; or load "
+        f"on {saved.replicas} replicas"
+    )
+
+
 def plain_parts(parts: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tree], dict[str, Tensor]]:
     """A rank's plain data: part → digest, digest → JSON, and the tensors in it by name.
 
@@ -111,7 +141,7 @@ def tensors_for(tree: Tree, known: Mapping[str, tuple[torch.Size, torch.dtype]])
     """Empty tensors for those that a value has, to be read; CheckpointError where they are not there."""
     try:
         names = tensors_in(tree)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
     lost = [name for name in names if f"{PLAIN}.{name}" not in known]
     if lost:
@@ -124,15 +154,14 @@ def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """The value again; CheckpointError where it was altered."""
     try:
         return from_plain(tree, tensors)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
 
 
-def own_buffers(module: torch.nn.Module) -> set[str]:
-    """The names of what each replica has of its own, such as BatchNorm's statistics: buffers, but for spread ones."""
-    saved = module.state_dict()
-    names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    return {name for name in names & saved.keys() if not is_dtensor(saved[name])}
+def ties_of(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters → the first, under which optimizers have what belongs to them."""
+    firsts = first_names(dict(model.named_parameters(remove_duplicate=False)))
+    return {name: first for name, first in firsts.items() if name != first}
 
 
 # --- optimizers

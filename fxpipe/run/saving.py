@@ -8,46 +8,33 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import os
 import shutil
-import sys
-import threading
-import time
 import uuid
-import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
-from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
+from fxpipe.distributed.gathering import TransportGathering, agreed, gathering_beside
 from fxpipe.distributed.whereabouts import announced
-from fxpipe.errors import CheckpointError, told
+from fxpipe.errors import CheckpointError
 from fxpipe.kinds import is_flag, shown
+from fxpipe.parameters.own_buffers import own_buffers
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.lock import FolderLock
-from fxpipe.parameters.saving.manifest import Manifest, write_text, written_of
 from fxpipe.parameters.saving.plain import PLAIN as KINDS
-from fxpipe.parameters.saving.writer import RankPlan, RankShare
+from fxpipe.parameters.saving.writer import RankPlan
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.random_state import random_state
-from fxpipe.run.run_state import BUFFERS, PLAIN, own_buffers, plain_parts, savable
+from fxpipe.run.run_state import BUFFERS, PLAIN, plain_parts, savable, ties_of
+from fxpipe.run.save_job import Destination, SaveJob
+from fxpipe.run.save_later import Later, wait_for_writes, write_later
 from fxpipe.run.step import Steps
 from fxpipe.schedules.costs import Costs
-
-STATE = "state.json"
-"""The file of all ranks' plain data."""
-
-_SPARE = 1.02  # of what tensors take; what is around them in the files is little
-_LOOK = 0.5
-_NICER = 10
 
 
 def save(
@@ -76,7 +63,9 @@ def save(
             ``zero=0`` and 3 torch's own of ``forward_backward.parameters()``, too.
         step: how many steps were made: where ``load`` goes on.
         scheduler: its ``state_dict()`` goes along, on each rank.
-        loader: of the data, likewise: one whose state says which rows come next.
+        loader: of the data, likewise: one whose state says which rows come next. A state that counts what one replica
+            has drawn, as torchdata's StatefulDataLoader has it, is of other rows on another number of replicas: one in
+            batches of the whole run says that it is not by an attribute, ``any_replicas = True``.
         extra: what ``load`` gives back; plain data, that is None, bool, int, float, str, bytes, list, tuple, dict with
             str or int keys, and tensors.
         keep: how many are kept; older ones are deleted once this one is complete. None: all.
@@ -109,6 +98,12 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
     return Path(folder)
 
 
+_STATEFUL = {
+    "scheduler": ", such as those of torch.optim.lr_scheduler",
+    "loader": ": an object that counts the batches of the whole run, as Feed in examples/training_loop.py does",
+}
+
+
 @dataclass(frozen=True)
 class _Given:
     folder: Path
@@ -136,36 +131,8 @@ class _Given:
             if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise CheckpointError(
                     f"{name}= is a {type(one).__name__}, which has no state_dict() and load_state_dict(); give one "
-                    "that has, such as torchdata's StatefulDataLoader for a loader"
+                    f"that has{_STATEFUL[name]}"
                 )
-
-
-class _Later(Future[Path]):
-    """A checkpoint that is being written. ``folder``: of the run. ``lock``: held for as long, whoever else lets go of
-    it. ``heard``: whether somebody has waited for it, and so knows of its error."""
-
-    heard = False
-
-    def __init__(self, folder: Path, lock: FolderLock | None) -> None:
-        super().__init__()
-        self.folder, self.lock = folder, lock
-
-    @property
-    def unheard(self) -> BaseException | None:
-        """Its error, where nobody has asked for it."""
-        return None if self.heard or not self.done() else super().exception()
-
-    def result(self, timeout: float | None = None) -> Path:
-        try:
-            return super().result(timeout)
-        finally:
-            self.heard = self.heard or self.done()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self.heard = self.heard or self.done()
 
 
 class _Saver:
@@ -174,44 +141,45 @@ class _Saver:
     def __init__(self) -> None:
         self._lock: FolderLock | None = None
         self._run = ""
-        self._pending: _Later | None = None
-        self.folders: set[Path] = set()
-        """Those that this run has saved to or was loaded from: its checkpoints there are its own."""
+        self._pending: Later | None = None
+        self.known: dict[Path, int] = {}
+        """Folders that this run has saved to or was loaded from → the number of the newest checkpoint there that it has
+        written or found: those up to it are its own."""
 
     def save(self, parts: Inside, given: _Given) -> Future[Path]:
         gathering = TransportGathering(parts.transport)
         self.wait()
         begun = agreed(gathering, lambda: self._begin(given, gathering.rank, parts.steps))
         folder, number, partial, self._run, token, _ = begun[0]
-        target = _Destination(Path(folder), number, Path(partial), self._run, token, given.step, given.keep)
+        target = Destination(Path(folder), number, Path(partial), self._run, token, given.step, given.keep)
         try:
             costs = parts.steps.recorder.known_costs() if all(recorded for *_, recorded in begun) else None
             plan: list[RankPlan] = []
             everyone = agreed(gathering, lambda: _plan(parts, given, costs, plan))
-            job = _Job(target, parts.axes, [one["plan"] for one in everyone], _state_file(everyone))
+            messages = [one["plan"] for one in everyone]
+            job = SaveJob(target, parts.axes, ties_of(parts.model), messages, _state_file(everyone))
             job.prepare(plan[0], copies=not given.block)
             return self._write(job, parts, gathering, given.block)
         except BaseException:
             if gathering.rank == 0:
                 shutil.rmtree(target.partial, ignore_errors=True)
+                self.known[target.folder] = target.number - 1  # the next of this number may be another's
             raise
 
-    def _write(self, job: _Job, parts: Inside, gathering: TransportGathering, block: bool) -> Future[Path]:
+    def _write(self, job: SaveJob, parts: Inside, gathering: TransportGathering, block: bool) -> Future[Path]:
         beside = None if block else gathering_beside(parts.transport, job.target.token)
-        later = _Later(job.target.folder.resolve(), None if beside is None else self._lock)
+        later = Later(job.target.folder.resolve(), None if beside is None else self._lock)
         if beside is None:
             later.set_result(job.write(gathering))
             return later
         self._pending = later
-        _WRITTEN_LATER[:] = [one for one in _WRITTEN_LATER if not one.done() or one.unheard] + [later]
-        args = (later, job, beside, parts.device)
-        threading.Thread(target=_on_thread, args=args).start()  # no daemon: a program that ends waits for it
+        write_later(later, job, beside, parts.device)
         return later
 
     def wait(self) -> None:
         """Until the write before is done; Ctrl-C is heard meanwhile."""
-        while self._pending is not None and not self._pending.done():
-            wait([self._pending], _LOOK)
+        if self._pending is not None:
+            self._pending.until_done()
 
     def _begin(self, given: _Given, rank: int, steps: Steps) -> list[Any]:
         """Checks what is given, and on the first rank makes the folder that is written into."""
@@ -220,10 +188,10 @@ class _Saver:
             pending.heard = True
             raise CheckpointError(f"the checkpoint before this one could not be written: {error}") from error
         given.check()
-        if not steps.sync:
+        if steps.has_unsummed:
             raise CheckpointError(
                 "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
-                "would be lost: save behind optimizer.step()"
+                "would be lost: save behind the call that sums them and optimizer.step(), or call zero_grad()"
             )
         if rank:
             return ["", 0, "", "", "", steps.recorder.has_costs]
@@ -236,8 +204,9 @@ class _Saver:
         if self._lock is None or self._lock.path.parent != folder:
             self._lock = None
             self._lock = FolderLock(folder, run)
-        self._check_own(folder)
         number = run_folder.next_number(folder)
+        self._check_own(folder, number - 1)
+        self.known[folder] = number
         return [
             str(folder),
             number,
@@ -247,15 +216,20 @@ class _Saver:
             steps.recorder.has_costs,
         ]
 
-    def _check_own(self, folder: Path) -> None:
+    def _check_own(self, folder: Path, newest: int) -> None:
         """CheckpointError where another run's checkpoints would be mixed with this one's, and deleted in time."""
         there = run_folder.checkpoints(folder)
-        if there and folder not in self.folders:
+        if there and folder not in self.known:
             raise CheckpointError(
                 f"{folder} has checkpoints already, {there[0].name} and {len(there) - 1} more, and this run was not "
                 "loaded from there: call fxpipe.load(folder, ..., required=False) first, or give a new folder"
             )
-        self.folders.add(folder)
+        if newest > self.known.get(folder, 0):
+            raise CheckpointError(
+                f"{folder} has a newer checkpoint than this run has written or loaded, "
+                f"{run_folder.newest(folder).name}: another model of this program, or another run, saves there; "
+                "give each a folder of its own"
+            )
 
 
 def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPlan]) -> dict[str, Any]:
@@ -271,7 +245,7 @@ def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPla
             plain[name] = one.state_dict()
     model = parts.module.state_dict()
     if parts.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
-        plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(parts.module)}
+        plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(parts.module, model)}
     digests, trees, tensors = plain_parts(plain)
     states: dict[str, Any] = {name: one.state_dict() for name, one in savable(given.optimizer, parts.module).items()}
     states["model"] = model
@@ -281,107 +255,6 @@ def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPla
         states[PLAIN] = tensors
     found.append(RankPlan(states, parts.transport.rank))
     return {"plan": found[0].message(), "parts": digests, "trees": trees}
-
-
-@dataclass(frozen=True)
-class _Destination:
-    """Where a checkpoint goes. ``token``: of this very save, which no other and no earlier one has."""
-
-    folder: Path
-    number: int
-    partial: Path
-    run: str
-    token: str
-    step: int
-    keep: int | None
-
-    def check(self, size: int) -> None:
-        """CheckpointError where this rank does not see the folder, or there is no place for so many bytes."""
-        if not self.partial.is_dir():
-            raise CheckpointError(
-                f"{self.partial}, which rank 0 has made, is not there for this rank; give a folder that all ranks share"
-            )
-        free = shutil.disk_usage(self.partial).free
-        if size * _SPARE > free:
-            raise CheckpointError(
-                f"the checkpoint takes {size:,} bytes, and {self.folder} has {free:,} left; make room, or write keep=1"
-            )
-
-
-@dataclass
-class _Job:
-    """What a rank does for a checkpoint once all know who writes what. ``state``: all ranks' plain data, as JSON."""
-
-    target: _Destination
-    axes: tuple[tuple[str, int], ...]
-    messages: Sequence[Any]
-    state: str
-    _share: RankShare | None = None
-    _prepared: Verdict | None = None
-
-    def prepare(self, plan: RankPlan, copies: bool) -> None:
-        """Settles this rank's share, and copies it. What fails is told to the others when they meet."""
-        self._prepared = Verdict(lambda: self._settle(plan, copies))
-
-    def _settle(self, plan: RankPlan, copies: bool) -> None:
-        self._share = plan.settle(self.messages)
-        self.target.check(self._share.size)
-        if copies:
-            self._share.keep_copies()
-
-    def write(self, gathering: Gathering) -> Path:
-        """The checkpoint's folder; where one rank fails, all do, and nothing is left of it."""
-        written = Verdict(self._write_share)
-        outcome = Verdict(lambda: self._complete(gathering, written))
-        if gathering.rank == 0 and outcome.error is not None:
-            shutil.rmtree(self.target.partial, ignore_errors=True)
-        given = gathering.from_first(outcome.message)
-        if written.error is not None:
-            raise written.error
-        return Path(values_of([given], outcome)[0])
-
-    def _complete(self, gathering: Gathering, written: Verdict) -> str:
-        messages = gathering.to_first(written.message)
-        return self._finish(values_of(messages, written)) if gathering.rank == 0 else ""
-
-    def _write_share(self) -> Any:
-        if self._prepared is not None and self._prepared.error is not None:
-            raise self._prepared.error
-        assert self._share is not None
-        return self._share.write(self.target.partial)
-
-    def _finish(self, messages: Sequence[Any]) -> str:
-        """What the first rank does once all have written."""
-        assert self._share is not None
-        target = self.target
-        files = self._share.finish(target.partial, messages)
-        write_text(target.partial / STATE, self.state)
-        files[STATE] = written_of(target.partial / STATE)
-        saved_at = time.strftime("%Y-%m-%d %H:%M:%S%z")
-        versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
-        manifest = Manifest(target.step, target.number, saved_at, target.run, self.axes, versions, files)
-        manifest.write(target.partial)
-        final = run_folder.complete(target.partial)
-        try:
-            run_folder.keep_newest(target.folder, target.keep)
-        except OSError as error:  # this one is complete all the same
-            warnings.warn(f"old checkpoints in {target.folder} could not be deleted: {error}", stacklevel=2)
-        return str(final)
-
-
-def _on_thread(later: _Later, job: _Job, gathering: Gathering, device: torch.device) -> None:
-    try:
-        with contextlib.suppress(OSError, AttributeError):  # Linux: a thread has a niceness, this one behind the others
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICER)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        path = job.write(gathering)
-    except BaseException as error:
-        later.lock = None  # before others hear of it, who may then ask for the lock
-        later.set_exception(error)
-    else:
-        later.lock = None
-        later.set_result(path)
 
 
 def _state_file(everyone: Sequence[Any]) -> str:
@@ -400,8 +273,8 @@ def _short(value: Any) -> str:
 
 
 def continues(forward_backward: ForwardBackward, folder: Path) -> None:
-    """From now on the checkpoints in a folder are this run's."""
-    _SAVERS.setdefault(forward_backward, _Saver()).folders.add(folder)
+    """From now on the checkpoints that are in a folder are this run's."""
+    _SAVERS.setdefault(forward_backward, _Saver()).known[folder] = run_folder.next_number(folder) - 1
 
 
 def wait_for_saves(forward_backward: ForwardBackward) -> None:
@@ -410,23 +283,4 @@ def wait_for_saves(forward_backward: ForwardBackward) -> None:
         saver.wait()
 
 
-def wait_for_writes(folder: Path) -> None:
-    """Returns once this process writes nothing into a run's folder, given itself or by one of its checkpoints: what
-    another ``forward_backward`` of it is writing would be missed, or taken for what a killed one has left."""
-    places = folder.resolve(), folder.resolve().parent
-    writing = [one for one in _WRITTEN_LATER if one.folder in places]
-    while not all(one.done() for one in writing):
-        wait(writing, _LOOK)
-
-
 _SAVERS: WeakKeyDictionary[ForwardBackward, _Saver] = WeakKeyDictionary()
-_WRITTEN_LATER: list[_Later] = []
-"""Those whose errors nobody may have heard of."""
-
-
-@atexit.register
-def _tell_unheard() -> None:
-    """What could not be written and nobody has asked about. Threads are done by now: the interpreter waits for them."""
-    for later in _WRITTEN_LATER:
-        if (error := later.unheard) is not None:
-            print(f"fxpipe: a checkpoint could not be written: {told(error)}", file=sys.stderr)

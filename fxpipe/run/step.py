@@ -71,6 +71,7 @@ class Steps:
         number = transport.number
         self._which = f", of compile {number}" if number > 1 else ""
         self.sync = True
+        self._unsummed = False  # whether the last call has left gradients that are not summed yet
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
@@ -99,11 +100,17 @@ class Steps:
             self._gradients.flush()
             outcome = self._outcome(agreed, executors, known)
             self._gradients.end(outcome.factor)
+            self._unsummed = not self.sync
             bytes_of = self._bytes_of(executors) if known is None else None
             self.recorder.keep(self.number, agreed.plan.schedule, [e.stopwatch for e in executors])
             broken = self.watch.end(self.number, outcome.loss, agreed.plan.graph.names)
             self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
+
+    @property
+    def has_unsummed(self) -> bool:
+        """Whether this rank has gradients that a later call is to sum, and nobody has cleared them."""
+        return self._unsummed and any(parameter.grad is not None for parameter in self._module.parameters())
 
     def evaluate(self, call: Call, everywhere: bool) -> Any:
         """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""

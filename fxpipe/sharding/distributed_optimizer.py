@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.transport import Transport, failing_together
+from fxpipe.distributed.transport import Transport, failing_together, member
 from fxpipe.distributed.whereabouts import announced, phase
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.kinds import is_number, shown
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
-from fxpipe.precision import Precision
+from fxpipe.precision import Precision, merged
 from fxpipe.sharding.clip import gradient_of
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces
@@ -43,7 +43,7 @@ from fxpipe.sharding.parameter_groups import (
     resolve_groups,
     whole_groups,
 )
-from fxpipe.sharding.stepped_piece import Target, merged, originals_of, target_of
+from fxpipe.sharding.stepped_piece import Target, originals_of, target_of
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -188,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             replicas = self._transport.gather("data", told)
         if failure is not None:
             raise failure
-        names = whole_groups(everyone, list(self._all))
+        names = whole_groups(everyone, list(self._all), functools.partial(member, self._transport, "pipe"))
         check_replicas(replicas)
         if params is not None and not any(names):
             raise RunError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,21 +87,22 @@ def _plain(value: Any) -> Any:
     return kind(value) if kind is not None else type(value).__name__
 
 
-def whole_groups(everyone: Sequence[Any], order: Sequence[str]) -> list[tuple[str, ...]]:
-    """The names of each group out of all pipe ranks' parts of it, in the model's order.
+def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[int], str]) -> list[tuple[str, ...]]:
+    """The names of each group out of all pipe ranks' parts of it, in the model's order. ``who``: a pipe rank in words.
 
     Raises:
         RunError: a rank has no groups, but what is wrong with them; or other groups than rank 0.
     """
     wrong = next(((rank, told) for rank, told in enumerate(everyone) if isinstance(told, str)), None)
     if wrong is not None:
-        raise RunError(f"pipe rank {wrong[0]} could not make the optimizer: {wrong[1]}")
+        raise RunError(f"{who(wrong[0])} could not make the optimizer: {wrong[1]}")
     first = [options for _, options in everyone[0]]
     for rank, told in enumerate(everyone):
         options = [options for _, options in told]
         if options != first:
             raise RunError(
-                f"pipe ranks 0 and {rank} have made parameter groups of their own, {first} and {options}; groups are "
+                f"{who(0)} and {who(rank)} have made parameter groups of their own, {first} and "
+                f"{options}; groups are "
                 'the whole model\'s: name their parameters on all ranks alike, {"params": "*.bias", ...}'
             )
     place = {name: number for number, name in enumerate(order)}

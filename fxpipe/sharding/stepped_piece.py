@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.parameters.dtensors import local
-from fxpipe.precision import Precision
+from fxpipe.precision import Precision, merged
 from fxpipe.sharding.clip import gradient_of
 from fxpipe.sharding.flat_bucket import Piece
 
@@ -58,11 +58,6 @@ class Target:
         if self.master:
             values = _data(self.piece) if original is None else _part(original, self.piece)
             self.tensor.copy_(merged(self.tensor, values.to(self.tensor.device), values.dtype))
-
-
-def merged(exact: Tensor, values: Tensor, rounded: torch.dtype) -> Tensor:
-    """``exact`` where rounding it to a type gives ``values``, and ``values`` elsewhere."""
-    return torch.where(exact.to(rounded).to(values.dtype) == values, exact, values.to(exact.dtype))
 
 
 def target_of(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fxpipe.errors import CheckpointError, FxpipeError
+from fxpipe.errors import CheckpointError
 from fxpipe.parameters.saving import manifest as saving_manifest
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving import writer as saving_writer
@@ -169,22 +169,6 @@ def test_an_altered_metadata_is_told(tmp_path: Path, kind: str) -> None:
         read_metadata(tmp_path)
 
 
-def test_bytes_changed_at_random_raise_nothing_else(tmp_path: Path) -> None:
-    dcp.save(state(), checkpoint_id=tmp_path)
-    whole, draw = (tmp_path / METADATA).read_bytes(), random.Random(0)
-    refused = 0
-    for _ in range(300):
-        changed = bytearray(whole[: draw.choice([len(whole), draw.randrange(len(whole))])])
-        for _ in range(draw.randrange(4)):
-            changed[draw.randrange(len(changed))] = draw.randrange(256)
-        (tmp_path / METADATA).write_bytes(changed)
-        try:
-            read_metadata(tmp_path)
-        except CheckpointError:
-            refused += 1
-    assert refused > 150
-
-
 def test_what_does_not_fit_is_told_before_anything_is_read(tmp_path: Path) -> None:
     dcp.save(state(), checkpoint_id=tmp_path)
     reader, found = FolderReader(tmp_path), empty()
@@ -283,6 +267,13 @@ def test_tensors_come_back_and_equal_ones_are_kept_once() -> None:
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
+def deep() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(2000):
+        value = [value]
+    return value
+
+
 def circle() -> list[Any]:
     value: list[Any] = []
     value.append(value)
@@ -301,6 +292,7 @@ def circle() -> list[Any]:
         (torch.ones(2).to_sparse(), "spread, sparse or without memory"),
         (torch.ones(2, device="meta"), "spread, sparse or without memory"),
         (circle(), r"value\[0\] contains itself"),
+        (deep(), "value is nested too deeply"),
     ],
 )
 def test_other_values_are_refused_by_the_place_where_they_are(value: Any, message: str) -> None:
@@ -341,23 +333,6 @@ def test_a_cut_and_an_altered_file_are_told_with_both_values(tmp_path: Path) -> 
     (tmp_path / "data").unlink()
     with pytest.raises(CheckpointError, match=r"data cannot be read \(No such file.*expects 3 bytes"):
         made.check_sizes(tmp_path)
-
-
-def test_a_manifest_changed_anywhere_is_refused(tmp_path: Path) -> None:
-    wanted = manifest(tmp_path)
-    whole, draw = (tmp_path / MANIFEST).read_bytes(), random.Random(0)
-    for _ in range(300):
-        changed = bytearray(whole[: draw.choice([len(whole), draw.randrange(len(whole))])])
-        for _ in range(draw.randrange(1, 4)):
-            changed[draw.randrange(len(changed)) if changed else 0 :][:1] = b""
-            if changed:
-                changed[draw.randrange(len(changed))] = draw.randrange(256)
-        (tmp_path / MANIFEST).write_bytes(changed)
-        try:
-            found = Manifest.read(tmp_path)
-        except FxpipeError:
-            continue
-        assert found == wanted  # only spaces
 
 
 @pytest.mark.parametrize(

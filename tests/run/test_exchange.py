@@ -411,6 +411,6 @@ def test_a_hostile_description_runs_nothing_and_takes_no_memory(kind: str, tmp_p
         for part in (length, torch.frombuffer(bytearray(told or b" "), dtype=torch.uint8)):
             transport.send((0, 1), part)
 
-    with pytest.raises(RunError, match=r"pipe rank 0 (has sent what|announces a description of)"):
+    with pytest.raises(RunError, match=r"rank 0 \(pipe 0\) (has sent what|announces a description of)"):
         on_two_ranks(body)
     assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
 from fxpipe.errors import CheckpointError
+from fxpipe.parameters.saving.commands import export
 from fxpipe.parameters.saving.manifest import MANIFEST
 
 
@@ -189,6 +190,88 @@ def test_a_run_may_get_its_scheduler_later(tmp_path: Path, plain: bool) -> None:
     assert rates[0] == rates[1] == [0.025] * len(rates[0])
 
 
+class Tied(Two):
+    """``last`` bears its weight under another name, too, which an optimizer does not know."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.again = nn.Linear(width, 1)
+        self.again.weight = self.last.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.first(x))
+        return (self.last(h) + self.again(h)).square().mean()
+
+
+def precise_run(folder: Path) -> dict[str, Tensor]:
+    """Three steps in bfloat16; the values that were stepped, under all names of the model."""
+    torch.manual_seed(0)
+    model = fxpipe.compile(Tied(), fxpipe.Topology([("pipe", 2)]), microbatches=2, precision=fxpipe.Precision())
+    both = {
+        "one": model.optimizer(torch.optim.AdamW, "first.*", lr=0.1),
+        "other": model.optimizer(torch.optim.AdamW, ["last.*", "again.bias"], lr=0.1),
+    }
+    for _ in range(3):
+        stepped(model, both)
+    with torch.no_grad():
+        dict(model.named_parameters())["first.bias"][0] = 7.0  # by hand, behind the optimizer's back
+    fxpipe.save(folder, model, both, step=3)
+    masters = {name: entry["master"] for one in both.values() for name, entry in one.state_dict()["state"].items()}
+    masters["first.bias"] = torch.cat([torch.tensor([7.0]), masters["first.bias"][1:]])
+    assert not any(torch.equal(value, value.bfloat16().float()) for value in masters.values())
+    return {**masters, "again.weight": masters["last.weight"]}
+
+
+def read_alone(folder: Path) -> dict[str, Tensor]:
+    model = fxpipe.compile(Tied(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+    fxpipe.load(folder, model)
+    return model.state_dict()
+
+
+def read_into_half(folder: Path) -> dict[str, Tensor]:
+    model = fxpipe.compile(Tied(), fxpipe.Topology([("pipe", 2)]), microbatches=2, precision=fxpipe.Precision())
+    fxpipe.load(folder, model)
+    masters = {n: e["master"] for n, e in model.optimizer(torch.optim.SGD, lr=0.1).state_dict()["state"].items()}
+    return {**masters, "again.weight": masters["last.weight"]}
+
+
+def read_with_optimizers(folder: Path) -> dict[str, Tensor]:
+    """Which have no masters: they step the model's own values."""
+    model = fxpipe.compile(Tied(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+    one = model.optimizer(torch.optim.AdamW, "first.*", lr=0.2)
+    other = model.optimizer(torch.optim.AdamW, ["last.*", "again.bias"], lr=0.2)
+    fxpipe.load(folder, model, {"one": one, "other": other})
+    assert one.param_groups[0]["lr"] == 0.1
+    assert one.state_dict()["state"]["first.weight"]["step"] == 3
+    return model.state_dict()
+
+
+def read_as_weights(folder: Path) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Tied()
+    return fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, checkpoint=folder).state_dict()
+
+
+def read_exported(folder: Path) -> dict[str, Tensor]:
+    export(folder, folder / "out", None, "")
+    return dict(pytest.importorskip("safetensors.torch").load_file(folder / "out" / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "read", [read_alone, read_into_half, read_with_optimizers, read_as_weights, read_exported], ids=lambda f: f.__name__
+)
+def test_a_model_that_was_kept_rounded_comes_back_with_its_masters_bits(
+    tmp_path: Path, read: Callable[[Path], dict[str, Tensor]]
+) -> None:
+    """Where nobody else has them; and with what was written since, where that is not what they round to."""
+    wanted = precise_run(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = read(tmp_path)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 class Counted(Two):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -284,6 +367,8 @@ def test_a_hostile_checkpoint_runs_nothing(folder: Path, source: str) -> None:
         b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": {"dict": 3}}}',
         b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": 5}}',
         b'{"ranks": 5, "trees": {"a": 5}}',
+        b'{"ranks": [{"extra": "a", "run": "a", "random": "a", "scheduler": "a"}], "trees": {"a": %s}}'
+        % (b"[" * 800 + b"]" * 800),
     ],
 )
 def test_altered_plain_data_is_refused(folder: Path, content: bytes) -> None:
@@ -304,9 +389,13 @@ def test_a_checkpoint_is_a_source_of_weights(folder: Path) -> None:
     for path in (folder, folder / "latest", folder / "step-000002"):
         read = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, checkpoint=path)
         assert all(torch.equal(tensor, saved.values()[name]) for name, tensor in read.state_dict().items())
-    cut(folder / "step-000002" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match="and its manifest expects"):
-        fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, checkpoint=folder)
+    for harm, message in ((flipped, "was altered: the crc32"), (cut, "and its manifest expects")):
+        harm(folder / "step-000002" / "__0_0.distcp")
+        with pytest.raises(CheckpointError, match=message):
+            fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, checkpoint=folder)
+    flipped(folder / "step-000001" / ".metadata")
+    with pytest.raises(CheckpointError, match=r"\.metadata was altered: the crc32"):
+        fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, checkpoint=folder / "step-000001")
 
 
 def test_several_optimizers_and_torchs_own_go_on(tmp_path: Path) -> None:
@@ -338,15 +427,137 @@ def stepped(model: Any, optimizers: dict[str, Any]) -> float:
 
 
 def test_what_of_optimizers_is_left_is_told(tmp_path: Path) -> None:
-    """One of two of them, and masters: the run would go on without their state."""
-    precise = Trained(precision=fxpipe.Precision())
-    precise.save(tmp_path / "precise", 1)
-    with pytest.warns(RuntimeWarning, match=r"has 4 values of optimizers .* first optim\.state\.first\.bias\.master"):
-        Trained(1).load(tmp_path / "precise")
+    """One of two of them: the run would go on without its state."""
     run = Trained()
     fxpipe.save(tmp_path / "both", run.model, {"one": run.optimizer, "other": run.optimizer}, step=1)
     with pytest.warns(RuntimeWarning, match=r"values of optimizers that nobody has asked for, first optim\.other\."):
         fxpipe.load(tmp_path / "both", run.model, {"one": run.optimizer})
+
+
+# --- optimizers that are not quite as they were
+
+
+Made = tuple[Any, torch.optim.Optimizer]
+
+
+def made(seed: int, plain: bool, frozen: bool = False, lr: Any = 0.1, cls: Any = torch.optim.AdamW, **o: Any) -> Made:
+    """A model and its optimizer of all parameters, torch's own or fxpipe's."""
+    torch.manual_seed(seed)
+    whole = Two()
+    whole.first.requires_grad_(not frozen)
+    model = fxpipe.compile(whole, fxpipe.Topology([("pipe", 2)]), microbatches=1, **o)
+    return model, cls(model.parameters(), lr=lr) if plain else model.optimizer(cls, lr=lr)
+
+
+def one_step(run: Made) -> float:
+    run[1].zero_grad()
+    loss = run[0](torch.ones(4, 4))
+    run[1].step()
+    return float(loss)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_was_frozen_and_is_trained_now_begins_without_a_state(tmp_path: Path, plain: bool) -> None:
+    """As in plain PyTorch, where an optimizer makes a parameter's state when it first steps it."""
+    torch.manual_seed(0)
+    wanted = Two()
+    wanted.first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(wanted.parameters(), lr=0.1)
+    for number in range(4):
+        wanted.first.requires_grad_(number > 1)
+        optimizer.zero_grad()
+        wanted(torch.ones(4, 4)).backward()
+        optimizer.step()
+    first = made(0, plain, frozen=True)
+    for _ in range(2):
+        one_step(first)
+    fxpipe.save(tmp_path, *first, step=2)
+    second = made(1, plain)
+    fxpipe.load(tmp_path, *second)
+    for _ in range(2):
+        one_step(second)
+    found = second[0].state_dict()
+    assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in wanted.state_dict().items())
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_was_trained_and_is_frozen_now_is_told(tmp_path: Path, plain: bool) -> None:
+    first = made(0, plain)
+    one_step(first)
+    fxpipe.save(tmp_path, *first, step=1)
+    second = made(1, plain, frozen=True)
+    with pytest.warns(RuntimeWarning, match=r"has 6 values of optimizers .* first optim\.state\.first\.bias\.exp_avg"):
+        fxpipe.load(tmp_path, *second)
+    assert one_step(second) == one_step(first)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("tensor_then", [True, False])
+def test_a_learning_rate_comes_as_it_was_saved(tmp_path: Path, plain: bool, tensor_then: bool) -> None:
+    """As torch's load_state_dict takes it: a number or a tensor, whatever this optimizer was made with."""
+    rates = [torch.tensor(0.1), 0.2] if tensor_then else [0.1, torch.tensor(0.2)]
+    first = made(0, plain, lr=rates[0])
+    one_step(first)
+    fxpipe.save(tmp_path, *first, step=1)
+    second = made(1, plain, lr=rates[1])
+    fxpipe.load(tmp_path, *second)
+    found = second[1].param_groups[0]["lr"]
+    assert isinstance(found, Tensor) == tensor_then
+    assert float(found) == pytest.approx(0.1)
+    assert [one_step(second) for _ in range(2)] == [one_step(first) for _ in range(2)]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_run_that_was_loaded_in_inference_mode_is_trained_on(tmp_path: Path, plain: bool) -> None:
+    first = made(0, plain)
+    one_step(first)
+    fxpipe.save(tmp_path, *first, step=1)
+    second = made(1, plain)
+    with torch.inference_mode():
+        fxpipe.load(tmp_path, *second)
+    assert [one_step(second) for _ in range(3)] == [one_step(first) for _ in range(3)]
+
+
+def test_a_run_in_full_precision_goes_on_in_half_with_its_values_as_masters(tmp_path: Path) -> None:
+    first = made(0, plain=False)
+    one_step(first)
+    fxpipe.save(tmp_path, *first, step=1)
+    second = made(1, plain=False, precision=fxpipe.Precision())
+    fxpipe.load(tmp_path, *second)
+    found, wanted = (run[1].state_dict()["state"] for run in (second, first))
+    for name, value in first[0].state_dict().items():
+        assert torch.equal(found[name]["master"], value)
+        assert torch.equal(found[name]["exp_avg"], wanted[name]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (
+            {"plain": False},
+            {"plain": False, "cls": torch.optim.SGD},
+            r"no 'optim\.param_groups\.0\.momentum': .* class",
+        ),
+        (
+            {"plain": False, "cls": torch.optim.SGD},
+            {"plain": False},
+            r"no 'optim\.param_groups\.0\.betas': .* of another",
+        ),
+        ({"plain": False}, {"plain": True}, r"one is torch's own and the other of forward_backward\.optimizer"),
+        (None, {"plain": False}, r"has no state of optimizer= \(optim\): it was saved without it"),
+    ],
+)
+def test_an_optimizer_of_another_kind_is_refused_and_nothing_changes(
+    tmp_path: Path, then: dict[str, Any] | None, now: dict[str, Any], message: str
+) -> None:
+    first = made(0, **(then or {"plain": False}))
+    one_step(first)
+    fxpipe.save(tmp_path, first[0], first[1] if then else None, step=1)
+    second = made(1, **now)
+    before = {name: value.clone() for name, value in second[0].state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        fxpipe.load(tmp_path, *second)
+    assert all(torch.equal(value, before[name]) for name, value in second[0].state_dict().items())
 
 
 def test_costs_that_were_recorded_come_back(tmp_path: Path) -> None:

@@ -115,6 +115,22 @@ def test_another_runs_checkpoints_are_not_mixed_with_new_ones(tmp_path: Path) ->
     run.save(tmp_path, 9001)
 
 
+def test_two_models_of_one_program_do_not_mix_their_checkpoints(tmp_path: Path) -> None:
+    """A generator and its critic, say, of one architecture: each would delete the other's, and load it later."""
+    one, other = Trained(), Trained(1)
+    for run in (one, other):
+        assert fxpipe.load(tmp_path, run.model, run.optimizer, required=False)["step"] == 0
+    one.save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"than this run has written or loaded, step-000001: another model of"):
+        other.save(tmp_path, 1)
+    one.save(tmp_path, 2)
+    assert names(tmp_path) == ["latest", "lock", "step-000001", "step-000002"]
+    assert other.load(tmp_path)["step"] == 2  # and goes on from there
+    other.save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="step-000003: another model"):
+        one.save(tmp_path, 3, block=False)
+
+
 def test_a_first_start_and_a_restart_are_the_same_program(tmp_path: Path) -> None:
     for start in (0, 3):
         run = Trained()
@@ -124,13 +140,21 @@ def test_a_first_start_and_a_restart_are_the_same_program(tmp_path: Path) -> Non
 
 
 def test_gradients_that_are_not_summed_yet_are_not_left_behind(tmp_path: Path) -> None:
+    """Of one replica and of several alike, whatever the next call is going to do."""
     run = Trained()
     run.model.set_requires_gradient_sync(False)
+    run.save(tmp_path, 0)  # there are none
     run.model(torch.randn(4, 4))
-    with pytest.raises(CheckpointError, match=r"would be lost: save behind optimizer\.step\(\)"):
-        run.save(tmp_path, 1)
-    run.model.set_requires_gradient_sync(True)
+    for sync in (False, True):
+        run.model.set_requires_gradient_sync(sync)
+        with pytest.raises(CheckpointError, match=r"would be lost: save behind the call that sums them and optimizer"):
+            run.save(tmp_path, 1)
+    run.model(torch.randn(4, 4))  # which sums them
     run.save(tmp_path, 1)
+    run.model.set_requires_gradient_sync(False)
+    run.model(torch.randn(4, 4))
+    run.optimizer.zero_grad()
+    run.save(tmp_path, 2)
 
 
 def test_a_copy_in_which_the_latest_is_a_folder_is_told_and_left_as_it_is(tmp_path: Path) -> None:
@@ -170,17 +194,17 @@ def test_what_could_not_be_written_later_is_raised_by_the_next_save(
 def test_what_could_not_be_written_later_is_told_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fxpipe.run import saving
+    from fxpipe.run import save_later
 
     run = Trained()
     monkeypatch.setattr(os, "fsync", full)
     later = fxpipe.save(tmp_path, run.model, run.optimizer, step=1, block=False)
     while not later.done():
         pass
-    saving._tell_unheard()
+    save_later._tell_unheard()
     assert "fxpipe: a checkpoint could not be written: CheckpointError: No space left" in capsys.readouterr().err
     assert later.exception() is not None
-    saving._tell_unheard()
+    save_later._tell_unheard()
     assert capsys.readouterr().err == ""
 
 
@@ -205,12 +229,12 @@ def test_another_model_of_the_process_waits_for_what_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool, then: str
 ) -> None:
     """As where train() returns and evaluate() begins: the one before was loaded, and a save deleted what was there."""
-    from fxpipe.run import saving
+    from fxpipe.run import save_later
 
     run, waited_for, fsync = Trained(), threading.Event(), os.fsync
     run.save(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", lambda handle: (waited_for.wait(60), fsync(handle))[1])
-    monkeypatch.setattr(saving, "wait", lambda *args: (waited_for.set(), wait(*args))[1])
+    monkeypatch.setattr(save_later, "wait", lambda *args: (waited_for.set(), wait(*args))[1])
     later = fxpipe.save(tmp_path, run.model, run.optimizer, step=2, scheduler=run.scheduler, block=False)
     if not alive:
         del run

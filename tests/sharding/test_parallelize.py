@@ -837,7 +837,7 @@ def tied_otherwise(stage: nn.Module, mesh: Any) -> None:
             graph_of,
             'name the axes of the mesh, as in fully_shard(module, mesh=mesh["data"])',
         ),
-        (PIPE_TENSOR, tied_otherwise, tied_graph, "parallelize has spread it differently on them"),
+        (PIPE_TENSOR, tied_otherwise, tied_graph, "has spread it differently on them (rank 0 (pipe 0): "),
         (DATA_TENSOR, all_sharded, tied_graph, "is used by the stages a and b of one rank"),
         (PIPE_DATA, all_sharded, graph_of, "offload=True needs plain parameters"),
     ],

@@ -221,11 +221,14 @@ def message_of(kind: str) -> str:
     return str(caught.value)
 
 
+BOTH = r"rank 0 \(pipe 0\) and rank 1 \(pipe 1\)"
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("options", "pipe ranks 0 and 1 have made parameter groups of their own.*name their parameters on all ranks"),
-        ("count", "pipe ranks 0 and 1 have made parameter groups of their own"),
+        ("options", rf"{BOTH} have made parameter groups of their own.*name their parameters on all ranks"),
+        ("count", rf"{BOTH} have made parameter groups of their own"),
         ("wrong on one", r"asks for 'no\.such\.name'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -192,14 +194,36 @@ def test_a_rank_without_an_optimizer_goes_on_with_its_masks(pool: Pool, tmp_path
     assert pool.run(in_world, unowned, tmp_path, False, ranks=2) == wanted
 
 
+def halfway(folder: Path, zero: int) -> str:
+    """What a save says between a call that has summed nothing and the one that will."""
+    run = noisy(0, 1, 2, zero=zero)
+    run[0].set_requires_gradient_sync(False)
+    run[0](torch.randn(8, 6))
+    run[0].set_requires_gradient_sync(True)
+    try:
+        with pytest.raises(CheckpointError) as refused:
+            fxpipe.save(folder, *run, step=1)
+        run[1].zero_grad()
+        fxpipe.save(folder, *run, step=1)
+    finally:
+        run[0].close()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_gradients_that_are_not_summed_yet_are_not_left_behind(pool: Pool, tmp_path: Path, zero: int) -> None:
+    told = pool.run(in_world, halfway, tmp_path, zero, ranks=2)
+    assert all(one.startswith("gradients that were not summed yet") for one in told)
+
+
 # --- what is given beside
 
 
 class Position:
-    """A loader's state: how far it has come."""
+    """A loader's state: how far it has come, counted in this replica's rows or in the whole run's."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, place: int, any_replicas: bool = True) -> None:
+        self.place, self.any_replicas = place, any_replicas
 
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
@@ -208,12 +232,14 @@ class Position:
         self.place = state["place"]
 
 
-def beside(folder: Path, pipe: int, data: int, place: Callable[[int], int], saves: bool) -> Any:
+def beside(
+    folder: Path, pipe: int, data: int, place: Callable[[int], int], saves: bool, any_replicas: bool = True
+) -> Any:
     """The place that a rank's loader comes to, or how it is refused."""
     run = noisy(0, pipe, data)
     rank = torch.distributed.get_rank()
     replica = run[0].topology.coordinate(rank)["data"]
-    loader = Position(place(replica) if saves else -1)
+    loader = Position(place(replica) if saves else -1, any_replicas)
     try:
         if saves:
             fxpipe.save(folder, *run, step=1, loader=loader)
@@ -244,6 +270,15 @@ def test_each_replica_gets_its_loaders_place_back(pool: Pool, tmp_path: Path) ->
 def test_a_place_that_all_replicas_share_is_that_of_any_number(pool: Pool, tmp_path: Path) -> None:
     pool.run(in_world, beside, tmp_path, 1, 2, seven, True, ranks=2)
     assert pool.run(in_world, beside, tmp_path, 1, 4, seven, False, ranks=4) == [7] * 4
+
+
+def test_a_place_in_a_replicas_own_rows_is_refused_on_another_number_of_them(pool: Pool, tmp_path: Path) -> None:
+    """Two replicas that have drawn 7 rows each are at row 14, and four would go on at row 28."""
+    pool.run(in_world, beside, tmp_path, 1, 2, seven, True, False, ranks=2)
+    refusals = pool.run(in_world, beside, tmp_path, 1, 4, seven, False, False, ranks=4)
+    assert all("was saved on 2 replicas, and there are 4 now" in told for told in refusals)
+    assert all("any_replicas = True in the class Position" in told for told in refusals)
+    assert pool.run(in_world, beside, tmp_path, 2, 2, seven, False, False, ranks=4) == [7] * 4
 
 
 # --- buffers of replicas
@@ -286,6 +321,57 @@ def test_each_replica_goes_on_with_its_own_buffers_and_others_with_the_firsts(po
         assert found.keys() == first.keys()
         assert len(found) == 3
         assert all(torch.equal(buffer, first[name]) for name, buffer in found.items())
+
+
+class ManyNorms(nn.Module):
+    """Replicas have about as much to write, so that a write of one tensor changes who has less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norms = nn.Linear(6, 8), nn.ModuleList(nn.BatchNorm1d(8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for number, norm in enumerate(self.norms):
+            h = norm(fxpipe.stage_boundary(h) if number == 2 else h).relu()
+        return h.square().mean()
+
+
+def buffers_by_dcp(folder: Path, way: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's buffers; what torch's own call has saved of them, and what it loads into this rank."""
+    torch.manual_seed(0)
+    forward_backward = fxpipe.compile(ManyNorms(), fxpipe.Topology([("pipe", 2), ("data", 2)]), microbatches=2)
+    rank = torch.distributed.get_rank()
+    forward_backward(torch.randn(8, 6, generator=torch.Generator().manual_seed(rank % 2)))
+    own = {name: buffer.clone() for name, buffer in forward_backward.module.named_buffers()}
+    if way == "async_save":
+        dcp.async_save({"model": forward_backward}, checkpoint_id=folder).result(60)
+    else:
+        saved = {"save": forward_backward, "module": forward_backward.module}.get(way)
+        dcp.save({"model": saved or forward_backward.state_dict(full=True)}, checkpoint_id=folder)
+    written = {f"model.{name}": torch.empty_like(buffer) for name, buffer in own.items()}
+    dcp.load(written, checkpoint_id=folder, no_dist=True)
+    dcp.load({"model": forward_backward}, checkpoint_id=folder)
+    loaded = {name: buffer.clone() for name, buffer in forward_backward.module.named_buffers()}
+    pickled = pickle.dumps(forward_backward.state_dict())
+    assert b"OwnBuffer" not in pickled  # no file depends on how replicas are marked
+    copied = copy.deepcopy(forward_backward.state_dict())
+    assert all(torch.equal(copied[name], buffer) for name, buffer in loaded.items())
+    forward_backward.close()
+    return own, {name.removeprefix("model."): buffer for name, buffer in written.items()}, loaded
+
+
+@pytest.mark.parametrize("way", ["save", "module", "full", "async_save"])
+def test_torchs_own_save_has_the_first_replicas_buffers_alone(pool: Pool, tmp_path: Path, way: str) -> None:
+    """As a plain loop's first rank would save them: a mean and its variance are of the same rows."""
+    ranks = pool.run(in_world, buffers_by_dcp, tmp_path, way, ranks=4)
+    for pipe in range(2):
+        first, second = (ranks[2 * pipe + replica] for replica in range(2))
+        assert first[0].keys() == second[0].keys() != set()
+        assert not any(torch.equal(first[0][name], second[0][name]) for name in first[0] if "running" in name)
+        for _, written, loaded in (first, second):
+            assert all(torch.equal(written[name], buffer) for name, buffer in first[0].items())
+            assert all(torch.equal(loaded[name], buffer) for name, buffer in first[0].items())
 
 
 # --- errors are everybody's

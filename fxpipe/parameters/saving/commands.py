@@ -11,11 +11,10 @@ from tabulate import tabulate
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.manifest import Manifest
-from fxpipe.parameters.saving.reader import FolderReader, read_tensors
+from fxpipe.parameters.saving.model_values import MODEL, ModelValues
+from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.parameters.saving.safetensors_file import write_safetensors
 
-MODEL = "model."
-"""What names of the model begin with in a checkpoint."""
 _SHOWN = 40
 
 
@@ -95,7 +94,8 @@ def verify(path: Path) -> str:
 def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
     """Writes the plain model's parameters and buffers as ``out/model.safetensors``; of a run, the newest checkpoint's.
 
-    With ``config``, the model's ``config.json``, the folder is one that ``from_pretrained`` loads.
+    What ``precision`` keeps rounded has its master's values. With ``config``, the model's ``config.json``, the folder
+    is one that ``from_pretrained`` loads.
 
     Raises:
         CheckpointError: the checkpoint is damaged, has no such names, or the file is there already.
@@ -104,15 +104,14 @@ def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
     manifest.check_contents(folder)
-    reader = FolderReader(folder)
-    whole = MODEL + prefix
-    entries = {name.removeprefix(whole): one for name, one in reader.tensors.items() if name.startswith(whole)}
+    values = ModelValues(FolderReader(folder), manifest.ties)
+    entries = {name.removeprefix(prefix): one for name, one in values.entries().items() if name.startswith(prefix)}
     if not entries:
         raise CheckpointError(f"{folder} has no tensor of the model whose name begins with {prefix!r}")
     out.mkdir(parents=True, exist_ok=True)
     file = out / "model.safetensors"
     write_safetensors(
-        file, entries, lambda tensors: read_tensors(reader, {whole + name: one for name, one in tensors.items()})
+        file, entries, lambda tensors: values.plan({prefix + name: one for name, one in tensors.items()})()
     )
     if config is not None:
         json.loads(config.read_bytes())  # a slip of the hand is told here

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,6 +23,10 @@ _THREADS = 4
 _MOST = 2**28  # bytes of a manifest
 
 
+Piece = tuple[str, int]
+"""A file's name, and which of its pieces."""
+
+
 class Written(NamedTuple):
     """A file as it was written: its bytes, and the crc32 of each piece of them."""
 
@@ -35,6 +39,7 @@ class Manifest:
     """What is told of a checkpoint, and of every file in it.
 
     ``number``: counts the checkpoints of a folder, over restarts. ``axes``: of the topology that has saved it.
+    ``ties``: further names of the model's parameters → the first, under which an optimizer has what belongs to them.
     """
 
     step: int
@@ -44,6 +49,7 @@ class Manifest:
     axes: tuple[tuple[str, int], ...]
     versions: Mapping[str, str]
     files: Mapping[str, Written] = field(repr=False)
+    ties: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def write(self, folder: Path) -> None:
         """Writes it, behind everything else, and waits until it is on the disk."""
@@ -86,12 +92,22 @@ class Manifest:
     def check_contents(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """CheckpointError where a piece has another crc32 than it was written with: each ``ranks``-th, for ``rank``."""
         pieces = [(name, place) for name in sorted(self.files) for place in range(len(self.files[name].crc32s))]
+        self.check_pieces(folder, pieces[rank::ranks])
+
+    def check_file(self, folder: Path, name: str) -> None:
+        """The same for all of one file."""
+        self.check_pieces(folder, pieces_of(name, 0, self.files[name].size if name in self.files else 1))
+
+    def check_pieces(self, folder: Path, pieces: Iterable[Piece]) -> None:
+        """CheckpointError where one has another crc32 than it was written with, or is of an unknown file."""
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-            for _ in threads.map(partial(self._check_piece, folder), pieces[rank::ranks]):
+            for _ in threads.map(partial(self._check_piece, folder), pieces):
                 pass
 
-    def _check_piece(self, folder: Path, piece: tuple[str, int]) -> None:
+    def _check_piece(self, folder: Path, piece: Piece) -> None:
         name, place = piece
+        if name not in self.files:
+            raise CheckpointError(f"{folder / name} is none of the files that its manifest names")
         try:
             found = crc32_of(folder / name, place)
         except OSError as error:
@@ -102,6 +118,11 @@ class Manifest:
                 f"{folder / name} was altered: the crc32 from byte {place * PIECE} on is {found:08x}, and its manifest "
                 f"expects {wanted:08x}"
             )
+
+
+def pieces_of(name: str, start: int, length: int) -> list[Piece]:
+    """The pieces of a file that have these bytes."""
+    return [(name, place) for place in range(start // PIECE, -(-(start + length) // PIECE))]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -151,6 +172,7 @@ def _checked(path: Path, read: Any) -> Manifest:
             axes=tuple((str(name), _natural(size)) for name, size in content["axes"]),
             versions={str(name): str(version) for name, version in content["versions"].items()},
             files={_plain_name(name): _written(one) for name, one in content["files"].items()},
+            ties={str(name): str(first) for name, first in content.get("ties", {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{path} is no manifest of fxpipe.save: {type(error).__name__} {str(error)[:100]}") from (

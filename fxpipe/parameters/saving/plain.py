@@ -35,7 +35,10 @@ def to_plain(value: Any, what: str) -> tuple[Tree, dict[str, Tensor]]:
         CheckpointError: it is not plain data; ``what`` is how it is called there.
     """
     tensors: dict[str, Tensor] = {}
-    return _to_plain(value, what, tensors, ()), tensors
+    try:
+        return _to_plain(value, what, tensors, ()), tensors
+    except RecursionError as error:
+        raise CheckpointError(f"{what} is nested too deeply to be read again; make it flatter") from error
 
 
 def from_plain(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:

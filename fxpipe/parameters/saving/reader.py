@@ -7,7 +7,7 @@ beside tensors is read by ``torch.load(weights_only=True)``.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,23 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.saving.metadata import read_metadata
+from fxpipe.parameters.saving.manifest import Manifest, Piece, pieces_of
+from fxpipe.parameters.saving.metadata import METADATA, read_metadata
 from fxpipe.precision import converts
 
 
 class FolderReader:
     """A folder that is read from. ``tensors``: shape and type of each tensor in it, by name. ``asked``: the names that
-    its plans fill."""
+    its plans fill. ``manifest``: of what is read the crc32 is compared with it; None where that has been done."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.folder, self._manifest = folder, manifest
+        self._checked: set[Piece] = set()
+        if manifest is not None:
+            manifest.check_file(folder, METADATA)
         self.metadata: Metadata = read_metadata(folder)
         self.asked: set[str] = set()
         entries = self.metadata.state_dict_metadata.items()
@@ -58,12 +62,21 @@ class FolderReader:
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
 
         def fill() -> None:
+            if self._manifest is not None:
+                self._check_contents(self._manifest, plan)
             try:
                 reader.read_data(planner.finish_plan(plan), planner).wait()
             except Exception as error:  # of torch's unpickler for weights, of its zip reader, of the file
                 raise CheckpointError(f"{self.folder} cannot be read, or was altered: {_line(error)}") from error
 
         return fill
+
+    def _check_contents(self, manifest: Manifest, plan: LoadPlan) -> None:
+        """CheckpointError where what a plan reads was altered; each piece of a file is looked through once."""
+        places = [self.metadata.storage_data[item.storage_index] for item in plan.items]
+        pieces = {piece for place in places for piece in pieces_of(place.relative_path, place.offset, place.length)}
+        manifest.check_pieces(self.folder, sorted(pieces - self._checked))
+        self._checked |= pieces
 
     def _check(self, name: str, value: Any) -> None:
         entry = self.metadata.state_dict_metadata.get(name)
@@ -89,11 +102,6 @@ class FolderReader:
         part = name.partition(".")[0]
         found = [other for other in self.names if other.partition(".")[0] == part]
         return found if len(found) <= 2000 else found[:5]
-
-
-def read_tensors(reader: FolderReader, into: Mapping[str, torch.Tensor]) -> None:
-    """Copies tensors out of the folder into tensors of the same shapes, by name."""
-    reader.plan({name: tensor.detach() for name, tensor in into.items()})()
 
 
 class _DataOnlyPlanner(DefaultLoadPlanner):

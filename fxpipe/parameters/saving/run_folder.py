@@ -48,7 +48,12 @@ def _order(path: Path) -> tuple[int, int, str]:
 
 def next_number(folder: Path) -> int:
     """One more than any checkpoint of the folder has."""
-    return 1 + max((number for path in checkpoints(folder) for _, number, _ in [_order(path)]), default=0)
+    return 1 + max((_order(path)[1] for path in checkpoints(folder)), default=0)
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint with the largest number, of a folder that has one."""
+    return max(checkpoints(folder), key=lambda path: _order(path)[1])
 
 
 def begin(folder: Path, step: int) -> Path:

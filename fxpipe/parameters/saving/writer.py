@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.saving.manifest import PIECE, Written, crc32_of
@@ -79,8 +80,9 @@ class RankShare:
         if isinstance(self._planner, _Copies):
             writer.per_thread_copy_ahead = 0  # nothing is on a GPU any more
         plan = writer.prepare_global_plan(self._plans)[self._rank]
-        done = writer.write_data(plan, self._planner)
-        done.wait()
+        with _without_torchs_crc32():
+            done = writer.write_data(plan, self._planner)
+            done.wait()
         results = [_result_message(result) for result in done.value()]
         return [results, writer.fs.written]
 
@@ -90,6 +92,17 @@ class RankShare:
         writer.finish(self._metadata, [[_result_of(one) for one in results] for results, _ in messages])
         files = {name: Written(size, tuple(crcs)) for _, told in messages for name, (size, crcs) in told.items()}
         return {**files, **{name.removesuffix(".tmp"): Written(*one) for name, one in writer.fs.written.items()}}
+
+
+@contextlib.contextmanager
+def _without_torchs_crc32() -> Iterator[None]:
+    """torch counts one of each tensor before it writes it; the manifest covers it, and is counted beside."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _writer(folder: Path, rank: int) -> _SummingWriter:

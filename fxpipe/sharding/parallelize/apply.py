@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import Groups, Transport
+from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
@@ -156,7 +156,8 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
         for name in names:
             kinds = [everyone[rank][name] for rank in holders]
             if len(set(kinds)) > 1:
-                told = "; ".join(f"pipe rank {rank}: {kind}" for rank, kind in zip(holders, kinds, strict=True))
+                who = [member(transport, "pipe", rank) for rank in holders]
+                told = "; ".join(f"{one}: {kind}" for one, kind in zip(who, kinds, strict=True))
                 raise RunError(
                     f"{name} is tied over several ranks, and parallelize has spread it differently on them ({told}); "
                     "spread it alike, so that its gradients can be summed"
