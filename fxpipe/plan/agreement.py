@@ -70,16 +70,23 @@ class Agreement:
     def __init__(self, planner: Planner, transport: Transport) -> None:
         self._planner, self._transport, self._options = planner, transport, planner.options
         self._numbers: dict[_Offer, int] = {}
+        self._parameters = {id(parameter): parameter for parameter in planner.module.parameters()}
+        if planner.captures is not None:
+            planner.captures.reads.begin()
         self._settled: dict[tuple[int, ...], Agreed] = {}
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
         flags = flags_of(self._planner.module)
         try:
+            flags = self._planner.flags
+            self._check_parameters()
             if not split_evenly:
                 check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
+        except RunError as error:
+            return _Offer(training, split_evenly, flags, (), (), str(error)), []
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
             return _Offer(training, split_evenly, flags, (), (), f"{error}{hint}"), []
@@ -89,6 +96,17 @@ class Agreement:
         except RunError as error:  # which the others, who may have been given something else, raise, too
             return _Offer(training, split_evenly, flags, (), (), str(error)), []
         return _Offer(training, split_evenly, flags, ambient_autocast(), described, nothing), given
+
+    def _check_parameters(self) -> None:
+        """RunError where the model has others than those whose gradients and optimizers are known."""
+        module = self._planner.module
+        if not all(id(parameter) in self._parameters for parameter in module.parameters()):
+            name = next(name for name, one in module.named_parameters() if id(one) not in self._parameters)
+            raise RunError(
+                f"the model's {name} is another parameter than when it was compiled, and its gradient would reach no "
+                "optimizer; write values into what there is, as parameter.data.copy_() does, and load_state_dict() "
+                "without assign=True, or change the model before fxpipe.compile"
+            )
 
     def settle(self, offer: _Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
@@ -203,7 +221,7 @@ def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str]) -> N
             )
         if not alike or offer.flags != first.flags or len(offer.given) != len(first.given):
             raise RunError(
-                f"{named(0)} and {named(rank)} differ in the call itself, in a module's training flag or in a "
-                "parameter's requires_grad; all ranks of a pipe group make the same call, and freeze or unfreeze "
-                "in the model that was given to compile, on every rank"
+                f"{named(0)} and {named(rank)} differ in the call itself, in a module's training flag, in a "
+                "parameter's requires_grad or in an attribute that forward reads; all ranks of a pipe group make the "
+                "same call, and change the model that was given to compile alike on every rank"
             )

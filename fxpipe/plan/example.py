@@ -17,7 +17,7 @@ from fxpipe.options import Options
 from fxpipe.plan.batch import bind, describe, required_names, row_count, split, split_rows
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.label_count import with_number
-from fxpipe.plan.pattern import Pattern, flags_of, pattern_of
+from fxpipe.plan.pattern import Pattern, pattern_of
 from fxpipe.plan.planner import Planner
 from fxpipe.trace import Request
 
@@ -56,7 +56,7 @@ def with_first_plan(planner: Planner, options: Options) -> Planner:
 
 def first_pattern(planner: Planner, options: Options) -> Pattern:
     """The pattern of the example, or of a call with the required inputs alone."""
-    flags, items = flags_of(planner.module), planner.items
+    flags, items = planner.flags, planner.items
     if not options.has_example:
         inputs = tuple(required_names(planner.signature))
         return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags)
