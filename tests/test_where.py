@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 TABLE = """
 compiler: options whole/transparency
 kinds: whole/wrong_inputs options
+small_file: whole/wrong_inputs
 torch_compat: imports
 distributed/broadcast: sharding/reducer
 distributed/bell: distributed/watch

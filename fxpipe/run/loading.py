@@ -33,6 +33,7 @@ from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, own_buffers, savab
 from fxpipe.run.saving import STATE, continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import seed_of
+from fxpipe.small_file import read_small
 
 
 def load(
@@ -287,7 +288,7 @@ def _random_state(plain: PlainParts, saved: Layout, now: Layout, rank: int) -> A
 def _plain_parts(path: Path) -> PlainParts:
     """All ranks' plain data, out of their file."""
     try:
-        read = json.loads(path.read_bytes())
+        read = json.loads(read_small(path, 2**40))
         ranks: Sequence[dict[str, str]] = read["ranks"]
         trees = dict(read["trees"])
         whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
