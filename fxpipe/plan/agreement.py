@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
@@ -81,6 +83,10 @@ class Agreement:
         try:
             flags = self._planner.flags
             self._check_parameters()
+            if training and torch.is_inference_mode_enabled():
+                raise RunError(
+                    "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"
+                )
             if not split_evenly:
                 check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
@@ -93,6 +99,7 @@ class Agreement:
         nothing = "" if given else "a step needs at least one micro-batch"
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
+            _check_no_gradients(described if training else ())
         except RunError as error:  # which the others, who may have been given something else, raise, too
             return _Offer(training, split_evenly, flags, (), (), str(error)), []
         return _Offer(training, split_evenly, flags, ambient_autocast(), described, nothing), given
@@ -205,6 +212,16 @@ class Agreement:
                 if missing:
                     who = member(self._transport, "pipe", rank)
                     raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
+
+
+def _check_no_gradients(described: Sequence[Description]) -> None:
+    """RunError for an input that would be given a gradient by plain PyTorch: a step's reach parameters alone."""
+    led = next((name for one in described for name, given in one if given.needs_gradient), None)
+    if led is not None:
+        raise RunError(
+            f"input {led!r} requires a gradient, and a step has none for what is outside of the model; compute it in "
+            "the model's forward, or pass it as .detach() gives it"
+        )
 
 
 def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str]) -> None:
