@@ -612,6 +612,8 @@ Weights.open(FILES / "good.pt").read_into("layers.0.weight", None)
 
 save(None, fb(), sgd(), step=1)
     CheckpointError: folder is None; it is the path of a folder that all ranks see
+load("run\0", fb())
+    CheckpointError: folder is 'run\x00'; it is the path of a folder
 save("", fb(), sgd(), step=1)
     CheckpointError: folder is ''
 save(FILES / "run", Chain(), sgd(), step=1)
