@@ -12,6 +12,7 @@ With communication, cells of sends and receives stand among them; each names the
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import itertools
 import os
@@ -28,7 +29,9 @@ from fxpipe.schedules.given import check_given, nested
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
 from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import execution_order
+from fxpipe.small_file import read_small
 
+_MOST = 2**26  # bytes; a million actions with their messages have less
 _PARAMETERS = frozenset(["UNSHARD", "RESHARD", "REDUCE_GRAD"])
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -50,7 +53,7 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
     OSError where it cannot be read.
     """
     name = os.fspath(path)
-    lines = [[_parsed(Cell(name, *cell)) for cell in line] for line in _lines(name, Path(path).read_bytes())]
+    lines = [[_parsed(Cell(name, *cell)) for cell in line] for line in _lines(name, _content(name))]
     rows = tuple(tuple(action for cell in line for action in cell.actions) for line in lines)
     if not any(rows):
         raise ScheduleError(f"{name} holds no action; write a line per rank, as in 0F0,0F1,,0B0,,0B1")
@@ -72,6 +75,15 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
     if fault is not None:
         raise ScheduleError(fault)
     return schedule
+
+
+def _content(name: str) -> bytes:
+    try:
+        return read_small(name, _MOST, only_regular=False)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ScheduleError(f"{name} is no table: {error.strerror}") from error
+        raise
 
 
 def _lines(name: str, content: bytes) -> Iterator[list[tuple[int, int, str]]]:

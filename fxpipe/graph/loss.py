@@ -56,6 +56,11 @@ def read_loss(result: Any) -> MicrobatchLoss:
         loss, count = loss
         if not _is_count(count):
             raise RunError(f"fxpipe.Sum has count={shown(count)}; it is a number of items, or a tensor with one")
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise RunError(
+                "the count of a fxpipe.Sum requires a gradient, and a number of items is given none; write "
+                "fxpipe.Sum(total, count), in this order, with count.detach() where it shall be held fixed"
+            )
     if not _is_scalar(loss):
         raise RunError(
             f"the loss must be one number, but the model returned {_describe(loss)}; "

@@ -74,6 +74,13 @@ class RankModule(nn.Module):
         super().train(mode)
         return self
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if assign:
+            raise RunError(
+                "load_state_dict(assign=True) would put other tensors here than the stages hold; leave it out"
+            )
+        return super().load_state_dict(state_dict, strict)
+
     def _apply(self, fn: Any, recurse: bool = True) -> RankModule:
         raise RunError("move or cast the model before fxpipe.compile; its stages hold these very tensors")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.saving.manifest import MANIFEST, Manifest
+from fxpipe.small_file import read_small
 
 PIECE = 8 * 2**20
 """Bytes that are read at a time; a single row of more than that is read at once."""
@@ -79,10 +80,8 @@ def _sources_in(folder: Path) -> Iterable[WeightFile]:
 def _indexed(index: Path) -> Iterator[WeightFile]:
     """The files that a Hugging Face index names, which are in its folder or below it."""
     try:
-        if index.stat().st_size > _MOST_INDEX:
-            raise ValueError(f"it has more than {_MOST_INDEX:,} bytes")
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = set(json.loads(read_small(index, _MOST_INDEX))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of weights: it has no weight_map, tensor → file") from error
     odd = next((name for name in names if not _is_weight_file(name)), None)
     if odd is not None:

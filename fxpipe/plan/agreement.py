@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxpipe.distributed.transport import Transport, member
@@ -72,25 +73,48 @@ class Agreement:
     def __init__(self, planner: Planner, transport: Transport) -> None:
         self._planner, self._transport, self._options = planner, transport, planner.options
         self._numbers: dict[_Offer, int] = {}
+        self._parameters = {id(parameter): parameter for parameter in planner.module.parameters()}
+        if planner.captures is not None:
+            planner.captures.reads.begin()
         self._settled: dict[tuple[int, ...], Agreed] = {}
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
         flags = flags_of(self._planner.module)
         try:
+            flags = self._planner.flags
+            self._check_parameters()
+            if training and torch.is_inference_mode_enabled():
+                raise RunError(
+                    "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"
+                )
             if not split_evenly:
                 check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
+        except RunError as error:
+            return _Offer(training, split_evenly, flags, (), (), str(error)), []
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
             return _Offer(training, split_evenly, flags, (), (), f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
+            _check_no_gradients(described if training else ())
         except RunError as error:  # which the others, who may have been given something else, raise, too
             return _Offer(training, split_evenly, flags, (), (), str(error)), []
         return _Offer(training, split_evenly, flags, ambient_autocast(), described, nothing), given
+
+    def _check_parameters(self) -> None:
+        """RunError where the model has others than those whose gradients and optimizers are known."""
+        module = self._planner.module
+        if not all(id(parameter) in self._parameters for parameter in module.parameters()):
+            name = next(name for name, one in module.named_parameters() if id(one) not in self._parameters)
+            raise RunError(
+                f"the model's {name} is another parameter than when it was compiled, and its gradient would reach no "
+                "optimizer; write values into what there is, as parameter.data.copy_() does, and load_state_dict() "
+                "without assign=True, or change the model before fxpipe.compile"
+            )
 
     def settle(self, offer: _Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
@@ -191,6 +215,16 @@ class Agreement:
                     raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
 
 
+def _check_no_gradients(described: Sequence[Description]) -> None:
+    """RunError for an input that would be given a gradient by plain PyTorch: a step's reach parameters alone."""
+    led = next((name for one in described for name, given in one if given.needs_gradient), None)
+    if led is not None:
+        raise RunError(
+            f"input {led!r} requires a gradient, and a step has none for what is outside of the model; compute it in "
+            "the model's forward, or pass it as .detach() gives it"
+        )
+
+
 def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str], model: nn.Module) -> None:
     first = offers[0]
     for rank, offer in enumerate(offers):
@@ -224,7 +258,12 @@ def _told(one: Flags, other: Flags, model: nn.Module) -> str:
         for flag, mine, its, named in kinds
         for *pair, (name, _) in zip(mine, its, named, strict=True)
     )
-    flag, mine, its, name = next(each for each in flags if each[1] != each[2])
+    flag, mine, its, name = next((each for each in flags if each[1] != each[2]), ("", 0, 0, ""))
+    if not flag:
+        return (
+            "differ in what forward reads of the model's Python, an attribute or a hook; change the model that was "
+            "given to compile alike on every rank"
+        )
     return (
         f"differ in the {flag} of {name or 'the model'!r}, {bool(mine)} and {bool(its)}; set it on every rank alike, "
         "in the model that was given to compile"

@@ -37,8 +37,16 @@ class InputDescription:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
+        return [tensor.shape for tensor in self._tensors]
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(tensor.requires_grad for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> list[TensorLike]:
         leaves = self.detail[1] if self.kind == "input" else ()
-        return [leaf.shape for leaf in leaves if isinstance(leaf, TensorLike)]
+        return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
 
 
 Description = tuple[tuple[str, InputDescription], ...]

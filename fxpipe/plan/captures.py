@@ -22,6 +22,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.reads import Reads
 from fxpipe.progress import progress, tell
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
@@ -62,6 +63,7 @@ class Captures:
     """Tracers whose capture was found wrong, and what of it: they are not tried again."""
     kept: dict[Pattern, Captured] = field(default_factory=dict)
     first: Program | None = None
+    reads: Reads = field(default_factory=Reads)
 
     @staticmethod
     def none_yet(model: nn.Module, options: Options, ranks: int, device: torch.device) -> Captures:
@@ -144,8 +146,10 @@ class Captures:
             accept=accept,
         )
         tracer = self.options.tracer if self.options.parallelize is None else "record"  # which leaves modules whole
-        with progress(f"capturing {type(self.model).__name__}"), ignored(self.finds_cuts):
-            capture(request, tracer)
+        with progress(f"capturing {type(self.model).__name__}"), ignored(self.finds_cuts), self.reads.noting() as noted:
+            program = capture(request, tracer)
+        roots = [root for root in (self.model, request.loss_module) if root is not None]
+        self.reads.keep(noted, roots, _called(program))
         (made,) = accepted
         return made
 
@@ -229,6 +233,12 @@ class Captures:
         if found.others:
             tell(str(found))
         return found.program, found.placement
+
+
+def _called(program: Program) -> list[nn.Module]:
+    """The submodules that the program calls as they are."""
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
+    return [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
 
 
 def _example(pattern: Pattern, shape: Description) -> dict[str, Any]:

@@ -17,9 +17,18 @@ from fxpipe.options import Options
 from fxpipe.plan.batch import bind, describe, required_names, row_count, split, split_rows
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.label_count import with_number
-from fxpipe.plan.pattern import Pattern, flags_of, pattern_of
+from fxpipe.plan.pattern import Pattern, pattern_of
 from fxpipe.plan.planner import Planner
 from fxpipe.trace import Request
+
+_WRAPPERS = {
+    "DistributedDataParallel": "give the model inside, its .module: the data axis of the topology does what it does",
+    "DataParallel": "give the model inside, its .module: the data axis of the topology does what it does",
+    "FullyShardedDataParallel": "give the model as it was before that, and write compile(..., zero=3)",
+    "OptimizedModule": "give the model inside, its ._orig_mod, and write compile(..., stage_compiler=torch.compile)",
+    "RecursiveScriptModule": "give the model that it was made from",
+}
+"""What stands around a model by habit, and what to write instead."""
 
 
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
@@ -27,6 +36,9 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     if not isinstance(model, (nn.Module, StageGraph)):
         made = f"; write {model.__name__}(...)" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise RunError(f"model is {shown(model)}; it is an nn.Module, or a fxpipe.StageGraph{made}")
+    instead = _WRAPPERS.get(type(model).__name__) if isinstance(model, nn.Module) else None
+    if instead is not None and type(model).__module__.startswith("torch."):
+        raise RunError(f"model is a {type(model).__name__}; {instead}")
     if isinstance(model, StageGraph):
         if options.loss_fn is not None:
             raise RunError("loss_fn= is for traced models; the last of the user's own stages returns the loss")
@@ -56,7 +68,7 @@ def with_first_plan(planner: Planner, options: Options) -> Planner:
 
 def first_pattern(planner: Planner, options: Options) -> Pattern:
     """The pattern of the example, or of a call with the required inputs alone."""
-    flags, items = flags_of(planner.module), planner.items
+    flags, items = planner.flags, planner.items
     if not options.has_example:
         inputs = tuple(required_names(planner.signature))
         return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags)

@@ -18,17 +18,20 @@ from fxpipe.plan.batch import Description
 @admitted
 @dataclass(frozen=True)
 class Flags:
-    """The state of a model that a capture depends on: each module's training flag, each parameter's requires_grad."""
+    """What a capture depends on of a model: each module's training flag, each parameter's requires_grad, and the number
+    of the state that what it reads beside them is in: see ``Reads``."""
 
     training: bytes
     trainable: bytes
+    state: int = 0
 
 
-def flags_of(model: nn.Module) -> Flags:
+def flags_of(model: nn.Module, state: int = 0) -> Flags:
     """The flags of a model as it is now."""
     return Flags(
         training=bytes(module.training for module in model.modules()),
         trainable=bytes(parameter.requires_grad for parameter in model.parameters()),
+        state=state,
     )
 
 

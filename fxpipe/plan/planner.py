@@ -18,7 +18,7 @@ from fxpipe.options import Options
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.captures import LATER, Captured, Captures
 from fxpipe.plan.label_count import Items
-from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.stage_compiler import compiled_lazily
@@ -117,6 +117,11 @@ class Planner:
     def items(self) -> Items | None:
         """How the model's labels are counted; None where it does not ask for their number."""
         return Items.of(self.model, self.options.loss_fn, self.options.loss_weight is None)
+
+    @property
+    def flags(self) -> Flags:
+        """What a capture depends on of the model as it is now; RunError where that changes with every step."""
+        return flags_of(self.module, 0 if self.captures is None else self.captures.reads.state())
 
     @property
     def microbatches(self) -> int:

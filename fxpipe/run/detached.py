@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
@@ -29,6 +31,11 @@ class DetachedLoss(Tensor):
         )
 
     def __mul__(self, other: Any) -> Any:
+        if sys._getframe(1).f_code is torch.amp.GradScaler.scale.__code__:
+            raise RunError(
+                "gradients are there already, and were never multiplied by the scale that a GradScaler would divide "
+                "them by; leave the scaler out, and write compile(..., precision=fxpipe.Precision()) for half precision"
+            )
         return detached(super().__mul__(other))
 
     def __rmul__(self, other: Any) -> Any:

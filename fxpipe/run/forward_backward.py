@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from weakref import WeakValueDictionary, ref
@@ -86,8 +88,18 @@ class ForwardBackward:
         return self._module
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once."""
-        return self.module.parameters()
+        """This rank's parameters, each once.
+
+        Raises:
+            RunError: torch's ``clip_grad_norm_`` asks for them, whose norm would be this rank's alone.
+        """
+        is_part = self._reducer.shards or len(self._transport.ranks("pipe")) > 1
+        if is_part and sys._getframe(1).f_code is _TORCHS_CLIP:
+            raise RunError(
+                "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients alone; write "
+                "forward_backward.clip_grad_norm_(max_norm), which counts the whole model's"
+            )
+        yield from self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, each once."""
@@ -365,8 +377,18 @@ class ForwardBackward:
             """Says what stands in its place, of what a model or a tensor would have."""
             if hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # a property has failed, and fails again as it did
-            hint = "" if name[0] == "_" else _ELSEWHERE.get(name) or nearest(name, dir(type(self)))
+            hint = (
+                ""
+                if name[0] == "_"
+                else _ELSEWHERE.get(name) or nearest(name, [known for known in dir(type(self)) if known[0] != "_"])
+            )
             raise AttributeError(f"forward_backward has no {name!r}{hint}", name=name, obj=self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError(
+            "forward_backward holds stages and process groups, and is neither copied nor pickled: "
+            "copy.deepcopy(forward_backward.module) copies this rank's parameters, and fxpipe.save writes all of it"
+        )
 
     def close(self) -> None:
         """Gives back the process groups. For programs that compile many times; the last ones end with the process."""
@@ -377,6 +399,7 @@ class ForwardBackward:
         self._failing.close()
 
 
+_TORCHS_CLIP = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
 _FLAG = Expected(is_flag, "True or False")
 
 

@@ -23,6 +23,7 @@ from fxpipe.parameters.saving.plain import Tree, from_plain, tensors_in, to_plai
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.parameter_groups import first_names
 from fxpipe.sharding.plain_optimizer import PlainOptimizer
+from fxpipe.small_file import read_small
 
 PLAIN = "plain"
 """Under which name tensors of plain data are in a checkpoint."""
@@ -67,7 +68,7 @@ class PlainParts:
     def read(path: Path) -> PlainParts:
         """Out of their file; CheckpointError where that was altered."""
         try:
-            read = json.loads(path.read_bytes())
+            read = json.loads(read_small(path, 2**40))
             ranks: Sequence[dict[str, str]] = read["ranks"]
             trees = dict(read["trees"])
             whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())

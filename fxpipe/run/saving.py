@@ -93,7 +93,7 @@ def save(
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
     """CheckpointError for what is no path. What is empty would be the working folder."""
-    if not isinstance(folder, (str, os.PathLike)) or folder == "":
+    if not isinstance(folder, (str, os.PathLike)) or str(folder) == "" or "\0" in str(folder):
         raise CheckpointError(f"folder is {shown(folder)}; it is the path of a folder that all ranks see")
     return Path(folder)
 

@@ -14,14 +14,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from fxpipe.distributed.transport import Transport, failing_together, member
 from fxpipe.distributed.whereabouts import announced, phase
-from fxpipe.errors import FxpipeError, RunError
+from fxpipe.errors import CheckpointError, FxpipeError, RunError
 from fxpipe.kinds import is_number, shown
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision, merged
@@ -79,14 +79,20 @@ def _made(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, An
     called = f"{getattr(_class_of(cls), '__name__', cls)}(params{given})"
     try:
         made = cls(groups, **kw)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         raise RunError(f"{called} failed: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise RunError(f"{called} made {shown(made)}, which is no torch.optim.Optimizer")
-    for name, value in ((name, group.get(name)) for group in made.param_groups for name in made.defaults):
-        if is_number(made.defaults[name]) and (isinstance(value, str) or (is_number(value) and value != value)):
-            raise RunError(f"a parameter group has {name}={shown(value)}; it is a number")
+    for group in made.param_groups:
+        _check_numbers(RunError, group, made.defaults)
     return made
+
+
+def _check_numbers(kind: type[FxpipeError], group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raises ``kind`` where a group has no number under a name under which ``known`` has one."""
+    for name, value in ((name, group.get(name, 0)) for name in known if is_number(known[name])):
+        if isinstance(value, (str, type(None))) or (is_number(value) and value != value):
+            raise kind(f"a parameter group has {name}={shown(value)}; it is a number")
 
 
 def _class_of(cls: OptimizerMaker) -> Any:
@@ -333,6 +339,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         self._store.settle()  # what the step before has sent may still be on its way
         targets = self._flat
+        for target in targets:
+            target.follow()
         stepped = [target for target in targets if target.take_gradient()]
         self._wait()
         self._exchange(self.param_groups, self._inner.param_groups)
@@ -385,6 +393,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "leaves out steps whose gradients have an inf or nan"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError(
+            "an optimizer of forward_backward steps its very parameters, and is neither copied nor pickled; copy or "
+            "save its state_dict()"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of its parameters, and those not summed yet along with them."""
         super().zero_grad(set_to_none or self._store.way.sharded)
@@ -433,6 +447,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         refuse_torchs_helpers()
         saved, found = read_state_dict(state_dict, self._group_names, self._all)
         own = [options_of(group) for group in self.param_groups]
+        for mine, new in zip(own, found, strict=True):
+            _check_numbers(CheckpointError, new, mine)
         options = [{**mine, **new} for mine, new in zip(own, found, strict=True)]  # those not saved as they are
         loaded = [
             (target, self._states.load(name, saved.get(name, {}), new, mine, target, self._is_lazy))

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import local
 from fxpipe.precision import Precision, merged
 from fxpipe.sharding.clip import gradient_of
 from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.torch_compat import storage_id
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,20 @@ class Target:
         """The parameter's memory becomes what the optimizer has made of the master."""
         if self.master:
             _data(self.piece).copy_(self.tensor, non_blocking=True)
+
+    def follow(self) -> None:
+        """A master takes what somebody has written into the parameter by hand since the last step.
+
+        RunError where it has other memory by now, which ``write_back`` would not reach, nor the ranks that share it.
+        """
+        if self.tensor is self.piece.parameter:
+            return
+        if storage_id(local(self.piece.parameter.detach())) != storage_id(_data(self.piece)):
+            raise RunError(
+                f"{self.piece.name} was given other memory, as by parameter.data = ..., and the optimizer steps what "
+                "it had; write into it, as parameter.data.copy_(...) does"
+            )
+        self.refresh(None)
 
     def refresh(self, original: Tensor | None) -> None:
         """The master becomes ``original``, or the parameter's value where there is none; but it keeps its bits where

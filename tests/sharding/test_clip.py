@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpipe
+from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import RunError
 from fxpipe.sharding.clip import clip_grad_norm_
@@ -182,3 +184,24 @@ def test_bfloat16_parameters_with_float32_gradients() -> None:
     parameter.grad = torch.full((4,), 3.0)
     assert clip_grad_norm_([piece(parameter)], LocalTransport(), False, 3.0).item() == 6.0
     torch.testing.assert_close(parameter.grad, torch.full((4,), 1.5))
+
+
+def test_torchs_own_is_refused_where_a_rank_has_a_part_of_the_model() -> None:
+    def gradients() -> fxpipe.ForwardBackward:
+        torch.manual_seed(0)
+        model, topology = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), fxpipe.Topology([("pipe", 2)])
+        forward_backward = fxpipe.compile(
+            model, topology, boundaries=["1"], microbatches=1, loss_fn=lambda output, target: output.mean()
+        )
+        forward_backward(torch.ones(2, 2), target=None)
+        return forward_backward
+
+    def body(rank: int) -> Tensor:
+        forward_backward = gradients()
+        with pytest.raises(fxpipe.RunError, match=r"norm of this rank's gradients alone; write forward_backward\.clip"):
+            nn.utils.clip_grad_norm_(forward_backward.parameters(), 1.0)
+        return forward_backward.clip_grad_norm_(1.0)
+
+    whole = nn.utils.clip_grad_norm_(gradients().parameters(), 1.0)  # one process has all of it
+    for norm in run_strict(body, 2):
+        torch.testing.assert_close(norm, whole)

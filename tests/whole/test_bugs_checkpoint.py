@@ -470,7 +470,10 @@ def test_a_grad_scaler_is_refused() -> None:
     forward_backward = compiled(0)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(forward_backward(rows(0)))
+    loss = forward_backward(rows(0))
+    with pytest.raises(RunError, match="were never multiplied by the scale"):
+        scaler.scale(loss)
+    scaler.scale(loss.detach())
     with pytest.raises(RunError, match=r"a GradScaler cannot step this optimizer.*write optimizer\.step\(\)"):
         scaler.step(optimizer)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)

@@ -832,3 +832,50 @@ def test_threads_of_what_nobody_has_any_more_end(pool: Pool) -> None:
     for lives, threads in pool.run(what_is_left, ranks=2):
         assert not lives
         assert not any(threads)
+
+
+# --- weights written by hand, which masters undid in the next step without a word ---
+
+BY_HAND: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
+    "no_grad": lambda model, values: [p.detach().copy_(values[name]) for name, p in model.named_parameters()],
+    "data": lambda model, values: [p.data.copy_(values[name]) for name, p in model.named_parameters()],
+    "load_state_dict": lambda model, values: model.load_state_dict(values),
+}
+
+
+def stepped_model(**options: Any) -> tuple[nn.Module, fxpipe.ForwardBackward, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    precision = None if options else fxpipe.Precision()
+    topology = fxpipe.Topology([("pipe", 1)])
+    forward_backward = fxpipe.compile(
+        model, topology, loss_fn=lambda output, target: output.mean(), precision=precision
+    )
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=2**-10, **options)
+    forward_backward(torch.ones(4, 4), target=None)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, forward_backward, optimizer
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}], ids=["precision", "offload"])
+@pytest.mark.parametrize("way", BY_HAND)
+def test_masters_follow_weights_written_by_hand(way: str, options: dict[str, Any]) -> None:
+    model, forward_backward, optimizer = stepped_model(**options)
+    wanted = {name: torch.full_like(parameter, 0.5) for name, parameter in model.named_parameters()}
+    BY_HAND[way](model, wanted)
+    forward_backward(torch.ones(4, 4), target=None)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        wanted[name] = (wanted[name].float() - 2**-10 * parameter.grad.float()).to(parameter.dtype)
+    optimizer.step()
+    assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}], ids=["precision", "offload"])
+def test_other_memory_for_a_parameter_that_has_a_master_is_refused(options: dict[str, Any]) -> None:
+    model, forward_backward, optimizer = stepped_model(**options)
+    model[1].bias.data = torch.ones_like(model[1].bias)
+    forward_backward(torch.ones(4, 4), target=None)
+    with pytest.raises(fxpipe.RunError, match=r"1\.bias was given other memory, as by parameter\.data = "):
+        optimizer.step()

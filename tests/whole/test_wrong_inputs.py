@@ -5,8 +5,10 @@ In ``TABLE`` a line of code stands above the error that it ends in, and a part o
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
 import resource
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -42,6 +44,10 @@ compile(nn.ModuleList([nn.Linear(4, 4)]), TWO)
     TraceError: ModuleList.forward takes *input and nothing by name
 preview(Chain, TWO)
     RunError: write Chain(...)
+compile(nn.DataParallel(Chain()), TWO)
+    RunError: model is a DataParallel; give the model inside, its .module: the data axis of the topology
+compile(torch.compile(Chain(), backend="eager"), TWO)
+    RunError: model is a OptimizedModule; give the model inside, its ._orig_mod, and write compile(..., stage_compiler=
 
 # the topology
 
@@ -188,6 +194,14 @@ compile(Chain(), TWO, checkpoint=FILES / "other.pt")
     CheckpointError: lacks 4 of the model's 4 tensors, first 'layers.0.weight'
 compile(Chain(), TWO, checkpoint=FILES / "whole_numbers.pt")
     CheckpointError: layers.0.weight is torch.float32
+compile(Chain(), TWO, checkpoint=FILES / "endless manifest")
+    CheckpointError: fxpipe.json: it is no regular file
+compile(Chain(), TWO, checkpoint=FILES / "endless metadata")
+    CheckpointError: .metadata cannot be read: it is no regular file
+compile(Chain(), TWO, checkpoint=FILES / "endless index")
+    CheckpointError: model.safetensors.index.json is no index of weights
+Schedule.from_csv("/dev/zero")
+    ScheduleError: /dev/zero is no table: it has more than 67,108,864 bytes
 compile(Chain(), TWO, passes=[])
     RunError: passes is []; it is a list of functions Program -> Program
 compile(Chain(), TWO, passes=["partition"])
@@ -225,6 +239,8 @@ loss_of(lambda y: Sum(y.sum(), -1))
     RunError: fxpipe.Sum has count=-1
 loss_of(lambda y: Sum(y.sum(), torch.ones(3)))
     RunError: it is a number of items, or a tensor with one
+loss_of(lambda y: Sum(y.sum(), y.exp().sum()))
+    RunError: the count of a fxpipe.Sum requires a gradient, and a number of items is given none
 loss_of(lambda y: {"los": y.sum()})
     RunError: the model returned a dict with ['los'] and no 'loss'
 loss_of(lambda y: y)
@@ -248,6 +264,12 @@ fb()(X[:0], Y[:0])
     RunError: a batch of 0 rows cannot be cut
 fb()(X.to_sparse(), Y)
     RunError: layout torch.sparse_coo, which cannot be cut into rows
+fb()(X.clone().requires_grad_(), Y)
+    RunError: input 'x' requires a gradient, and a step has none for what is outside of the model; compute it in
+fb()(nn.Linear(4, 4)(X), Y)
+    RunError: input 'x' requires a gradient
+torch.inference_mode()(fb())(X, Y)
+    RunError: torch.inference_mode() is on, in which no gradient can be
 fb().evaluate(X)
     RunError: missing inputs: y
 fb().evaluate(X, Y, outputs="first")
@@ -299,6 +321,10 @@ fb().optimizer(SGD, lr=nan)
     RunError: a parameter group has lr=nan; it is a number
 fb().optimizer(SGD, learning_rate=0.1)
     RunError: got an unexpected keyword argument 'learning_rate'
+fb().optimizer(torch.optim.Adam, betas=(0.9,))
+    RunError: Adam(params, betas=(0.9,)) failed: tuple index out of range
+fb().optimizer(torch.optim.AdamW, fused=True, foreach=True)
+    RunError: `fused` and `foreach` cannot be `True` together
 fb().optimizer(SGD, [], lr=0.1)
     RunError: params is [], and has no parameter of the model
 fb().optimizer(SGD, [{"params": []}], lr=0.1)
@@ -349,6 +375,12 @@ sgd().load_state_dict({"state": {"layers.0.weight": 3}, "param_groups": []})
     CheckpointError: state is {'layers.0.weight': 3}
 sgd().load_state_dict(SGD(Chain().parameters(), lr=1).state_dict())
     CheckpointError: the state dict's parameter groups lack 'layers.0.weight'
+sgd().load_state_dict(sgd().state_dict() | {"param_groups": [sgd().state_dict()["param_groups"][0] | {"lr": nan}]})
+    CheckpointError: a parameter group has lr=nan; it is a number
+sgd().load_state_dict(sgd().state_dict() | {"param_groups": [sgd().state_dict()["param_groups"][0] | {"lr": "x"}]})
+    CheckpointError: a parameter group has lr='x'
+copy.deepcopy(sgd())
+    RunError: an optimizer of forward_backward steps its very parameters, and is neither copied nor pickled
 
 # the rest of forward_backward
 
@@ -384,6 +416,14 @@ fb().load_state_dict({**STATE, "layers.0.weight": torch.ones(4, 4) > 0})
     CheckpointError: the state dict has it as torch.bool
 fb().load_state_dict({**STATE, "layers.0.weight": torch.ones(4, 4, device="meta")})
     CheckpointError: it is a dense tensor with values
+fb().module.load_state_dict(STATE, assign=True)
+    RunError: load_state_dict(assign=True) would put other tensors here than the stages hold
+copy.deepcopy(fb())
+    RunError: forward_backward holds stages and process groups, and is neither copied nor pickled: copy.deepcopy(
+pickle.dumps(fb())
+    RunError: is neither copied nor pickled
+GradScaler("cpu").scale(fb()(X, Y))
+    RunError: were never multiplied by the scale that a GradScaler would divide them by; leave the scaler out
 fb().state_dict("full")
     RunError: full is 'full'; it is True or False
 fb().zero_grad("x")
@@ -578,6 +618,8 @@ Weights.open(FILES / "good.pt").read_into("layers.0.weight", None)
 
 save(None, fb(), sgd(), step=1)
     CheckpointError: folder is None; it is the path of a folder that all ranks see
+load("run\0", fb())
+    CheckpointError: folder is 'run\x00'; it is the path of a folder
 save("", fb(), sgd(), step=1)
     CheckpointError: folder is ''
 save(FILES / "run", Chain(), sgd(), step=1)
@@ -705,6 +747,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     torch.save(state, files / "good.pt")
     torch.save({"x": X}, files / "other.pt")
     torch.save({name: tensor.long() for name, tensor in state.items()}, files / "whole_numbers.pt")
+    for name in ("fxpipe.json", ".metadata", "model.safetensors.index.json"):
+        folder = files / f"endless {name.split('.')[1].replace('json', 'manifest').replace('safetensors', 'index')}"
+        folder.mkdir()
+        (folder / name).symlink_to("/dev/zero")
 
     def csv(text: str) -> Path:
         (files / "table.csv").write_text(text)
@@ -712,7 +758,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     public = {name: getattr(fxpipe, name) for name in fxpipe.__all__} | {"build": build, "with_costs": with_costs}
     others = {"nan": math.nan, "inf": math.inf, "SGD": torch.optim.SGD, "Cut": Chain}
-    others |= {"np": np, "functools": functools}
+    others |= {"np": np, "functools": functools, "copy": copy, "pickle": pickle, "GradScaler": torch.amp.GradScaler}
     return {**globals(), **public, **others, "FILES": files, "STATE": state, "csv": csv}
 
 

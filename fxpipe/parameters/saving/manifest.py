@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fxpipe.errors import CheckpointError
+from fxpipe.small_file import read_small
 
 MANIFEST = "fxpipe.json"
 FORMAT = 1
@@ -66,9 +67,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            if path.stat().st_size > _MOST:
-                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, which no manifest has")
-            read = json.loads(path.read_bytes())
+            read = json.loads(read_small(path, _MOST))
         except OSError as error:
             raise CheckpointError(
                 f"{folder} is no checkpoint of fxpipe.save, or not a whole one: {MANIFEST}: {error.strerror}"

@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fxpipe.errors import CheckpointError
+from fxpipe.small_file import read_small
 from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, storage_info
 
 METADATA = ".metadata"
 _LARGEST = 2**62
+_MOST = 2**30  # bytes of what is read
 
 _OPCODES = frozenset(
     """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE GLOBAL
@@ -47,7 +49,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        pickled = path.read_bytes()
+        pickled = read_small(path, _MOST)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:

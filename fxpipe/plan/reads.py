@@ -1,0 +1,124 @@
+"""Reads: what of a model's Python a capture has read (attributes, submodules, hooks), and whether it is still that.
+
+A capture holds it as it was. So every call asks for the number of the state that the model is in: it is another one
+where something that was read has changed since, and what a state has not captured yet is captured in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.trace.patching import patched
+
+MOST = 16
+"""States that a model may be in: what changes with every step would be captured with every step."""
+
+Key = tuple[int, str]
+"""The identity of a module's ``__dict__``, and a name that was asked for."""
+
+_OWN = frozenset({"training", "_parameters", "_buffers"})
+"""What a pattern has by itself, or a stage follows."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_LARGE, _DEEP = 1000, 4
+"""Containers of more items, and those within so many others, are told by what they are, not by what is in them."""
+
+
+class Reads:
+    """What captures have read, for each state that the model was captured in."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._states: list[dict[Key, Any]] = [{}]
+        self._now = 0
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[set[Key]]:
+        """What is read of any module while it is open."""
+        noted: set[Key] = set()
+        original = nn.Module.__getattribute__
+
+        def note(module: nn.Module, name: str) -> Any:
+            if name not in _OWN and not name.startswith("__"):
+                noted.add((id(object.__getattribute__(module, "__dict__")), name))
+            return original(module, name)
+
+        with patched(nn.Module, "__getattribute__", note):
+            yield noted
+
+    def keep(self, noted: Iterable[Key], roots: Iterable[nn.Module], live: Iterable[nn.Module]) -> None:
+        """A capture of the present state has read this of ``roots``. ``live``: submodules that stages call whole."""
+        for root in roots:
+            for path, module in root.named_modules():
+                self._tables.setdefault(id(vars(module)), (path or type(module).__name__, vars(module)))
+        follows = {id(vars(part)) for module in live for part in module.modules()}
+        wanted = [key for key in noted if key[0] in self._tables and key[0] not in follows]
+        self._states[self._now] |= {key: self._value(key) for key in wanted}
+
+    def begin(self) -> None:
+        """The model is as captures shall find it: what compile itself has changed is no change."""
+        self._states[self._now] = {key: self._value(key) for key in self._states[self._now]}
+
+    def state(self) -> int:
+        """The number of the state that the model is in; RunError where it has been in too many."""
+        changed = self._changed(self._states[self._now])
+        if changed is None:
+            return self._now
+        known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
+        number = next(known, len(self._states))
+        if number == MOST:
+            path, _ = self._tables[changed[0]]
+            raise RunError(
+                f"{path}.{changed[1]}, which the model reads, has changed {MOST} times since it was compiled, and with "
+                "every change it is captured anew; give what changes from step to step to forward as an input, as a "
+                "0-dimensional tensor"
+            )
+        if number == len(self._states):
+            self._states.append({key: self._value(key) for key in self._states[self._now]})
+        self._now = number
+        return number
+
+    def _changed(self, state: dict[Key, Any]) -> Key | None:
+        for key, value in state.items():
+            now = self._held(key)
+            if now is not value and not _alike(value, _contents(now)):
+                return key
+        return None
+
+    def _held(self, key: Key) -> Any:
+        _, table = self._tables[key[0]]
+        return table.get(key[1], table["_modules"].get(key[1]))
+
+    def _value(self, key: Key) -> Any:
+        return _contents(self._held(key))
+
+
+def _contents(value: Any, depth: int = 0) -> Any:
+    """A value, or, as it may be changed in place, what is in it."""
+    is_settings = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or hasattr(type(value), "to_dict")
+    if is_settings or dataclasses.is_dataclass(value):  # to_dict: a configuration of transformers
+        value = getattr(value, "__dict__", value)
+    if not isinstance(value, _CONTAINERS) or len(value) > _LARGE or depth == _DEEP:
+        return value
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return tuple(_contents(item, depth + 1) for item in items)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return isinstance(one, _PLAIN) and bool(one == other or (one != one and other != other))

@@ -1,0 +1,27 @@
+"""Small files: read whole, and no further than they may reach, whatever lies in their place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+
+def read_small(path: str | os.PathLike[str], most: int, only_regular: bool = True) -> bytes:
+    """What is in a file. OSError where it cannot be read, or (EFBIG) has more than ``most`` bytes.
+
+    ``only_regular``: a device, or a pipe for whose other end one would wait, is an OSError, too.
+    """
+    with open(path, "rb", opener=_without_waiting if only_regular else None) as file:
+        found = os.fstat(file.fileno())
+        is_regular = stat.S_ISREG(found.st_mode)
+        if only_regular and not is_regular:
+            raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        content: bytes = file.read(1 + (min(found.st_size, most) if is_regular else most))
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+    return content
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)

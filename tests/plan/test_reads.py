@@ -1,0 +1,148 @@
+"""What of a model's Python changes between steps counts from then on, as in plain PyTorch, whatever has captured it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import fxpipe
+from fxpipe.errors import RunError
+from fxpipe.plan.reads import MOST
+from tests.harness import assert_same
+
+TRACERS = ["symbolic", "export", "record"]
+
+
+class Model(nn.Module):
+    """It reads numbers, flags, containers and an object of settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.norm, self.above = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.dropout, self.act = nn.Dropout(0.0), nn.ReLU()
+        self.beta, self.halved, self.weights, self.settings = 1.0, False, {"loss": [1.0]}, SimpleNamespace(shift=0.0)
+        self.seen = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.act(self.norm(self.below(x))))
+        loss = F.cross_entropy(self.above(self.dropout(h)), y) * self.beta * self.weights["loss"][0]
+        return (loss * 0.5 if self.halved else loss) + self.settings.shift
+
+
+def compiled(tracer: Any = "symbolic") -> tuple[Model, Model, fxpipe.ForwardBackward]:
+    torch.manual_seed(0)
+    plain = Model()
+    model, example = copy.deepcopy(plain), None if tracer == "symbolic" else batch(0)
+    topology = fxpipe.Topology([("pipe", 2)])
+    return plain, model, fxpipe.compile(model, topology, microbatches=2, tracer=tracer, example_args=example)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 3, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def step(plain: Model, x: Tensor, y: Tensor) -> Tensor:
+    losses = [plain(*part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True)]
+    for loss in losses:
+        loss.backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def another_forward(model: Model) -> None:
+    inner = model.above.forward
+    model.above.forward = lambda h: inner(h) * 2  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "a number": lambda model: setattr(model, "beta", 0.3),
+    "a flag": lambda model: setattr(model, "halved", True),
+    "a number in containers": lambda model: model.weights["loss"].__setitem__(0, 0.2),
+    "a number in an object of settings": lambda model: setattr(model.settings, "shift", 2.0),
+    "an option of a layer": lambda model: setattr(model.norm, "eps", 0.5),
+    "what a layer writes": lambda model: setattr(model.norm, "momentum", 0.5),
+    "dropout": lambda model: setattr(model.dropout, "p", 1.0),
+    "a layer without parameters": lambda model: setattr(model, "act", nn.Tanh()),
+    "a hook of a layer": lambda model: model.above.register_forward_hook(lambda _, given, output: output * 2),
+    "a hook of the model": lambda model: model.register_forward_hook(lambda _, given, output: output * 2),
+    "a hook in front": lambda model: model.below.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
+    "forward of a layer": another_forward,
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_counts_as_in_plain_pytorch(change: str, tracer: str) -> None:
+    plain, model, forward_backward = compiled(tracer)
+    for number in range(2):
+        plain.zero_grad()
+        forward_backward.zero_grad()
+        assert torch.equal(forward_backward(*batch(number)), step(plain, *batch(number)))
+        for part, plain_part in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_same(part.grad, plain_part.grad, change)
+        for name, value in model.state_dict().items():
+            assert_same(value, plain.state_dict()[name], name)
+        if number == 0:
+            CHANGES[change](plain)
+            CHANGES[change](model)
+
+
+def test_a_model_that_goes_back_and_forth_is_captured_once_for_each(capfd: pytest.CaptureFixture[str]) -> None:
+    _, model, forward_backward = compiled()
+    plans = forward_backward._planner.plans  # one for each capture that was made
+    losses = []
+    for number in range(6):
+        model.beta = (1.0, 0.25)[number % 2]
+        losses.append(forward_backward(*batch(0)))
+    assert len(plans) == 2
+    assert all(torch.equal(loss, losses[0] * (1.0, 0.25)[number % 2]) for number, loss in enumerate(losses))
+
+
+def test_what_is_not_read_may_change_with_every_step() -> None:
+    _, model, forward_backward = compiled()
+    for number in range(MOST + 1):
+        model.seen = number
+        forward_backward(*batch(number))
+    assert len(forward_backward._planner.plans) == 1
+
+
+def test_what_changes_with_every_step_is_refused_with_what_to_write() -> None:
+    _, model, forward_backward = compiled()
+    for number in range(MOST):
+        model.beta = 1.0 + number
+        forward_backward(*batch(0))
+    model.beta = 0.0
+    with pytest.raises(RunError, match=r"Model\.beta, which the model reads, .* give what changes .* as an input"):
+        forward_backward(*batch(0))
+    model.beta = 2.0  # which it has seen
+    forward_backward(*batch(0))
+
+
+def assign_all(model: Model) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+OTHERS: dict[str, Callable[[Model], Any]] = {
+    "below.weight": assign_all,
+    "above.weight": lambda model: setattr(model, "above", nn.Linear(4, 3)),
+    "above.bias": lambda model: setattr(model.above, "bias", nn.Parameter(torch.ones(3))),
+    "above.parametrizations.weight.original0": lambda model: parametrizations.weight_norm(model.above),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_parameters_than_were_compiled_are_refused(name: str, tracer: str) -> None:
+    _, model, forward_backward = compiled(tracer)
+    forward_backward(*batch(0))
+    OTHERS[name](model)
+    with pytest.raises(RunError, match=rf"the model's {name} is another parameter than when it was compiled"):
+        forward_backward(*batch(1))
