@@ -20,6 +20,7 @@ from tabulate import tabulate
 
 from fxpipe.errors import TopologyError, nearest
 from fxpipe.kinds import MOST_ACTIONS, is_flag, shown
+from fxpipe.notebook import Tabular
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +38,7 @@ _SHOWN_RANKS = 8
 _SHOWN_WIDTH = 64
 
 
-class Topology:
+class Topology(Tabular):
     """A grid of ranks with named axes; immutable, hashable, and picklable (without its process groups).
 
     Args:

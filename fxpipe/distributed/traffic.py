@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from fxpipe.distributed.collective import Scope
+from fxpipe.notebook import Tabular
 
 DATA_AXIS = ("shard", "replica", "gather")
 """The scopes on which gradients and parameters travel over the data axis."""
@@ -35,7 +36,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Traffic(Tabular):
     """What one rank moved from the start of a call until now, largest first; prints as a table."""
 
     rank: int
@@ -90,6 +91,9 @@ class Traffic:
             f"{table}\nrank {self.rank}, gradients and parameters: {_size(self.between)} leave the node for others, "
             f"{_size(self.inside)} stay in it; {self.exposed * 1e3:.2f} ms exposed in all"
         )
+
+    def __repr__(self) -> str:
+        return f"<Traffic of rank {self.rank}: {_size(sum(row.bytes for row in self.rows))} in {len(self.rows)} rows>"
 
 
 def _label(row: Moved) -> str:

@@ -19,6 +19,7 @@ from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.kinds import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
+from fxpipe.notebook import Tabular, listed
 from fxpipe.torch_compat import pytree
 
 
@@ -74,6 +75,10 @@ class Stage:
         """What its inputs are called: batch inputs as the model calls them, values as their makers do."""
         return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
 
+    def __repr__(self) -> str:
+        outputs = [*dict.fromkeys(edge.value for edge in self.outputs)] + ["result"] * self.returns_result
+        return f"<Stage {self.index} `{self.name}`: ({listed(self.input_names)}) -> ({listed(outputs)})>"
+
     def _output_names(self) -> list[str]:
         return [edge.value for edge in self.outputs] + ["result"] * self.returns_result
 
@@ -90,7 +95,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class StageGraph:
+class StageGraph(Tabular):
     """The stages of a model in topological order, and the values that pass between them."""
 
     stages: tuple[Stage, ...]
@@ -186,6 +191,9 @@ class StageGraph:
         headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
         return f"{grid}\ncaptured by {self.origin}" if self.origin else grid
+
+    def __repr__(self) -> str:
+        return f"<StageGraph of {len(self)} stages: {listed(self.names)}>"
 
     def _bytes(self, edges: Sequence[Edge]) -> str:
         if not edges:

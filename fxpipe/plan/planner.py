@@ -61,6 +61,9 @@ class Plan:
     def __str__(self) -> str:
         return f"{self.graph}\n{self.schedule}"
 
+    def __repr__(self) -> str:
+        return f"<Plan of {self.graph!r} by {self.schedule!r}>"
+
     @cached_property
     def row_digests(self) -> tuple[int, ...]:
         """A number for each row: rows of one number run the same actions in one order."""

@@ -20,6 +20,7 @@ from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.kinds import Expected, check, is_flag, is_whole, shown
+from fxpipe.notebook import preformatted
 from fxpipe.parameters.checkpoint import full_state_dict, load_into, tensors_of
 from fxpipe.parameters.ownership import RankModule
 from fxpipe.plan.agreement import Call
@@ -370,6 +371,13 @@ class ForwardBackward:
             and name in state
             and state[name].dtype.itemsize > parameter.dtype.itemsize
         }
+
+    def __repr__(self) -> str:
+        return f"<ForwardBackward of {self.stages!r} by {self.schedule!r} over {self.topology!r}>"
+
+    def _repr_html_(self) -> str:
+        """Behind a cell of a notebook: its stages, the picture of the plan, and the table."""
+        return preformatted(str(self.stages)) + self.schedule._repr_html_()
 
     if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name
 

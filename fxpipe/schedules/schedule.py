@@ -217,6 +217,16 @@ class Schedule:
 
         return table(self)
 
+    def __repr__(self) -> str:
+        sizes = f"{len(self.placement)} stages on {len(self.rows)} ranks, {self.microbatches} micro-batches"
+        return f"<Schedule {self.name}: {sizes}>"
+
+    def _repr_html_(self) -> str:
+        """Behind a cell of a notebook: the picture of the plan, and the table."""
+        from fxpipe.formats.notebook import pictured
+
+        return pictured(self, self.planned)
+
 
 class Span(NamedTuple):
     """When an action runs."""
@@ -386,3 +396,15 @@ class Timeline:
             early, all_of_them = len(self.overlapped), len(self.reductions)
             told += f"\nreductions: {early} of {all_of_them} started before the last backward of their rank had ended"
         return told
+
+    def __repr__(self) -> str:
+        from fxpipe.formats.words import headline
+
+        what, figures = headline(self)
+        return f"<Timeline of {what}: {figures}>"
+
+    def _repr_html_(self) -> str:
+        """Behind a cell of a notebook: the picture, and the table."""
+        from fxpipe.formats.notebook import pictured
+
+        return pictured(self, lambda: self)

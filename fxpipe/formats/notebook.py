@@ -1,0 +1,26 @@
+"""Behind a cell of a notebook: the picture of a table, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxpipe.errors import ScheduleError
+from fxpipe.formats.svg_picture import svg
+from fxpipe.notebook import preformatted
+from fxpipe.schedules.schedule import Schedule, Timeline
+
+MOST_CELLS = 20_000
+"""Of a picture that every opening of the notebook loads again: some 2 MB. What is larger is for a file of its own."""
+
+
+def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> str:
+    """``shown`` as HTML: its timeline's picture, and its own table. A table that comes to a halt has no picture."""
+    table = preformatted(str(shown))
+    schedule = shown if isinstance(shown, Schedule) else shown.schedule
+    cells = sum(map(len, schedule.rows))
+    if cells > MOST_CELLS:
+        return table + preformatted(f"{cells:,} cells are too many for a notebook: to_html(path) draws them")
+    try:
+        return f'<div style="overflow-x: auto">{svg(timeline())}</div>{table}'
+    except ScheduleError as error:
+        return table + preformatted(str(error))

@@ -1,0 +1,57 @@
+"""How values show themselves in one line, and behind a cell of a notebook."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.notebook import listed, preformatted
+
+
+class TwoTower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (fxpipe.stage_boundary(self.image(x)) - fxpipe.stage_boundary(self.text(y))).square().mean()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> fxpipe.ForwardBackward:
+    forward_backward = fxpipe.compile(TwoTower(), fxpipe.Topology([("pipe", 3)]), microbatches=2)
+    forward_backward(torch.randn(4, 4), torch.randn(4, 4))
+    return forward_backward
+
+
+def test_what_prints_as_a_table_shows_the_same_table_behind_a_cell(compiled: fxpipe.ForwardBackward) -> None:
+    for value in (compiled.stages, compiled.topology, compiled.traffic()):
+        shown = value._repr_html_()
+        assert str(value) in unescape(shown)
+        assert shown.startswith("<pre")
+
+
+def test_forward_backward_shows_stages_picture_and_table(compiled: fxpipe.ForwardBackward) -> None:
+    shown = compiled._repr_html_()
+    places = [unescape(shown).index(part) for part in (str(compiled.stages), "<svg", str(compiled.schedule))]
+    assert places == sorted(places)
+
+
+def test_every_repr_is_one_short_line(compiled: fxpipe.ForwardBackward) -> None:
+    topology = fxpipe.Topology([("pipe", 3)])
+    plan = fxpipe.preview(TwoTower(), topology, microbatches=2)
+    for value in (compiled, compiled.stages, compiled.stages[0], compiled.schedule, compiled.traffic(), topology, plan):
+        assert re.fullmatch(r"[^\n]{1,250}", repr(value))
+    assert repr(compiled.stages) == f"<StageGraph of 3 stages: {', '.join(compiled.stages.names)}>"
+    assert repr(compiled.stages[0]) == "<Stage 0 `image`: (x) -> (image)>"
+
+
+def test_a_table_keeps_its_own_characters() -> None:
+    assert "a &lt;b&gt; &amp; c" in preformatted("a <b> & c")
+    assert listed(["a"]) == "a"
+    assert listed(list("abcdefg")) == "a, b, c, d, e, …, g"
