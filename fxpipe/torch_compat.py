@@ -220,6 +220,28 @@ def guard_on_data() -> type[Exception]:
     return GuardOnDataDependentSymNode
 
 
+def hint_of(size: Any) -> Any:
+    """What a symbolic number was when it was captured; None for one that only running shows. Others are as they are."""
+    node = getattr(size, "node", None)
+    if node is None:
+        return size
+    return node.hint if node.has_hint() else None
+
+
+def size_guard(values: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
+    """What a capture took for granted of the symbolic sizes of its inputs, ``values``, as a function of others.
+
+    It is given something with ``size()``, ``stride()`` and ``storage_offset()`` for each of them.
+    """
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    sizes: Iterator[Any] = (size for value in values for size in value.shape if isinstance(size, torch.SymInt))
+    names = [f"t{place}" for place in range(len(values))]
+    expression = next(sizes).node.shape_env.produce_guards_expression(list(values), ignore_static=False)
+    code = compile(expression or "True", "<what a capture takes for granted>", "eval")
+    return lambda given: bool(eval(code, SYMPY_INTERP, {"L": dict(zip(names, given, strict=True))}))
+
+
 def mode_passes() -> Iterator[tuple[Any, str]]:
     """Export's two passes that move what runs in another mode into a function of its own: (module, function)."""
     for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import PartitionError
@@ -15,6 +16,9 @@ from fxpipe.graph.program import Program, is_boundary_value, is_compute, made_by
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.passes.analysis.effects import is_number, is_random, writes_apart
+
+SIZE = torch.ops.aten.sym_size.int
+"""Asks a tensor for a dimension's size, which is symbolic in the capture."""
 
 _Use = tuple[int, int]
 """A value's use: (program position, stage)."""
@@ -122,9 +126,13 @@ class _Builder:
         self._handed_off: dict[tuple[str, int | None], fx.Node] = {}
         self._modes: Modes | None = None
         self._entered: fx.Node | None = None
+        self._asked: dict[fx.Node, tuple[fx.Node, int]] = {}
+        """Sizes of inputs → an arriving tensor that has them too, and in which dimension."""
         self._members = self._needed()
         self._own_names = {node.name for node in self._members if is_compute(node)}
         self._add_inputs()
+        for number, (value, dim) in self._asked.items():
+            self._built[number] = self.graph.call_function(SIZE, (self._built[value], dim))
         handoffs = self._handoffs()
         for node in whole.nodes:
             if node in self._members:
@@ -162,15 +170,29 @@ class _Builder:
     def _needed(self) -> set[fx.Node]:
         """This stage's own nodes, and the copied ones behind them."""
         needed: set[fx.Node] = set()
+        arriving = self._arriving_sizes()
         own = [n for n in self.whole.nodes if self.whole.stage_of(n) == self.stage]
         waiting = [*own, *(self._result_operands() if self.stage == self.whole.output_stage else [])]
         while waiting:
             node = made_by(waiting.pop())
+            if node.target is SIZE and node.meta.get("sizes") in arriving and self.whole.stage_of(node) is None:
+                self._asked[node] = arriving[node.meta["sizes"]]
+                continue
             mine = self.whole.stage_of(node) == self.stage or node.name in self.whole.program.copied
             if node not in needed and (mine or node.op == "get_attr"):
                 needed.add(node)
                 waiting.extend(node.all_input_nodes)
         return needed
+
+    def _arriving_sizes(self) -> dict[tuple[str, ...], tuple[fx.Node, int]]:
+        """Each symbolic size of what other stages send → where to ask for it, so that no input is needed for it."""
+        found: dict[tuple[str, ...], tuple[fx.Node, int]] = {}
+        for value, uses in self.whole.uses.items():
+            arrives = self.stage in {stage for _, stage in uses} - {self.whole.stage_of(value)}
+            for dim, size in enumerate(value.meta.get("sizes", ()) if arrives and not is_number(value) else ()):
+                if size:
+                    found.setdefault((size,), (value, dim))
+        return found
 
     def _result_operands(self) -> list[fx.Node]:
         return self.whole.program.graph.output_node().all_input_nodes
@@ -185,7 +207,8 @@ class _Builder:
         """Placeholders: batch inputs in call order, then what arrives, by stage and program order."""
         operands = self._operands()
         batch = [n for n in self.whole.nodes if n.op == "placeholder" and n in operands]
-        arriving = [n for n in self.whole.nodes if is_compute(n) and n in operands and n not in self._members]
+        elsewhere = operands - self._members - self._asked.keys()
+        arriving = [n for n in self.whole.nodes if is_compute(n) and n in elsewhere]
         for node in [*batch, *sorted(arriving, key=lambda n: self.whole.stage_of(n) or 0)]:
             source = self.whole.stage_of(node)
             self.inputs.append(str(node.target) if source is None else Edge(source, self.stage, node.name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 from fxpipe.graph.boundary import boundary
 from fxpipe.torch_compat import CHECKS, pytree
 
+SizeGuard = Callable[[Sequence[Any]], bool]
+"""Given something with ``size()``, ``stride()`` and ``storage_offset()`` for each tensor among the inputs, in order."""
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 """The names in ``operator`` behind ``x += y`` and its like: each writes its first argument, and returns it."""
 
@@ -54,6 +56,8 @@ class Program:
     """Modules that the graph calls and that are no submodules of the model, by the names under which it calls them."""
     effects: Mapping[str, Effects] = field(default_factory=dict)
     """What calls of opaque modules do, by node name."""
+    holds_for: SizeGuard | None = None
+    """For what sizes of its inputs' leaves it holds, where some are symbolic; None: for those of its capture alone."""
     copied: frozenset[str] = frozenset()
     """Nodes that every stage needing them computes for itself."""
     written: tuple[frozenset[str], ...] = ()

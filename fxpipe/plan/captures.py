@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxpipe import passes as default_passes
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.program import Program
+from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.chain import chain
@@ -23,10 +23,12 @@ from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
+from fxpipe.plan.sizes import holds, names_of, outline, varying
 from fxpipe.progress import progress, tell
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
 from fxpipe.trace.cuts_by_name import AUTO, resolve
+from fxpipe.trace.request import Place
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Captured:
     tracer: str = ""
     placement: tuple[int, ...] | None = None
     """The rank of each stage, where it was searched for."""
+    holds_for: SizeGuard | None = None
+    """For which sizes it holds, where it was captured with symbolic ones."""
 
     @property
     def of_one_shape(self) -> bool:
@@ -45,6 +49,22 @@ class Captured:
         return self.tracer in NEED_SHAPES
 
 
+@dataclass
+class _Family:
+    """Micro-batches that differ in sizes alone: those captured so far, and the captures with symbolic sizes."""
+
+    shapes: list[Description] = field(default_factory=list)
+    general: list[tuple[Pattern, SizeGuard]] = field(default_factory=list)
+
+    def holding(self, shape: Description | None) -> Pattern | None:
+        """The pattern of the latest capture that holds for this shape, too."""
+        if shape is None:
+            return None
+        return next((pattern for pattern, guard in reversed(self.general) if holds(guard, shape)), None)
+
+
+MANY = 10
+"""So many captures of what differs in sizes alone are worth a word."""
 LATER = "this kind of batch came after compile"
 
 
@@ -62,6 +82,7 @@ class Captures:
     wrong: dict[str, str] = field(default_factory=dict)
     """Tracers whose capture was found wrong, and what of it: they are not tried again."""
     kept: dict[Pattern, Captured] = field(default_factory=dict)
+    families: dict[Hashable, _Family] = field(default_factory=dict)
     first: Program | None = None
     reads: Reads = field(default_factory=Reads)
 
@@ -98,29 +119,43 @@ class Captures:
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         """
         shapes = pattern.shapes or (None,) * pattern.microbatches
-        found = [self._of_one(pattern, shape, sample) for shape in shapes]
+        for shape in shapes:
+            self._of_one(pattern, shape, sample)
+        found = [self._of_one(pattern, shape, sample) for shape in shapes]  # by the captures that hold for most
         if any(captured.tracer in self.wrong for captured in found):  # only a later shape has shown it
             self.kept.clear()
+            self.families.clear()
             self.first = None
             return self.of(pattern, sample)
         return found
 
     def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Captured:
         this = dataclasses.replace(pattern, microbatches=1, shapes=() if shape is None else (shape,))
-        known = self.kept.get(this) or self.kept.get(this.for_any_shape())
-        if known is not None:
-            return known
-        made = self._captured(pattern, shape, sample)
+        family = _Family() if shape is None else self.families.setdefault(_family(this, shape), _Family())
+        for pattern_kept in (this.for_any_shape(), family.holding(shape), this):
+            if pattern_kept in self.kept:
+                return self.kept[pattern_kept]
+        made = self._captured(pattern, shape, sample, _varying(shape, family))
         for name, leaf in untold(shape) if made.of_one_shape and shape is not None else ():
             raise TraceError(
                 f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would hold "
                 'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'
             )
         self.kept[this if made.of_one_shape else this.for_any_shape()] = made
+        if shape is not None and made.of_one_shape:
+            family.shapes.append(shape)
+            family.general += [] if made.holds_for is None else [(this, made.holds_for)]
+            self._tell_of(family)
         return made
 
-    def _captured(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Captured:
-        """The stages that the first tracer makes whose stages are right."""
+    def _tell_of(self, family: _Family) -> None:
+        if len(family.shapes) == MANY:
+            tell(f"{MANY} captures of batches that differ in sizes alone: of {names_of(family.shapes)}")
+
+    def _captured(
+        self, pattern: Pattern, shape: Description | None, sample: Sample | str, free: frozenset[Place]
+    ) -> Captured:
+        """The stages that the first tracer makes whose stages are right. ``free``: dimensions that may be symbolic."""
         accepted: list[Captured] = []
 
         def accept(program: Program) -> None:
@@ -141,6 +176,7 @@ class Captures:
             may_lack_cuts=self.first is not None,  # which has called them all
             training=pattern.training,
             autocast=pattern.autocast,
+            varying=free,
             device=self.device,
             compute=self.compute,
             accept=accept,
@@ -170,7 +206,7 @@ class Captures:
 
     def without_tracers(self, wrong: Mapping[str, str]) -> Captures:
         """Before the first one; these tracers, with what is wrong of them, are not tried."""
-        return dataclasses.replace(self, wrong=dict(wrong), kept={}, first=None)
+        return dataclasses.replace(self, wrong=dict(wrong), kept={}, families={}, first=None)
 
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""
@@ -199,7 +235,9 @@ class Captures:
             more = len(program.stage_names) > self.ranks > 1
             if self.finds_placement and more and first is None and shape is not None:
                 placement = self._placed(program, pattern, shape)
-        return program, Captured(default_passes.split(program), _told(self.model, program), program.tracer, placement)
+        return program, Captured(
+            default_passes.split(program), _told(self.model, program), program.tracer, placement, program.holds_for
+        )
 
     def _placed(self, program: Program, pattern: Pattern, shape: Description) -> tuple[int, ...] | None:
         """The best placement found; None where what the stages cost is not known, so that parameters count."""
@@ -239,6 +277,14 @@ def _called(program: Program) -> list[nn.Module]:
     """The submodules that the program calls as they are."""
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
     return [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
+
+
+def _family(pattern: Pattern, shape: Description) -> Hashable:
+    return dataclasses.replace(pattern, shapes=()), outline(shape)
+
+
+def _varying(shape: Description | None, family: _Family) -> frozenset[Place]:
+    return frozenset() if shape is None else varying(shape, family.shapes)
 
 
 def _example(pattern: Pattern, shape: Description) -> dict[str, Any]:

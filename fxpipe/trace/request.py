@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.modes import Autocast
 
+Place = tuple[str, int, int]
+"""A dimension of an input: its name, which of its leaves, and which dimension of that."""
 Cut = Literal["before", "after", "both"]
 
 
@@ -28,7 +30,8 @@ class Request:
     of a micro-batch; each input with a ``TensorLike`` for each tensor. ``cuts``: submodule path → where a boundary is
     put, as if the user had marked it. ``may_lack_cuts``: whether these inputs may leave submodules out that are cut,
     as a batch of text the image encoder. ``training``: of what the model returns, only the loss and the scalars beside
-    it are wanted. ``autocast``: what is on around the call.
+    it are wanted. ``autocast``: what is on around the call. ``varying``: the dimensions whose sizes have been seen to
+    change, which a tracer may keep symbolic.
     """
 
     module: nn.Module
@@ -41,6 +44,7 @@ class Request:
     may_lack_cuts: bool = False
     training: bool = True
     autocast: tuple[Autocast, ...] = ()
+    varying: frozenset[Place] = frozenset()
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
     """Where the model will run, for parameters that are on no device yet."""
     compute: torch.dtype | None = None

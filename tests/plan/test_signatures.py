@@ -117,13 +117,15 @@ def test_a_shape_is_captured_once(tracer: str, captured: list[tuple[int, ...]]) 
     forward_backward(batch(10, 3))  # 3, 3, 2 and 2 rows
     assert captured[1:] == [(3, 3, WIDTH)]
     forward_backward(batch(10, 5))
-    assert captured[2:] == [(3, 5, WIDTH), (2, 5, WIDTH)]
+    # what export captures with rows and lengths symbolic holds for all others
+    assert captured[2:] == [(3, 5, WIDTH), (2, 5, WIDTH)][: 1 if tracer == "export" else 2]
+    trained = len(captured)
     for rows, length in ((8, 3), (10, 5), (12, 3), (8, 5)):
         forward_backward(batch(rows, length))
-    assert len(captured) == 4
+    assert len(captured) == trained
     forward_backward.evaluate(batch(8, 3))
     forward_backward.evaluate(batch(8, 3))
-    assert captured[4:] == [(2, 3, WIDTH)]
+    assert captured[trained:] == [(2, 3, WIDTH)]
 
 
 @pytest.mark.parametrize("tracer", TRACERS)

@@ -9,6 +9,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
 from fxpipe.graph.modes import Autocast, Modes
-from fxpipe.graph.program import IN_PLACE_NAMES, Program
+from fxpipe.graph.program import IN_PLACE_NAMES, Program, SizeGuard
 from fxpipe.torch_compat import (
     ASSERTIONS,
     DUAL_NUMBERS,
@@ -27,12 +28,15 @@ from fxpipe.torch_compat import (
     OpOverload,
     enter_autocast,
     exit_autocast,
+    hint_of,
     mode_passes,
     pytree,
     schema_of,
     set_grad_enabled,
+    size_guard,
 )
 from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
+from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
 from fxpipe.trace.patching import UNREGISTERED, patched
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import is_users
@@ -158,7 +162,13 @@ class _Conversion:
             constants=self._constants,
             tracer="export",
             result=self._traced.spec,
+            holds_for=self._holds_for(),
         )
+
+    def _holds_for(self) -> SizeGuard | None:
+        """For what sizes the graph holds; None where none is symbolic."""
+        inputs = [node.meta["val"] for node in self._sources_of if self._sources_of[node][0] == "input"]
+        return size_guard(inputs) if any(map(is_symbolic, inputs)) else None
 
     def _convert(self, node: fx.Node) -> None:
         if isinstance(node.target, HigherOrderOperator):
@@ -180,6 +190,7 @@ class _Conversion:
             name=node.name,
         )
         made.meta["val"] = _static(node)
+        made.meta["sizes"] = sizes_of(node.meta.get("val"))
         made.meta["nn_module_stack"] = self._stack(node)
         if (line := users_line(node.stack_trace or "")) is not None:
             made.stack_trace = line
@@ -303,18 +314,23 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _static(node: fx.Node) -> Any:
-    """The node's fake value; for a Python number that is not known before it runs, one that stands for it."""
+    """The node's fake value, as captured; for a Python number that only running shows, one that stands for it."""
     value = node.meta.get("val")
     for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor) and any(isinstance(size, torch.SymInt) for size in leaf.shape):
+        if isinstance(leaf, Tensor) and any(hint_of(size) is None for size in leaf.shape):
             raise TraceError(
                 f"forward makes a tensor whose shape depends on the values of another one ({node.name}), and what "
                 "passes between stages has a fixed shape; use torch.where or a mask, or tracer='record' where it is "
                 f"inside a submodule{_line_of(node)}"
             )
     for symbolic, stand_in in ((torch.SymInt, 1), (torch.SymFloat, 1.0), (torch.SymBool, True)):
-        value = pytree.tree_map_only(symbolic, lambda _, stand_in=stand_in: stand_in, value)
-    return value
+        value = pytree.tree_map_only(symbolic, partial(_hint_or, stand_in), value)
+    return pytree.tree_map_only(FakeTensor, as_captured, value)
+
+
+def _hint_or(stand_in: Any, number: Any) -> Any:
+    hint = hint_of(number)
+    return stand_in if hint is None else hint
 
 
 def _line_of(*nodes: fx.Node) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import recording
@@ -36,7 +37,19 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @plain_modes()
 def export(request: Request) -> Program:
-    """Captures by running forward on fake tensors; TraceError for what a graph cannot hold, with the user's line."""
+    """Captures by running forward on fake tensors; TraceError for what a graph cannot hold, with the user's line.
+
+    With dimensions that vary kept symbolic, where the model allows it.
+    """
+    try:
+        return _export(request)
+    except TraceError:
+        if not request.varying:
+            raise
+    return _export(replace(request, varying=frozenset()))
+
+
+def _export(request: Request) -> Program:
     assert request.example is not None
     _refuse_objects(request.example)
     guard = TracingGuard(request.module, request.loss_module)
@@ -64,7 +77,8 @@ def _exported(call: _ExportedCall) -> torch.export.ExportedProgram:
     printed = io.StringIO()  # where it fails, torch.export prints all that it has of the graph
     try:
         with within(call.request.autocast), modes_as_operations(), contextlib.redirect_stderr(printed):
-            exported = torch.export.export(_Root(call), (call.tensors,), strict=False)
+            sizes = call.dynamic_shapes if call.request.varying else None
+            exported = torch.export.export(_Root(call), (call.tensors,), dynamic_shapes=sizes, strict=False)
     except TraceError:
         raise
     except Exception as error:
@@ -108,6 +122,19 @@ class _ExportedCall:
     @property
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in pytree.tree_leaves(dict(self.values)) if isinstance(leaf, Tensor)]
+
+    @property
+    def dynamic_shapes(self) -> tuple[list[dict[int, Any]]]:
+        """Which dimensions of ``tensors`` torch.export is to keep symbolic, where the model allows it."""
+        varying = self.request.varying
+        return (
+            [
+                {dim: Dim.AUTO for dim in range(leaf.dim()) if (name, place, dim) in varying}
+                for name, value in self.values.items()
+                for place, leaf in enumerate(pytree.tree_leaves(value))
+                if isinstance(leaf, Tensor)
+            ],
+        )
 
     def flat(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Any]:
         """What the model computes of these tensors; keeps what else is in its result."""
