@@ -1,4 +1,4 @@
-"""Costs: what a micro-batch costs at each stage, and a message between two ranks."""
+"""Costs: what an action costs at each stage, and a message between two ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Per stage and micro-batch, in any one unit of time. Make it with ``Costs.of``.
+    """Per stage and action, in any one unit of time: of a gathered stage, what its whole group takes at once. Bytes are
+    per micro-batch everywhere. Make it with ``Costs.of``.
 
     >>> costs = Costs.of(2, forward=[1, 3], backward=[2, 6], comm=0.25)
     >>> costs.weight, costs.input
@@ -52,7 +53,7 @@ class Costs:
 
         Args:
             stages: how many.
-            forward: what an action F takes.
+            forward: what an action F takes, and an R.
             backward: what an action B takes, and I and W together.
             weight: the part of ``backward`` that W does; None: half of it.
             comm: the latency of a hop between two ranks.
@@ -88,7 +89,7 @@ class Costs:
         return self._of[action.op][action.stage]
 
     def per_microbatch(self, stage: int, has_backward: bool) -> float:
-        """What a stage needs for a micro-batch in all."""
+        """What a stage needs for a micro-batch in all, a gathered one for a group."""
         if not 0 <= stage < len(self.forward):
             raise ScheduleError(f"there is no stage {stage}; they are 0 to {len(self.forward) - 1}")
         return self.forward[stage] + (self.backward[stage] if has_backward else 0)
@@ -100,7 +101,7 @@ class Costs:
 
     @cached_property
     def _of(self) -> Mapping[Op, tuple[float, ...]]:
-        return {Op.F: self.forward, Op.B: self.backward, Op.I: self.input, Op.W: self.weight}
+        return {Op.F: self.forward, Op.R: self.forward, Op.B: self.backward, Op.I: self.input, Op.W: self.weight}
 
 
 def _per_stage(name: str, cost: Any, stages: int) -> tuple[float, ...]:

@@ -1,4 +1,8 @@
-"""In flight: how many micro-batches the stages of a table hold, from a forward to the end of its backward."""
+"""In flight: how many micro-batches the stages of a table hold, from a forward to the end of its backward.
+
+A stage that is recomputed holds a micro-batch from its R on; from its F to its R it keeps the inputs alone. A group
+counts as all of its micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,15 @@ from fxpipe.schedules.schedule import Schedule
 
 
 def held(schedule: Schedule, action: Action) -> int:
-    """+1 where a stage begins to hold a micro-batch with this action, −1 where it lets go of it, else 0."""
+    """How many micro-batches more a stage holds with this action, a negative number where it lets go of them."""
     if action.op is Op.F:
-        return int(schedule.backward[action.stage])
-    return 0 if action.op is Op.I else -1
+        recomputed = (action.stage, action.microbatch) in schedule.dependencies.recomputed
+        return action.count if schedule.backward[action.stage] and not recomputed else 0
+    return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches whose forward has run and whose backward has not ended."""
+    """Per stage, the most micro-batches that it holds."""
     in_flight = [0] * len(schedule.placement)
     peaks = list(in_flight)
     for row in schedule.rows:

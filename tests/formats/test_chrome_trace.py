@@ -17,7 +17,7 @@ from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Reduction, Span, Timeline
-from tests.graphs import WORKED, chain, random_bare
+from tests.graphs import JOINED, WORKED, chain, joined, random_bare
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
 Event = dict[str, Any]
@@ -293,3 +293,11 @@ def test_slices_of_reductions_do_not_overlap_on_any_thread() -> None:
             mine = [one for one in reductions if one.rank == rank]
             most = max((sum(o.start <= one.start < o.end for o in mine) for one in mine), default=0)
             assert len({event["tid"] for event in found if event["args"]["rank"] == rank}) == most
+
+
+def test_a_group_is_one_slice_with_an_arrow_from_each_of_its_micro_batches() -> None:
+    timeline = joined(JOINED).simulate()
+    assert slices(timeline)["4F0-3"]["args"]["microbatch"] == "0-3"
+    assert Counter(target for _, target in arrows(timeline))["4F0-3"] == 8
+    counts = [event["args"]["microbatches"] for event in events(timeline, "C") if "stage 4" in event["name"]]
+    assert counts == [0, 4, 0]

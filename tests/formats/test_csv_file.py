@@ -13,7 +13,7 @@ from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Row, Schedule
 from fxpipe.schedules.table import table
-from tests.graphs import WORKED, Bare, bare, branches, chain, random_bare
+from tests.graphs import JOINED, RECOMPUTED, WORKED, Bare, bare, branches, chain, joined, random_bare
 
 GRAPHS: dict[str, Bare] = {
     "one stage": bare((), 1),
@@ -257,7 +257,7 @@ GOOD = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 @pytest.mark.parametrize(
     ("cell", "remedy"),
     [
-        ("hello", "write <stage><F, B, I or W><micro-batch>, as in 0F3"),
+        ("hello", "write <stage><F, R, B, I or W><micro-batch>, as in 0F3"),
         ("1f0", "write 1F0"),
         ("1recv_f0", "write 1RECV_F0"),
         ("1F", "its micro-batch is missing, as in 1F0"),
@@ -404,3 +404,26 @@ def test_a_malformed_file_is_refused_with_line_and_cell(text: str, fact: str, tm
         read(text, tmp_path)
     assert fact in str(error.value)
     assert "mine.csv" in str(error.value)
+
+
+@pytest.mark.parametrize("rows", [JOINED, RECOMPUTED])
+@pytest.mark.parametrize("communication", [False, True], ids=["compute", "communication"])
+def test_groups_and_forwards_run_again_are_read_back(rows: str, communication: bool, tmp_path: Path) -> None:
+    schedule = joined(rows)
+    again = read(written(schedule, tmp_path, communication), tmp_path, WORKED)
+    assert (again.rows, again.microbatches, again.groups) == (schedule.rows, 4, schedule.groups)
+    again.verify()
+
+
+def test_a_message_that_a_group_needs_stands_in_front_of_it(tmp_path: Path) -> None:
+    text = written(joined(JOINED), tmp_path, communication=True)
+    late = text.replace("4RECV_F3,4F0-3", "4F0-3,4RECV_F3")
+    assert late != text
+    with pytest.raises(ScheduleError, match="'4RECV_F3' stands behind 4F3, which needs it"):
+        read(late, tmp_path, WORKED)
+
+
+@pytest.mark.parametrize("cell", ["0F0-", "0F-1", "0F1-0", "0SEND_F0-1", "0UNSHARD0-1"])
+def test_what_is_no_group_is_refused(cell: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=f"'{cell}' is no cell"):
+        read(f"0F0,0B0,{cell}", tmp_path)

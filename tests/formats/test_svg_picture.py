@@ -17,7 +17,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Reduction, Schedule, Timeline
 from tests.formats.test_html_page import actions_of
-from tests.graphs import WORKED, bare, chain, random_timelines
+from tests.graphs import RECOMPUTED, WORKED, bare, chain, joined, random_timelines
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -351,3 +351,9 @@ def test_a_picture_without_reductions_shows_no_trace_of_them() -> None:
 def test_an_empty_timeline_with_a_reduction_can_be_drawn() -> None:
     nothing = build("1f1b", chain(2), 2).simulate(forward=0, backward=0)
     assert len(bars(svg(dataclasses.replace(nothing, spans={}, reductions=REDUCTIONS)))) == 3
+
+
+def test_a_group_is_one_cell_with_its_first_and_last_micro_batch() -> None:
+    drawn = read(svg(joined(RECOMPUTED).simulate()))
+    assert Action(4, Op.F, 0, 2) in drawn.cells
+    assert {"0-1", "2-3", "R: forward again"} <= set(drawn.texts)

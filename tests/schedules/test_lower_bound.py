@@ -86,7 +86,7 @@ def most_held(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
     for row in schedule.rows:
         held: dict[Action, float] = {}
         peak = 0.0
-        for stage, op, j in row:
+        for stage, op, j, _ in row:
             if op is Op.F and schedule.backward[stage]:
                 held[Action(stage, Op.F, j)] = sizes[stage]
             elif op in (Op.B, Op.W):

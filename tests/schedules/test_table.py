@@ -14,7 +14,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
-from tests.graphs import WORKED, Bare, bare, chain, random_bare
+from tests.graphs import JOINED, WORKED, Bare, bare, chain, joined, random_bare
 from tests.thinned import every
 from tests.work import steps
 
@@ -531,3 +531,9 @@ def test_a_table_of_thousands_of_stages_is_printed_in_a_few_lines() -> None:
     assert len(told.splitlines()) < 50
     assert len(told) < 10_000
     assert "5000 stages on 5000 ranks" in told
+
+
+def test_a_group_is_one_cell() -> None:
+    first, _, *rows = table(joined(JOINED), full=True).splitlines()[:7]
+    assert rows[4].split() == ["4", "4", "4F0-3", "4B0-3"]
+    assert rows[4].index("4F0-3") == first.index(" 5 ") + 1

@@ -59,7 +59,7 @@ def play(rank: int, instructions: Sequence[Sequence[Instruction]], edges: Sequen
             elif isinstance(step, Reduce):
                 transport.all_reduce(step.ranks, torch.zeros(1))
             elif isinstance(step, Compute) and step.action.op is not Op.W:
-                stage, op, microbatch = step.action
+                stage, op, microbatch, _ = step.action
                 for message in awaited.get((stage, microbatch, op is Op.F), ()):
                     exchange.take(message)
                     taken += 1
