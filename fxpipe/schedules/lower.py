@@ -3,6 +3,10 @@
 A message is one value of one micro-batch on its way from a stage to another on a different rank: an activation after
 a forward, or a gradient, the other way, after a backward. Messages from one rank to another travel in the order in
 which the sender makes them; both ends know it, for it follows from the rows.
+
+What the stage that makes a value makes of it at once is one message, its gradient too: a gathered stage is sent one
+for each micro-batch of its group, and sends as many gradients back. From one gathered stage to another there is one
+for each group, numbered by its first micro-batch.
 """
 
 from __future__ import annotations
@@ -11,14 +15,18 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.dependency import EdgeLike
+from fxpipe.schedules.dependency import EdgeLike, Groups, group_of, groups_of
 
 
 class Message(NamedTuple):
-    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch; its gradient where ``op`` is B."""
+    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch; its gradient where ``op`` is B.
+
+    A value that a gathered stage makes is of its whole group, and ``microbatch`` is the first of it.
+    """
 
     edge: int
     op: Op
@@ -29,6 +37,10 @@ class Message(NamedTuple):
     def __str__(self) -> str:
         kind = "value" if self.op is Op.F else "gradient"
         return f"{kind} {self.edge} of micro-batch {self.microbatch} from rank {self.sender} to rank {self.receiver}"
+
+
+Use = tuple[int, int, bool]
+"""What needs a message: a stage, a micro-batch, or a group by its first one, and whether it is in forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +101,10 @@ def lower(
     share a parameter. A receive is posted one action ahead of the action that needs it, or earlier: never later than
     a receive behind it in the sender's order, since messages between two ranks arrive in that order.
     """
-    sent = _sends(rows, edges, placement, backward)
+    sizes = groups_of(rows)
+    sent = _sends(rows, edges, placement, backward, sizes)
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
-    used_at = _uses(sent_at, rows, edges)
+    used_at = _uses(sent_at, rows, edges, sizes)
     arriving: list[list[Message]] = [[] for _ in rows]
     leaving: list[list[Message]] = [[] for _ in rows]
     for message in sent_at:
@@ -100,7 +113,7 @@ def lower(
     groups = sorted({tuple(sorted({placement[stage] for stage in stages})) for stages in tied})
     lowered = []
     for rank, row in enumerate(rows):
-        posts = _posts(arriving[rank], used_at, len(row))
+        posts = _posts(arriving[rank], used_at, edges, sizes, len(row))
         releases = _releases(leaving[rank], arriving[rank], sent_at, used_at)
         instructions: list[Instruction] = []
         for place, action in enumerate(row):
@@ -115,7 +128,7 @@ def lower(
 
 
 def _sends(
-    rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool]
+    rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool], groups: Groups
 ) -> list[list[Sequence[Message]]]:
     """Rank and place → the messages that the action there makes, in order."""
     makes: dict[tuple[int, Op], list[tuple[int, Op, int, int]]] = {}  # (stage, op) → its messages, less micro-batch
@@ -127,43 +140,72 @@ def _sends(
         if backward[edge.source]:
             for op in (Op.B, Op.I):
                 makes.setdefault((edge.target, op), []).append((index, Op.B, there, here))
-    return [[_made(makes.get((action.stage, action.op), ()), action.microbatch) for action in row] for row in rows]
+    sizes = [groups.get(edge.source, 1) for edge in edges]
+    return [[_made(makes.get((action.stage, action.op), ()), action, sizes) for action in row] for row in rows]
 
 
-def _made(messages: Sequence[tuple[int, Op, int, int]], microbatch: int) -> Sequence[Message]:
-    return [Message(index, op, microbatch, *ends) for index, op, *ends in messages] if messages else ()
+def _made(messages: Sequence[tuple[int, Op, int, int]], action: Action, sizes: Sequence[int]) -> Sequence[Message]:
+    """``sizes``: of how many micro-batches a message is, per edge."""
+    if action.count == 1:
+        return [Message(index, op, action.microbatch, *ends) for index, op, *ends in messages] if messages else ()
+    return [
+        Message(index, op, microbatch, *ends)
+        for index, op, *ends in messages
+        for microbatch in action.microbatches[:: sizes[index]]
+    ]
 
 
-def user_of(message: Message, edges: Sequence[EdgeLike]) -> tuple[int, int, bool]:
-    """(stage, micro-batch, whether it is a forward) of the action that needs a message."""
+def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = MappingProxyType({})) -> Use:
+    """The use of the action that needs a message. ``groups``: those of the table."""
     edge = edges[message.edge]
-    forward = message.op is Op.F
-    return (edge.target if forward else edge.source), message.microbatch, forward
+    if message.op is Op.F:
+        return edge.target, group_of(groups, edge.target, message.microbatch), True
+    return edge.source, message.microbatch, False
 
 
-def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike]) -> dict[Message, int]:
+def use_of(action: Action) -> Use | None:
+    """What an action uses messages as. An R has its inputs, a W what the I left."""
+    if action.op is Op.R or action.op is Op.W:
+        return None
+    return action.stage, action.microbatch, action.op is Op.F
+
+
+def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike], groups: Groups) -> dict[Message, int]:
     """Message → the place in its receiver's row of the first action that needs it; the row's end where none does."""
-    places: list[dict[tuple[int, int, bool], int]] = [{} for _ in rows]
+    places: list[dict[Use | None, int]] = [{} for _ in rows]
     for rank, row in enumerate(rows):
         for place, action in enumerate(row):
-            places[rank].setdefault((action.stage, action.microbatch, action.op is Op.F), place)
+            places[rank].setdefault(use_of(action), place)
     return {
-        message: places[message.receiver].get(user_of(message, edges), len(rows[message.receiver]))
+        message: places[message.receiver].get(user_of(message, edges, groups), len(rows[message.receiver]))
         for message in messages
     }
 
 
-def _posts(arriving: Sequence[Message], used_at: Mapping[Message, int], end: int) -> dict[int, list[Message]]:
-    """Place in the row → receives to post before it: an action ahead, and in each sender's own order."""
+def _posts(
+    arriving: Sequence[Message], used_at: Mapping[Message, int], edges: Sequence[EdgeLike], groups: Groups, end: int
+) -> dict[int, list[Message]]:
+    """Place in the row → receives to post before it: an action ahead, and in each sender's own order.
+
+    Those of a group are made one after another: the last is posted an action ahead, the one before it two.
+    """
     posts: dict[int, list[Message]] = {}
     for messages in _by(arriving, "sender").values():
         latest, placed = end, []
         for message in reversed(messages):
-            latest = min(latest, max(used_at[message] - 1, 0))
+            ahead = 1 + _behind(message, edges, groups) if groups else 1
+            latest = min(latest, max(used_at[message] - ahead, 0))
             placed.append((latest, message))
         for place, message in reversed(placed):
             posts.setdefault(place, []).append(message)
     return posts
+
+
+def _behind(message: Message, edges: Sequence[EdgeLike], groups: Groups) -> int:
+    """How many micro-batches come behind it in the group that it is used in."""
+    edge = edges[message.edge]
+    used, made = groups.get(edge.target, 1), groups.get(edge.source, 1)
+    return used - made - message.microbatch % used if message.op is Op.F else 0
 
 
 def _releases(
