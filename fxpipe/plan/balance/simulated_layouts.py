@@ -205,7 +205,7 @@ class Judge:
         excess = family.excess(schedule)
         if excess is not None:
             raise ScheduleError(f"{family.name} {excess}")
-        held = peak_bytes(schedule, staged.costs.activation_bytes or ())
+        held = peak_bytes(schedule, staged.costs)
         peaks = tuple(static + most for static, most in zip(staged.static_bytes, held, strict=True))
         self.least_bytes = min(self.least_bytes, max(peaks))
         seconds = staged.whole(schedule.simulate(staged.costs).makespan)
