@@ -55,6 +55,16 @@ def _costs(args: argparse.Namespace, stages: int) -> Costs:
     return costs if args.gather_cost is None else costs.at_stages(args.gather, *args.gather_cost)
 
 
+def _recomputed(args: argparse.Namespace, stages: int) -> list[bool] | None:
+    """A flag for each stage."""
+    if args.recompute is None:
+        return None
+    for stage in args.recompute:
+        if not 0 <= stage < stages:
+            args.parser.error(f"--recompute names stage {stage}; they are 0 to {stages - 1}")
+    return [stage in args.recompute for stage in range(stages)]
+
+
 def _planned(args: argparse.Namespace, family: str, graph: _Graph) -> Timeline:
     """A family's table for the options' stages, and when its actions run."""
     costs = _costs(args, graph.stages)
@@ -68,6 +78,7 @@ def _planned(args: argparse.Namespace, family: str, graph: _Graph) -> Timeline:
         in_flight=args.in_flight,
         memory=args.memory,
         gather=args.gather,
+        recompute=_recomputed(args, graph.stages),
     )
     return schedule.simulate(costs)
 
@@ -100,6 +111,7 @@ def _read(args: argparse.Namespace) -> Timeline:
         "--in-flight": args.in_flight,
         "--memory": args.memory,
         "--gather": args.gather,
+        "--recompute": args.recompute,
         "--gather-cost": args.gather_cost,
     }
     for option, value in shaping.items():

@@ -203,6 +203,9 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
     graph.add_argument(
         "--gather", type=_gather, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them"
     )
+    graph.add_argument(
+        "--recompute", type=_INT_LIST, metavar="S,…", help="stages that run their forward again for their backward"
+    )
     graph.add_argument("--in-flight", type=_INT_EACH, metavar="N[,…]", help="the most micro-batches a stage may hold")
     graph.add_argument("--memory", type=_COST, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
 

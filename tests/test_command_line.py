@@ -534,9 +534,17 @@ def test_memory_decides_for_recomputation(run: Run) -> None:
     assert "1f1b (cached)" in printed(run("show", "1f1b", *EDGES, "-m", "8", "--gather", "4", *limits))
 
 
+def test_stages_that_are_run_again_are_shown(run: Run) -> None:
+    """(p − 1)(F + B) + m(2F + B)"""
+    text = printed(run("show", "1f1b", "--stages", "2", "-m", "3", "--recompute", "0,1", "--full"))
+    assert {"0R0", "0R1", "0R2", "1R0", "1R1", "1R2"} <= set(text.split())
+    assert "makespan 15 F" in text
+
+
 @pytest.mark.parametrize(
     ("options", "code", "fact"),
     [
+        (("--recompute", "5"), 2, "--recompute names stage 5; they are 0 to 4"),
         (("--gather", "4:3"), 1, "stage 4 is gathered in groups of 3, which do not divide 8 micro-batches"),
         (("--gather", "four"), 2, "'four' is no whole number"),
         (("--gather-cost", "1,2"), 2, "--gather-cost is F and B of a group at the stages of --gather"),

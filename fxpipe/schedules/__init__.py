@@ -12,7 +12,7 @@ from types import MappingProxyType
 from fxpipe.errors import ScheduleError, nearest
 from fxpipe.kinds import check, shown
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.gathered import Chosen, cached, group_interleaved, store_all
+from fxpipe.schedules.families.gathered import cached, group_interleaved, store_all
 from fxpipe.schedules.families.gathering import groups_behind
 from fxpipe.schedules.families.gpipe import gpipe
 from fxpipe.schedules.families.greedy import greedy
@@ -20,6 +20,8 @@ from fxpipe.schedules.families.interleaved import interleaved_1f1b
 from fxpipe.schedules.families.limited import Family, Limited, ScheduleName
 from fxpipe.schedules.families.one_f_one_b import one_f_one_b
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.families.recompute import solved
+from fxpipe.schedules.families.shortest import Chosen
 from fxpipe.schedules.families.zb_h1 import zb_h1
 from fxpipe.schedules.given import KINDS, check_given, check_size, nested
 from fxpipe.schedules.no_gc import paused
@@ -55,6 +57,7 @@ def build(
     memory: float | Sequence[float] | None = None,
     gather: Mapping[int, int | None] | None = None,
     gather_cost: tuple[float, float] | None = None,
+    recompute: Sequence[bool] | None = None,
 ) -> Schedule:
     """The verified schedule of that family for a bare stage graph.
 
@@ -74,6 +77,8 @@ def build(
             it. Of "store_all", "group_interleaved" and "cached" the other families then take the one that is fastest
             in simulation and keeps within the limits; the schedule's name says which.
         gather_cost: F and B of a whole group at the stages of ``gather``; None: as ``costs`` has them, once.
+        recompute: whether each stage runs its forward again, as R, for its backward; None: none does. From F to R it
+            keeps its inputs, the costs' ``input_bytes``.
 
     Raises:
         ScheduleError: they do not fit each other.
@@ -88,7 +93,7 @@ def build(
     edges, tied = nested(edges), nested(tied)
     check(ScheduleError, KINDS, edges=edges, microbatches=microbatches, tied=tied)
     check_given(placement=placement, stages=stages, backward=backward, names=names)
-    check_given(gather=gather, gather_cost=gather_cost)
+    check_given(gather=gather, gather_cost=gather_cost, recompute=recompute)
     edges = tuple((int(source), int(target)) for source, target in edges)
     count = _count(edges, placement, stages)
     check_size(count, microbatches)
@@ -98,6 +103,7 @@ def build(
         placement=tuple(range(count)) if placement is None else tuple(map(int, placement)),
         backward=(True,) * count if backward is None else tuple(backward),
         costs=Costs.of(count),
+        recompute=None if recompute is None else tuple(recompute),
     )
     given.check()
     if gather is not None:
@@ -147,7 +153,7 @@ def _check_groups(schedule: Schedule, problem: Problem) -> None:
 def _rows(limited: Limited, problem: Problem) -> tuple[Row, ...]:
     """A row for each rank, or a ScheduleError: a family may be the user's own."""
     try:
-        found = limited.family(problem)
+        found = solved(limited.family, problem)
         rows = found if isinstance(found, Chosen) else tuple(map(tuple, found))
     except ScheduleError:
         raise

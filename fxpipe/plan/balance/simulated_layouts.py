@@ -11,6 +11,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.recompute import solved
 from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.lower_bound import lower_bound
 from fxpipe.schedules.schedule import Schedule
@@ -190,7 +191,7 @@ class Judge:
         staged = self.staged(layout)
         family = dataclasses.replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
-        rows = tuple(map(tuple, family.family(problem)))
+        rows = tuple(map(tuple, solved(family.family, problem)))
         self.actions += sum(map(len, rows))
         schedule = Schedule(
             rows,

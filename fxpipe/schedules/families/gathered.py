@@ -28,17 +28,11 @@ from fxpipe.schedules.families.list_scheduling import (
 )
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.recompute import with_recompute
-from fxpipe.schedules.families.shortest import Maker, shortest, shortest_within_limits
+from fxpipe.schedules.families.shortest import Chosen, Maker, shortest, shortest_within_limits
 from fxpipe.schedules.schedule import Row
 
 MANY = 10_000
 """Of a table of more actions the best number of micro-batches in flight is found out with fewer groups."""
-
-
-class Chosen(tuple[Row, ...]):
-    """Rows that were chosen among those of several families, and the name of the one."""
-
-    name: str
 
 
 def store_all(problem: Problem) -> tuple[Row, ...]:
@@ -79,9 +73,8 @@ def fastest(problem: Problem) -> Chosen:
     makers = sorted(GATHERED.values(), key=lambda maker: several and maker is not group_interleaved)
     choice = shortest_within_limits(problem, makers)
     maker = choice.maker if choice else cached
-    rows = Chosen(choice.rows if choice else cached(problem))
-    rows.name = next(name for name, family in GATHERED.items() if family is maker)
-    return rows
+    name = next(name for name, family in GATHERED.items() if family is maker)
+    return Chosen.of(choice.rows if choice else cached(problem), name)
 
 
 def interleaved_groups(problem: Problem, split: bool = False) -> tuple[Row, ...]:
@@ -128,7 +121,7 @@ def _behind(problem: Problem) -> list[int]:
 
 
 def _cached(problem: Problem, feeding: list[int], maker: Maker) -> tuple[Row, ...]:
-    trained = [stage for stage in feeding if problem.backward[stage]]
+    trained = [stage for stage in feeding if problem.backward[stage] and stage not in problem.recomputed]
     costs = problem.costs.with_recompute(trained)
     free = dataclasses.replace(problem, costs=costs, in_flight=None, memory=None)
     return with_recompute(maker(free), trained)

@@ -31,6 +31,8 @@ class Problem:
     """The most bytes that each rank may hold of them."""
     groups: tuple[int, ...] | None = None
     """Of how many micro-batches an action of each stage is, where some are gathered: 1 of the others. None: none is."""
+    recompute: tuple[bool, ...] | None = None
+    """Whether each stage runs its forward again for its backward. ``costs`` reckon with it: a family need not look."""
 
     def check(self) -> None:
         """ScheduleError with the values where this makes no sense."""
@@ -52,6 +54,8 @@ class Problem:
                     raise ScheduleError(
                         f"in_flight={cap} of stage {stage}; at least 1 micro-batch must be in flight, in whole numbers"
                     )
+        if self.recompute is not None:
+            _check_length("recompute", self.recompute, count, "stages")
         if self.groups is not None:
             _check_length("groups", self.groups, count, "stages")
             self._check_groups(self.groups)
@@ -93,6 +97,12 @@ class Problem:
     def is_grouped(self) -> bool:
         """Whether some stage runs for several micro-batches at once."""
         return bool(self.dependencies.groups)
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The stages that are run again; one without a backward never is."""
+        flags = zip(self.recompute or (), self.backward, strict=False)
+        return frozenset(stage for stage, (again, trained) in enumerate(flags) if again and trained)
 
     def group(self, stage: int) -> int:
         """Of how many micro-batches an action of a stage is."""

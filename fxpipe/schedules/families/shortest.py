@@ -21,6 +21,19 @@ class Choice(NamedTuple):
     rows: tuple[Row, ...]
 
 
+class Chosen(tuple[Row, ...]):
+    """Rows that were chosen among those of several families, and the name of the one."""
+
+    name: str
+
+    @staticmethod
+    def of(rows: tuple[Row, ...], name: str) -> Chosen:
+        """These rows under that name."""
+        chosen = Chosen(rows)
+        chosen.name = name
+        return chosen
+
+
 def shortest(problem: Problem, makers: Iterable[Maker], costs: Costs) -> Choice:
     """The table of the least makespan at these costs, the first of equal ones; looks no further at the lower bound."""
     best = _shortest(problem, makers, costs, limited=False)
