@@ -54,10 +54,15 @@ class LayoutOutcome:
 
 
 class Staged:
-    """A layout with what each of its stages takes."""
+    """A layout with what each of its stages takes. ``again``: whether each block is in a stage that is recomputed, if
+    all of that stage's are; None: none is."""
 
-    def __init__(self, work: BlockGraph, layout: StageLayout, microbatches: int) -> None:
+    def __init__(
+        self, work: BlockGraph, layout: StageLayout, microbatches: int, again: Sequence[bool] | None = None
+    ) -> None:
         self.work, self.layout, self.microbatches = work, layout, microbatches
+        kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again[block]}
+        self.recomputed = tuple(stage not in kept for stage in range(layout.stages))
         count = layout.stages
         self.forward, self.backward_seconds, self.weight = [0.0] * count, [0.0] * count, [0.0] * count
         self.saved: list[set[int]] = [set() for _ in range(count)]
@@ -106,7 +111,16 @@ class Staged:
             [min(pair) for pair in zip(self.weight, self.backward_seconds, strict=True)],
             max(hops, default=0.0),
             [float(self.work.saved_bytes(keys)) for keys in self.saved],
+            self.input_bytes,
         )
+
+    @cached_property
+    def input_bytes(self) -> list[float]:
+        """What arrives at each stage of a micro-batch; the batch's own inputs are held anyway."""
+        sizes = [0.0] * self.layout.stages
+        for (_, target), size in self.messages.items():
+            sizes[target] += size
+        return sizes
 
     @cached_property
     def link_seconds(self) -> float:
@@ -140,7 +154,10 @@ class Staged:
 
     @cached_property
     def problem(self) -> Problem:
-        return Problem(self.edges, self.microbatches, self.layout.rank_of, self.backward, self.costs)
+        recompute = tuple(map(all, zip(self.recomputed, self.backward, strict=True)))
+        return Problem(
+            self.edges, self.microbatches, self.layout.rank_of, self.backward, self.costs, recompute=recompute
+        )
 
     @cached_property
     def lower_bound(self) -> float:
@@ -157,11 +174,20 @@ class Staged:
 class Judge:
     """Simulates layouts with the family that is going to run; remembers what it has seen.
 
-    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to.
+    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to. ``again``: as
+    ``Staged`` has it.
     """
 
-    def __init__(self, work: BlockGraph, family: Limited, microbatches: int, memory: float | None) -> None:
+    def __init__(
+        self,
+        work: BlockGraph,
+        family: Limited,
+        microbatches: int,
+        memory: float | None,
+        again: Sequence[bool] | None = None,
+    ) -> None:
         self.work, self.family, self.microbatches, self.memory = work, family, microbatches, memory
+        self.again = again
         self.least_bytes = float("inf")
         self.actions = 0
         """How many actions have been simulated, a measure of the work done that is the same on every machine."""
@@ -172,7 +198,7 @@ class Judge:
 
     def staged(self, layout: StageLayout) -> Staged:
         if layout not in self._staged:
-            self._staged[layout] = Staged(self.work, layout, self.microbatches)
+            self._staged[layout] = Staged(self.work, layout, self.microbatches, self.again)
         return self._staged[layout]
 
     def fits(self, outcome: LayoutOutcome) -> bool:
