@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError, noted
+from fxpipe.graph.deferred import Deferred
 from fxpipe.graph.loss import StepLoss, read_loss
 from fxpipe.graph.modes import Autocast, within
 from fxpipe.graph.stage_calls import Saved
@@ -21,6 +22,7 @@ from fxpipe.kinds import shown
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.finite import Extremes
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.dependency import Half
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
 from fxpipe.seeds import seeded
 from fxpipe.sharding.gradients import Gradients
@@ -56,6 +58,8 @@ class Executor:
     parameters: Gradients
     """What has to know when this rank uses its parameters."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    halves: Collection[Half] = ()
+    """The backwards that the table has as I and W."""
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
@@ -65,7 +69,8 @@ class Executor:
         self.graph = self.graphs[0]
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
         self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
-        self._saved: dict[tuple[int, int], Saved] = {}
+        self._saved: dict[Half, Saved] = {}
+        self._later: dict[Half, Deferred] = {}  # what I has left for W
         self._skipped = False  # whether the last action was not run, and so took no message
         self._grad = torch.enable_grad if self.step.training else torch.no_grad
 
@@ -75,14 +80,7 @@ class Executor:
             case Compute(action):
                 self._skipped = not self._runs(action.op, action.microbatch)
                 here.at(action)
-                if action.op is Op.F:
-                    self.parameters.settle(action.stage)
-                    self._forward(action)
-                else:
-                    self.parameters.before(action)
-                    if not self._skipped:
-                        self._backward(action)
-                    self.parameters.after(action)
+                self._compute(action)
             case Release(message):  # it stands behind the action whose message tells that this one was received
                 if not self._skipped:  # otherwise a later action's message may tell, or the step's end waits for it
                     self.exchange.release(message)
@@ -92,6 +90,19 @@ class Executor:
                 self.exchange.send(message, self._values.pop((message.edge, message.op, message.microbatch)))
             case _:
                 pass  # a message about a micro-batch without weight, or a reduction, for which the step must be over
+
+    def _compute(self, action: Action) -> None:
+        if action.op is Op.F:
+            self.parameters.settle(action.stage)
+            self._forward(action)
+        elif action.op is Op.I:
+            if not self._skipped:
+                self._backward(action)
+        else:
+            self.parameters.before(action)
+            if not self._skipped:
+                self._weights(action) if action.op is Op.W else self._backward(action)
+            self.parameters.after(action)
 
     def _runs(self, op: Op, microbatch: int) -> bool:
         return op is Op.F or self.step.shares[microbatch] != 0
@@ -115,7 +126,8 @@ class Executor:
             else contextlib.nullcontext()
         )
         with self._telling(action, stage, inputs), self._grad(), within(self.step.autocast), random:
-            outputs, saved = stage.forward(*inputs)
+            halved = self.step.training and (stage.index, microbatch) in self.halves
+            outputs, saved = (stage.forward_in_halves if halved else stage.forward)(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, microbatch, outputs[-1], saved)
         if (extremes := self._extremes(microbatch)) is not None:
@@ -132,7 +144,7 @@ class Executor:
         self, action: Action, stage: Stage, inputs: Sequence[Any] = ()
     ) -> contextlib.AbstractContextManager[None]:
         """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
-        what = "forward" if action.op is Op.F else "backward"
+        what = "weight gradients" if action.op is Op.W else "forward" if action.op is Op.F else "backward"
         step = f"step {self.step.number}" if self.step.training else "in evaluate"
         return noted(
             lambda: (
@@ -164,18 +176,32 @@ class Executor:
         ] + [True] * stage.returns_result
         self.stopwatch.mark()
         with self._telling(action, stage):
-            returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
+            saved = self._saved.pop((stage.index, microbatch))
+            returned = stage.backward(saved, gradients)
         self.stopwatch.end(action)
+        if saved.later is not None:
+            self._later[stage.index, microbatch] = saved.later
         for entry, gradient in zip(stage.inputs, returned, strict=True):
             if isinstance(entry, Edge) and self.graph.stages[entry.source].has_backward:
                 self._values[self._index[entry], Op.B, microbatch] = gradient
+
+    def _weights(self, action: Action) -> None:
+        """W; of a stage that cannot leave anything to it, nothing."""
+        stage, later = self._stage(action), self._later.pop((action.stage, action.microbatch), None)
+        self.stopwatch.mark()
+        self.stopwatch.mark()
+        with self._telling(action, stage):
+            if later is not None:
+                stage.backward.weights(later)
+        self.stopwatch.end(action)
 
     def _take(self, edge: Edge, op: Op, microbatch: int, maker: int) -> Any:
         """A value or gradient, from this rank or another."""
         index = self._index[edge]
         if maker == self.rank:
             return self._values.pop((index, op, microbatch))
-        here.awaited = partial(_in_words, self.graph, edge, op, microbatch)
+        maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.halves else op
+        here.awaited = partial(_in_words, self.graph, edge, maker_op, microbatch)
         try:
             return self.exchange.take(Message(index, op, microbatch, maker, self.rank))
         finally:

@@ -174,7 +174,8 @@ class Steps:
         stopwatch = self.recorder.stopwatch()
         if step.training:
             self._gradients.watch(stopwatch)
-        return Executor(plan.graphs, rank, self._exchange, self._state.device, step, self._gradients, stopwatch)
+        halves = plan.schedule.dependencies.halves
+        return Executor(plan.graphs, rank, self._exchange, self._state.device, step, self._gradients, stopwatch, halves)
 
     def _outcome(self, agreed: Agreed, executors: Sequence[Executor], known: StepOutcome | None) -> StepOutcome:
         """The loss of the step, the same on every rank."""
