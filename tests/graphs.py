@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from fxpipe.schedules import build
+from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.schedule import Schedule, Timeline
 
 Pairs = tuple[tuple[int, int], ...]
+
+FAMILIES = [name for name in SCHEDULES if name not in GATHERED]
+"""The families that take any stage graph; the others are for stages that are gathered."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def random_bare(seed: int, *, one_each: bool = False, frozen: bool = False, most
 
 def before(graph: Bare, action: Action, halved: Collection[tuple[int, int]]) -> list[Action]:
     """What an action waits for, from the edges; ``halved``: the (stage, micro-batch) whose backward is I and W."""
-    stage, op, j = action
+    stage, op, j, _ = action
     if op is Op.F:
         return [Action(source, Op.F, j) for source in graph.sources(stage)]
     if op is Op.W:
@@ -130,6 +134,32 @@ def halves(rows: Sequence[str]) -> Schedule:
     parsed = tuple(tuple(map(Action.parse, row.split())) for row in rows)
     m = 1 + max(action.microbatch for row in parsed for action in row)
     return Schedule(parsed, chain(len(rows)), tuple(range(len(rows))), (True,) * len(rows), m)
+
+
+def joined(rows: str, edges: Sequence[tuple[int, int]] = WORKED) -> Schedule:
+    """A schedule from rows as they print, a stage each, some of them in groups."""
+    parsed = tuple(tuple(map(Action.parse, line.split())) for line in rows.strip().splitlines())
+    m = max(action.microbatches.stop for row in parsed for action in row)
+    return Schedule(parsed, tuple(edges), tuple(range(len(parsed))), (True,) * len(parsed), m)
+
+
+JOINED = """
+    0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+    1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3
+    2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3
+    3F0 3F1 3F2 3F3 3B0 3B1 3B2 3B3
+    4F0-3 4B0-3
+"""
+"""The worked example for 4 micro-batches, its join for all of them at once."""
+
+RECOMPUTED = """
+    0F0 0F1 0F2 0F3 0R0 0B0 0R1 0B1 0R2 0B2 0R3 0B3
+    1F0 1F1 1F2 1F3 1R0 1B0 1R1 1B1 1R2 1B2 1R3 1B3
+    2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3
+    3F0 3F1 3F2 3F3 3I0 3W0 3I1 3W1 3I2 3W2 3I3 3W3
+    4F0-1 4F2-3 4I0-1 4W0-1 4I2-3 4W2-3
+"""
+"""The same in two groups, one branch recomputed, some backwards in halves."""
 
 
 class Value(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxpipe.formats.layout import lanes
-from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
+from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of, waited
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.in_flight import held
 from fxpipe.schedules.schedule import Timeline
@@ -68,7 +68,7 @@ def _slices(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float
             "args": {
                 "stage": timeline.schedule.label(action.stage),
                 "op": IN_WORDS[action.op],
-                "microbatch": action.microbatch,
+                "microbatch": action.microbatch if action.count == 1 else numbers(action),
                 "waited_for": waited(timeline, action, unit),
                 "waited_us": round(timeline.waited(action) * nanoseconds) / 1000,
             },

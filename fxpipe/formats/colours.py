@@ -24,6 +24,7 @@ class Tone(NamedTuple):
 
 TONES: Mapping[Op, Tone] = {
     Op.F: Tone(0.85, 0.085),
+    Op.R: Tone(0.78, 0.085, stripes=0.86),
     Op.B: Tone(0.52, 0.135),
     Op.I: Tone(0.68, 0.125),
     Op.W: Tone(0.90, 0.05, stripes=0.79),

@@ -7,6 +7,9 @@ With communication, cells of sends and receives stand among them; each names the
 
     0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
     1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1
+
+A group of micro-batches, ``4F0-3``, and a forward that is run again, ``2R0``, are fxpipe's own: torch has no cells for
+them, and does not read a file that has some.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from pathlib import Path
 
 from fxpipe.errors import ScheduleError
 from fxpipe.formats.csv_messages import COMPUTE, MESSAGES, Cell, Token, ends_of, faults
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import OPS, Action, Op
 from fxpipe.schedules.dependency import in_steps
 from fxpipe.schedules.given import check_given, nested
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
@@ -30,9 +33,12 @@ from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import execution_order
 
 _PARAMETERS = frozenset(["UNSHARD", "RESHARD", "REDUCE_GRAD"])
-_CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})?")
+_CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)(?:([0-9]{1,9})(?:-([0-9]{1,9}))?)?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_FORMS = "write <stage><F, B, I or W><micro-batch>, as in 0F3, with commas between cells and nothing where a rank idles"
+_FORMS = (
+    f"write <stage><{OPS}><micro-batch>, as in 0F3, with commas between cells and nothing where a rank idles; of a "
+    "group its first and last micro-batch, as in 4F0-3"
+)
 
 
 # --- reading ---
@@ -65,7 +71,7 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
         edges=tuple(links),
         placement=placement,
         backward=tuple(stage in differentiated for stage in range(len(placement))),
-        microbatches=1 + max(action.microbatch for row in rows for action in row),
+        microbatches=max(action.microbatches.stop for row in rows for action in row),
         name=Path(path).stem,
     )
     fault = next(faults(lines, schedule, assumed=edges is None), None)
@@ -106,9 +112,12 @@ def _part(text: str, overlapped: bool = False) -> Token | None:
     match = _CELL.fullmatch(text)
     if match is None:
         return None
-    stage, op, microbatch = match.groups()
+    stage, op, microbatch, last = match.groups()
     if microbatch is None:
         return Token(int(stage), op, None) if op in _PARAMETERS and not overlapped else None
+    if last is not None:
+        is_group = op in COMPUTE and int(last) > int(microbatch)
+        return Token(int(stage), op, int(microbatch), int(last) - int(microbatch) + 1) if is_group else None
     known = COMPUTE if overlapped else COMPUTE | MESSAGES
     return Token(int(stage), op, int(microbatch)) if op in known else None
 

@@ -27,11 +27,12 @@ _MOST_STEPS = 2_000_000  # of following them, over a line: some seconds
 
 
 class Token(NamedTuple):
-    """``1RECV_F3``: a stage, an op, and a micro-batch where the op has one."""
+    """``1RECV_F3``: a stage, an op, and a micro-batch where the op has one; a group's first, and how many it has."""
 
     stage: int
     op: str
     microbatch: int | None
+    size: int = 1
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
@@ -42,7 +43,8 @@ class Token(NamedTuple):
 
     @property
     def actions(self) -> list[Action]:
-        """Those that can make what is sent, or need what is received: a gradient may be of a B or an I."""
+        """Those that can make what is sent, or need what is received, of this one micro-batch: a gradient may be of a B
+        or an I."""
         ops = (Op.F,) if self.op.endswith("F") else (Op.B, Op.I)
         return [Action(self.stage, op, self.microbatch or 0) for op in ops]
 
@@ -62,7 +64,12 @@ class Cell(NamedTuple):
     @property
     def actions(self) -> Iterator[Action]:
         """The actions among its tokens, in order."""
-        return (Action(t.stage, Op(t.op), t.microbatch or 0) for t in self.tokens if t.op in COMPUTE)
+        return (Action(t.stage, Op(t.op), t.microbatch or 0, t.size) for t in self.tokens if t.op in COMPUTE)
+
+    @property
+    def covered(self) -> Iterator[Action]:
+        """The same, micro-batch by micro-batch."""
+        return (Action(a.stage, a.op, microbatch) for a in self.actions for microbatch in a.microbatches)
 
     @property
     def message(self) -> Token | None:
@@ -140,7 +147,7 @@ def _homeless(lines: Lines, schedule: Schedule) -> Iterator[str]:
     """What is sent, received or done to parameters, and of no stage of its rank or no micro-batch of the table."""
     placement, last = schedule.placement, schedule.microbatches - 1
     for rank, line in enumerate(lines):
-        for cell, (stage, op, microbatch) in ((one, token) for one in line for token in one.tokens):
+        for cell, (stage, op, microbatch, _) in ((one, token) for one in line for token in one.tokens):
             if op in COMPUTE:
                 continue
             if stage >= len(placement):
@@ -157,7 +164,7 @@ def _homeless(lines: Lines, schedule: Schedule) -> Iterator[str]:
 def _misplaced(lines: Lines) -> Iterator[str]:
     """Sends in front of the action that makes them, and receives behind the one that needs them."""
     for line in lines:
-        places = {action: place for place, cell in reversed([*enumerate(line)]) for action in cell.actions}
+        places = {action: place for place, cell in reversed([*enumerate(line)]) for action in cell.covered}
         for place, cell in enumerate(line):
             if cell.message is None:
                 continue
@@ -194,7 +201,7 @@ def _unpartnered(lines: Lines, matching: _Matching, schedule: Schedule) -> Itera
         send, receive = matching.ends[message]
         other, rank = (receive, message.sender) if token.is_send else (send, message.receiver)
         if matching.missing(other):
-            maker = next(cell for line in lines for cell in line if not {*send.actions}.isdisjoint(cell.actions))
+            maker = next(cell for line in lines for cell in line if not {*send.actions}.isdisjoint(cell.covered))
             yield f"{maker} has neither a {send} nor a {receive} for edge {schedule.links[message.edge]}"
         else:
             yield f"{_alone(matching.cells[other][-1], other)}: rank {rank} has no {token} for it"

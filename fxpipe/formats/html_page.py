@@ -65,7 +65,7 @@ const around = box => `M${box.x} ${box.y}h${Math.max(box.width, 1)}v${box.height
 
 function show(name, x, y) {
   const box = cells.get(name), [interval, duration, waited, cause] = actions[name];
-  const [, stage, op, microbatch] = name.match(/^(\d+)(\D)(\d+)$/);
+  const [, stage, op, microbatch] = name.match(/^(\d+)(\D)([\d-]+)$/);
   if (current !== box) {
     current = box;
     layer.replaceChildren();
@@ -79,7 +79,8 @@ function show(name, x, y) {
     draw("here", around(box));
     const title = document.createElement("b");
     title.textContent = name;
-    const lines = [`${words[op]} of micro-batch ${microbatch}`, `stage ${names[stage]}`];
+    const batches = microbatch.includes("-") ? "es" : "";
+    const lines = [`${words[op]} of micro-batch${batches} ${microbatch}`, `stage ${names[stage]}`];
     tip.replaceChildren(title, [" " + lines[0], lines[1], `${interval}, takes ${duration}`, waited].join("\n"));
     tip.hidden = false;
   }

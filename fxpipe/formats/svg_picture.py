@@ -7,7 +7,7 @@ from html import escape
 
 from fxpipe.formats import colours
 from fxpipe.formats.layout import FONT, HEAD, LANE, MARGIN, SWATCH, PictureLayout, text_width, ticks
-from fxpipe.formats.words import IN_WORDS, headline, unit_of
+from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Timeline
 
@@ -163,18 +163,17 @@ def _cells(layout: PictureLayout) -> Iterator[str]:
                 groups.setdefault((action.stage, action.op), []).append(action)
         for (stage, op), actions in groups.items():
             yield f'<g class="cells" fill="{_paint(stage, op)}" stroke="{PAPER}" stroke-width="{gap:g}">'
-            numbers = []
+            texts = []
             for action in actions:
                 x, width = _extent(layout, action)
                 yield (f'<rect data-action="{action}" x="{x:g}" y="{y}" width="{width:g}" height="{layout.height}"/>')
-                if width >= layout.number_width:
-                    numbers.append(
-                        f'<text x="{x + width / 2:.1f}" y="{y + layout.height / 2 + 4:g}">{action.microbatch}</text>'
-                    )
+                number = numbers(action)
+                if width >= (layout.number_width if action.count == 1 else text_width(number) + 2):
+                    texts.append(f'<text x="{x + width / 2:.1f}" y="{y + layout.height / 2 + 4:g}">{number}</text>')
             yield "</g>"
-            if numbers:
+            if texts:
                 yield f'<g fill="{colours.ink(op)}" text-anchor="middle" pointer-events="none">'
-                yield from numbers
+                yield from texts
                 yield "</g>"
 
 

@@ -11,10 +11,17 @@ from fxpipe.schedules.schedule import Timeline
 
 IN_WORDS: Mapping[Op, str] = {
     Op.F: "forward",
+    Op.R: "forward again",
     Op.B: "backward",
     Op.I: "input gradients",
     Op.W: "weight gradients",
 }
+
+
+def numbers(action: Action) -> str:
+    """The micro-batch of an action, or the first and the last of its group."""
+    covered = action.microbatches
+    return str(covered.start) if len(covered) == 1 else f"{covered.start}-{covered.stop - 1}"
 
 
 class TimeUnit(NamedTuple):

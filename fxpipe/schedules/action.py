@@ -1,4 +1,4 @@
-"""One cell of a schedule: a stage, what it does, and for which micro-batch."""
+"""One cell of a schedule: a stage, what it does, and for which micro-batch, or group of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from fxpipe.kinds import shown
 
 
 class Op(enum.Enum):
-    """F: forward. B: full backward. I and W: its two halves, gradients of inputs and of weights."""
+    """F: forward. R: the forward again, for the backward (recomputation). B: full backward. I and W: its two halves,
+    gradients of inputs and of weights."""
 
     F = "F"
+    R = "R"
     B = "B"
     I = "I"  # noqa: E741
     W = "W"
@@ -22,21 +24,29 @@ class Op(enum.Enum):
 
 
 class Action(NamedTuple):
-    """What a stage does with a micro-batch, one cell of a table.
+    """What a stage does with a micro-batch, or with a group of them at once, one cell of a table.
 
-    >>> str(Action(2, Op.F, 0))
-    '2F0'
+    >>> str(Action(2, Op.F, 0)), str(Action(4, Op.F, 0, count=4))
+    ('2F0', '4F0-3')
     """
 
     stage: int
     """Its number; it may be on any rank."""
     op: Op
-    """Forward, backward, or one half of a backward."""
+    """Forward, the forward again, backward, or one half of a backward."""
     microbatch: int
-    """Its number, from 0."""
+    """Its number, from 0; a group's first."""
+    count: int = 1  # type: ignore[assignment]  # a tuple has a method of this name, which nobody misses here
+    """How many micro-batches it covers: 1, or as many as a gathered stage's group has."""
+
+    @property
+    def microbatches(self) -> range:
+        """The numbers of those that it covers."""
+        return range(self.microbatch, self.microbatch + self.count)
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op.value}{self.microbatch}"
+        one = f"{self.stage}{self.op.value}{self.microbatch}"
+        return one if self.count == 1 else f"{one}-{self.microbatch + self.count - 1}"
 
     @staticmethod
     def parse(text: str) -> Action:
@@ -45,7 +55,17 @@ class Action(NamedTuple):
         >>> Action.parse("2B1") == Action(2, Op.B, 1)
         True
         """
-        match = re.fullmatch(r"([0-9]{1,18})([FBIW])([0-9]{1,18})", text.strip() if isinstance(text, str) else "")
-        if match is None:
-            raise ScheduleError(f"{shown(text)} is no action; write <stage><F, B, I or W><micro-batch>, as in 2F0")
-        return Action(int(match[1]), Op(match[2]), int(match[3]))
+        match = _CELL.fullmatch(text.strip() if isinstance(text, str) else "")
+        first, last = (int(match[3]), int(match[4] or match[3])) if match else (0, 0)
+        if match is None or (match[4] and last <= first):
+            raise ScheduleError(
+                f"{shown(text)} is no action; write <stage><{OPS}><micro-batch>, as in 2F0, or of a group's first and "
+                "last micro-batch, as in 4F0-3"
+            )
+        return Action(int(match[1]), Op(match[2]), first, last - first + 1)
+
+
+OPS = ", ".join(op.value for op in Op).replace(", W", " or W")
+"""In words."""
+
+_CELL = re.compile(f"([0-9]{{1,18}})([{''.join(op.value for op in Op)}])([0-9]{{1,18}})(?:-([0-9]{{1,18}}))?")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fxpipe.schedules.action import Action, Op
@@ -20,7 +20,20 @@ class EdgeLike(Protocol):
 
 
 Half = tuple[int, int]
-"""(stage, micro-batch) whose backward is split into I and W."""
+"""(stage, micro-batch, or a group's first) whose backward is split into I and W, or that has an R."""
+
+Groups = Mapping[int, int]
+"""Stage → how many micro-batches an action of it covers; of a stage that is not gathered there is none."""
+
+
+def groups_of(rows: Iterable[Iterable[Action]]) -> Groups:
+    """The groups of a table. What has groups of several sizes is for ``verify`` to name."""
+    return {action.stage: action.count for row in rows for action in row if action.count != 1}
+
+
+def group_of(groups: Groups, stage: int, microbatch: int) -> int:
+    """The first micro-batch of the group that a micro-batch belongs to at a stage; itself where that has none."""
+    return microbatch - microbatch % groups.get(stage, 1) if groups else microbatch
 
 
 class Link(NamedTuple):
@@ -36,11 +49,17 @@ class Link(NamedTuple):
 @dataclass(frozen=True)
 class Dependencies:
     """``sources``: the stages whose forward a stage's forward needs. ``targets``: the same for backward.
-    ``halves``: the backwards that a table has as I and W; a gradient comes from the I there, else from the B."""
+    ``halves``: the backwards that a table has as I and W; a gradient comes from the I there, else from the B.
+    ``recomputed``: the forwards that a table has again, as R; a backward needs the R there, else the F.
+
+    A group needs what each of its micro-batches needs; a micro-batch needs the gradient of the group it is in.
+    """
 
     sources: Mapping[int, tuple[int, ...]]
     targets: Mapping[int, tuple[int, ...]]
     halves: Collection[Half] = ()
+    recomputed: Collection[Half] = ()
+    groups: Groups = field(default_factory=dict)
 
     @staticmethod
     def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
@@ -55,21 +74,35 @@ class Dependencies:
             {stage: tuple(others) for stage, others in sources.items()},
             {stage: tuple(others) for stage, others in targets.items()},
             frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is Op.I),
+            frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is Op.R),
+            groups_of(rows),
         )
 
     def before(self, action: Action) -> list[Action]:
         """The actions that must have run before this one."""
-        stage, op, microbatch = action
+        stage, op, microbatch, count = action
         if op is Op.F:
-            return [Action(source, Op.F, microbatch) for source in self.sources.get(stage, ())]
+            sources = self.sources.get(stage, ())
+            if count == 1:
+                return [Action(source, Op.F, microbatch) for source in sources]
+            return [made for source in sources for made in self._forwards(source, action.microbatches)]
         if op is Op.W:
-            return [Action(stage, Op.I, microbatch)]
-        own = Action(stage, Op.F, microbatch)
+            return [Action(stage, Op.I, microbatch, count)]
+        if op is Op.R:
+            return [Action(stage, Op.F, microbatch, count)]
+        own = Action(stage, Op.R if (stage, microbatch) in self.recomputed else Op.F, microbatch, count)
         return [own, *[self.gradient(target, microbatch) for target in self.targets.get(stage, ())]]
 
     def gradient(self, stage: int, microbatch: int) -> Action:
-        """The action that makes the gradients of a stage's inputs."""
-        return Action(stage, Op.I if (stage, microbatch) in self.halves else Op.B, microbatch)
+        """The action that makes the gradients of a stage's inputs, for this micro-batch or the group that it is in."""
+        first = group_of(self.groups, stage, microbatch)
+        return Action(stage, Op.I if (stage, first) in self.halves else Op.B, first, self.groups.get(stage, 1))
+
+    def _forwards(self, stage: int, microbatches: range) -> list[Action]:
+        """The forwards of a stage that make its values of these micro-batches."""
+        size = self.groups.get(stage, 1)
+        first = group_of(self.groups, stage, microbatches.start)
+        return [Action(stage, Op.F, microbatch, size) for microbatch in range(first, microbatches.stop, size)]
 
 
 class Turn(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from fxpipe.errors import ScheduleError
@@ -39,6 +40,13 @@ KINDS: Mapping[str, Expected] = {
     "tied": Expected(list_of(list_of(is_whole)), "a list of groups of stage numbers, [(0, 3)]"),
     "costs": Expected(lambda value: isinstance(value, Costs), "fxpipe.Costs.of(stages, forward=1, backward=2)"),
     "in_flight": Expected(one_or_each(is_number), "a whole number, or one for each stage"),
+    "recompute": Expected(list_of(is_flag), "a list with True or False for each stage"),
+    "gather": Expected(
+        lambda value: isinstance(value, Mapping), "a dict, stage → micro-batches in a group, or None for all: {4: None}"
+    ),
+    "gather_cost": Expected(
+        lambda value: list_of(is_number)(value) and len(value) == 2, "F and B of a group, a pair of numbers: (1, 2)"
+    ),
     "memory": Expected(one_or_each(is_number), "a number of bytes, or one for each rank"),
 }
 """Argument → what it is, where it is given at all."""
@@ -65,7 +73,8 @@ def check_costs(costs: Costs, stages: int) -> None:
 def check_cells(rows: Sequence[Sequence[Any]]) -> None:
     """ScheduleError unless the cells are actions: of a stage and a micro-batch by number."""
     cells = list(chain.from_iterable(rows))
-    if set(map(type, cells)) <= {Action} and set(map(type, chain.from_iterable(cells))) <= {int, Op}:
+    fits = set(map(type, cells)) <= {Action} and set(map(type, chain.from_iterable(cells))) <= {int, Op}
+    if fits and min(map(attrgetter("count"), cells), default=1) >= 1:
         return  # told by loops of C, for a table has many
     stranger = [cell for cell in cells if not _is_action(cell)]
     if stranger:
@@ -73,7 +82,9 @@ def check_cells(rows: Sequence[Sequence[Any]]) -> None:
 
 
 def _is_action(cell: Any) -> bool:
-    return isinstance(cell, Action) and isinstance(cell.op, Op) and is_whole(cell.stage) and is_whole(cell.microbatch)
+    if not (isinstance(cell, Action) and isinstance(cell.op, Op)):
+        return False
+    return all(map(is_whole, (cell.stage, cell.microbatch, cell.count))) and cell.count >= 1
 
 
 def in_order(value: Any) -> Any:

@@ -1,22 +1,26 @@
-"""In flight: how many micro-batches the stages of a table hold, from a forward to the end of its backward."""
+"""In flight: how many micro-batches the stages of a table hold, from a forward to the end of its backward.
+
+A stage that is recomputed holds a micro-batch from its R on; from its F to its R it keeps the inputs alone. A group
+counts as all of its micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 
 
 def held(schedule: Schedule, action: Action) -> int:
-    """+1 where a stage begins to hold a micro-batch with this action, −1 where it lets go of it, else 0."""
+    """How many micro-batches more a stage holds with this action, a negative number where it lets go of them."""
     if action.op is Op.F:
-        return int(schedule.backward[action.stage])
-    return 0 if action.op is Op.I else -1
+        recomputed = (action.stage, action.microbatch) in schedule.dependencies.recomputed
+        return action.count if schedule.backward[action.stage] and not recomputed else 0
+    return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches whose forward has run and whose backward has not ended."""
+    """Per stage, the most micro-batches that it holds."""
     in_flight = [0] * len(schedule.placement)
     peaks = list(in_flight)
     for row in schedule.rows:
@@ -27,13 +31,18 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def peak_bytes(schedule: Schedule, sizes: Sequence[float]) -> tuple[float, ...]:
-    """Per rank, the most bytes that its micro-batches in flight hold; ``sizes``: of one, per stage."""
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Per rank, the most bytes that its micro-batches hold; the costs must tell ``activation_bytes``.
+
+    What has arrived for a forward that has not run yet is not in it.
+    """
+    recomputed = schedule.dependencies.recomputed
     peaks = []
     for row in schedule.rows:
         now = peak = 0.0
         for action in row:
-            now += held(schedule, action) * sizes[action.stage]
-            peak = max(peak, now)
+            if schedule.backward[action.stage]:
+                now += costs.held(action, (action.stage, action.microbatch) in recomputed)
+                peak = max(peak, now)
         peaks.append(peak)
     return tuple(peaks)

@@ -3,6 +3,10 @@
 A message is one value of one micro-batch on its way from a stage to another on a different rank: an activation after
 a forward, or a gradient, the other way, after a backward. Messages from one rank to another travel in the order in
 which the sender makes them; both ends know it, for it follows from the rows.
+
+What the stage that makes a value makes of it at once is one message, its gradient too: a gathered stage is sent one
+for each micro-batch of its group, and sends as many gradients back. From one gathered stage to another there is one
+for each group, numbered by its first micro-batch.
 """
 
 from __future__ import annotations
@@ -11,14 +15,18 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.dependency import EdgeLike
+from fxpipe.schedules.dependency import EdgeLike, Groups, group_of, groups_of
 
 
 class Message(NamedTuple):
-    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch; its gradient where ``op`` is B."""
+    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch; its gradient where ``op`` is B.
+
+    A value that a gathered stage makes is of its whole group, and ``microbatch`` is the first of it.
+    """
 
     edge: int
     op: Op
@@ -29,6 +37,14 @@ class Message(NamedTuple):
     def __str__(self) -> str:
         kind = "value" if self.op is Op.F else "gradient"
         return f"{kind} {self.edge} of micro-batch {self.microbatch} from rank {self.sender} to rank {self.receiver}"
+
+
+class Use(NamedTuple):
+    """What needs a message: the forward or the backward of a stage for a micro-batch, or a group by its first one."""
+
+    stage: int
+    microbatch: int
+    forward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +134,7 @@ def _sends(
     rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool]
 ) -> list[list[Sequence[Message]]]:
     """Rank and place → the messages that the action there makes, in order."""
+    groups = groups_of(rows)
     makes: dict[tuple[int, Op], list[tuple[int, Op, int, int]]] = {}  # (stage, op) → its messages, less micro-batch
     for index, edge in enumerate(edges):
         here, there = placement[edge.source], placement[edge.target]
@@ -127,28 +144,45 @@ def _sends(
         if backward[edge.source]:
             for op in (Op.B, Op.I):
                 makes.setdefault((edge.target, op), []).append((index, Op.B, there, here))
-    return [[_made(makes.get((action.stage, action.op), ()), action.microbatch) for action in row] for row in rows]
+    sizes = [groups.get(edge.source, 1) for edge in edges]
+    return [[_made(makes.get((action.stage, action.op), ()), action, sizes) for action in row] for row in rows]
 
 
-def _made(messages: Sequence[tuple[int, Op, int, int]], microbatch: int) -> Sequence[Message]:
-    return [Message(index, op, microbatch, *ends) for index, op, *ends in messages] if messages else ()
+def _made(messages: Sequence[tuple[int, Op, int, int]], action: Action, sizes: Sequence[int]) -> Sequence[Message]:
+    """``sizes``: of how many micro-batches a message is, per edge."""
+    if action.count == 1:
+        return [Message(index, op, action.microbatch, *ends) for index, op, *ends in messages] if messages else ()
+    return [
+        Message(index, op, microbatch, *ends)
+        for index, op, *ends in messages
+        for microbatch in action.microbatches[:: sizes[index]]
+    ]
 
 
-def user_of(message: Message, edges: Sequence[EdgeLike]) -> tuple[int, int, bool]:
-    """(stage, micro-batch, whether it is a forward) of the action that needs a message."""
+def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = MappingProxyType({})) -> Use:
+    """The use of the action that needs a message. ``groups``: those of the table."""
     edge = edges[message.edge]
-    forward = message.op is Op.F
-    return (edge.target if forward else edge.source), message.microbatch, forward
+    if message.op is Op.F:
+        return Use(edge.target, group_of(groups, edge.target, message.microbatch), True)
+    return Use(edge.source, message.microbatch, False)
+
+
+def use_of(action: Action) -> Use | None:
+    """What an action uses messages as. An R has its inputs, a W what the I left."""
+    if action.op is Op.R or action.op is Op.W:
+        return None
+    return Use(action.stage, action.microbatch, action.op is Op.F)
 
 
 def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike]) -> dict[Message, int]:
     """Message → the place in its receiver's row of the first action that needs it; the row's end where none does."""
-    places: list[dict[tuple[int, int, bool], int]] = [{} for _ in rows]
+    places: list[dict[Use | None, int]] = [{} for _ in rows]
     for rank, row in enumerate(rows):
         for place, action in enumerate(row):
-            places[rank].setdefault((action.stage, action.microbatch, action.op is Op.F), place)
+            places[rank].setdefault(use_of(action), place)
+    groups = groups_of(rows)
     return {
-        message: places[message.receiver].get(user_of(message, edges), len(rows[message.receiver]))
+        message: places[message.receiver].get(user_of(message, edges, groups), len(rows[message.receiver]))
         for message in messages
     }
 

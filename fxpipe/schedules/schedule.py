@@ -18,7 +18,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.kinds import check, is_whole, shown
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
-from fxpipe.schedules.dependency import Dependencies, Link
+from fxpipe.schedules.dependency import Dependencies, Link, groups_of
 from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, in_order, nested
 from fxpipe.schedules.lower import Instruction, lower
 
@@ -115,7 +115,8 @@ class Schedule:
     def to_csv(self, path: StrPath, communication: bool = False) -> None:
         """Writes the table for ``from_csv``, or for torch.distributed.pipelining: a line per rank.
 
-        Which stages share a parameter (``tied``) is not in it.
+        Which stages share a parameter (``tied``) is not in it. torch has no cells for a group of micro-batches,
+        ``4F0-3``, or for an R: a file with one is for ``from_csv`` alone.
 
         Args:
             path: the file.
@@ -144,6 +145,12 @@ class Schedule:
         """A stage's number and, where it has one, its name: ``2: loss``."""
         name = self.name_of(stage)
         return name if name == str(stage) else f"{stage}: {name}"
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """Of how many micro-batches an action of each stage is: 1, or as many as a gathered stage's group has."""
+        sizes = groups_of(self.rows)
+        return tuple(sizes.get(stage, 1) for stage in range(len(self.placement)))
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -297,7 +304,8 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per stage, the most micro-batches whose forward has run and whose backward has not ended."""
+        """Per stage, the most micro-batches whose forward has run, for a recomputed stage its R, and whose backward has
+        not ended. A group counts as all of its micro-batches."""
         from fxpipe.schedules.in_flight import peak_in_flight
 
         return peak_in_flight(self.schedule)
@@ -307,8 +315,7 @@ class Timeline:
         """Per rank, the most bytes that its micro-batches in flight hold; None where the costs do not tell them."""
         from fxpipe.schedules.in_flight import peak_bytes
 
-        sizes = self.costs.activation_bytes
-        return None if sizes is None else peak_bytes(self.schedule, sizes)
+        return None if self.costs.activation_bytes is None else peak_bytes(self.schedule, self.costs)
 
     @cached_property
     def lower_bound(self) -> float:

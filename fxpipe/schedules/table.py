@@ -159,15 +159,18 @@ def _folds_by(shift: int, steps: Sequence[Step], places: dict[Action, int]) -> I
 
 def _period(step: Step, place: int, shift: int, steps: Sequence[Step], places: dict[Action, int]) -> int:
     """After how many steps a step comes again for micro-batches ``shift`` further on; 0 where it does not."""
-    stage, op, microbatch = next(action for action in step if action is not None)
-    again = places.get(Action(stage, op, microbatch + shift), place)
+    first = next(action for action in step if action is not None)
+    again = places.get(_later(first, shift), place)
     same = again > place and all(
-        first is second
-        if first is None or second is None
-        else (first.stage, first.op, first.microbatch + shift) == second
+        first is second if first is None or second is None else _later(first, shift) == second
         for first, second in zip(step, steps[again], strict=True)
     )
     return again - place if same else 0
+
+
+def _later(action: Action, shift: int) -> Action:
+    """The same for micro-batches that are ``shift`` further on."""
+    return Action(action.stage, action.op, action.microbatch + shift, action.count)
 
 
 # --- drawing ---
@@ -178,7 +181,7 @@ def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
     columns, heads = _columns(steps), _heads(schedule, _terminal().columns // 3)
     if _fits([*heads, *columns], CLOSE):
         return _draw([*heads, *columns], CLOSE)
-    folds = _folds(steps, min(len(schedule.placement), schedule.microbatches // 2))
+    folds = _folds(steps, min(max(len(schedule.placement), *schedule.groups, 0), schedule.microbatches // 2))
     shown, place = [], 0
     for fold in folds:
         shown += [*columns[place : fold.first], _left_out(schedule)]

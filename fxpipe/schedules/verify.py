@@ -16,7 +16,7 @@ from typing import NoReturn
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies, EdgeLike
-from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, user_of
+from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
@@ -32,6 +32,7 @@ Event = Action | Message | Reduce
 def verify(schedule: Schedule) -> None:
     """ScheduleError, with the table and the failing cells marked, unless every rank gets to the end of its row."""
     _check_cells(schedule)
+    _check_groups(schedule)
     _check_complete(schedule)
     _check_gradients(schedule)
     machine = Machine(schedule.instructions, schedule.links, schedule.backward)
@@ -59,16 +60,20 @@ def execution_order(
 
 
 def _check_cells(schedule: Schedule) -> None:
-    """Every action is of a stage and a micro-batch that exist, on the stage's own rank, and there once."""
+    """Every action is of a stage and micro-batches that exist, a group of its stage's, on its rank, and there once."""
     stages, last = len(schedule.placement), schedule.microbatches - 1
     found: set[Action] = set()
+    sizes = schedule.groups
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            stage, _, microbatch = action
+            stage, _, microbatch, count = action
             if not 0 <= stage < stages:
                 _fail(schedule, [action], f"{action} is of a stage outside of 0..{stages - 1}")
-            if not 0 <= microbatch <= last:
+            if not 0 <= microbatch <= last - count + 1:
                 _fail(schedule, [action], f"{action} is of a micro-batch outside of 0..{last}")
+            if count != sizes[stage] or microbatch % count:
+                fact = f"{action} is none of its stage's groups: stage {stage} runs {_one_by_one(sizes[stage])}"
+                _fail(schedule, [action], fact)
             if schedule.placement[stage] != rank:
                 home = schedule.placement[stage]
                 _fail(schedule, [action], f"{action} stands on rank {rank}, but its stage is on rank {home}")
@@ -79,19 +84,37 @@ def _check_cells(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every F is there, and B (or I and W) for each stage that has a backward, and for no other."""
+    """Every F is there, and B (or I and W) for each stage that has a backward, and for no other; R for all or none."""
     found: dict[tuple[int, Op], set[int]] = {}
     for row in schedule.rows:
-        for stage, op, microbatch in row:
+        for stage, op, microbatch, _ in row:
             found.setdefault((stage, op), set()).add(microbatch)
     for stage, has_backward in enumerate(schedule.backward):
-        forwards, full, i, w = (found.get((stage, op), set()) for op in Op)
-        whole = len(full) + len(i) == schedule.microbatches and i == w and not full & i
-        if len(forwards) == schedule.microbatches and (whole if has_backward else not (full or i or w)):
+        forwards, again, full, i, w = (found.get((stage, op), set()) for op in (Op.F, Op.R, Op.B, Op.I, Op.W))
+        count = schedule.microbatches // schedule.groups[stage]
+        whole = len(full) + len(i) == count and i == w and not full & i and len(again) in (0, count)
+        if len(forwards) == count and (whole if has_backward else not (again or full or i or w)):
             continue
-        for microbatch in range(schedule.microbatches):
+        for microbatch in range(0, schedule.microbatches, schedule.groups[stage]):
             ops = [op for op in Op if microbatch in found.get((stage, op), ())]
-            _check_microbatch(schedule, stage, microbatch, ops)
+            _check_microbatch(schedule, stage, microbatch, ops, recomputed=bool(again))
+
+
+def _check_groups(schedule: Schedule) -> None:
+    """Groups divide the micro-batches, and what is behind a gathered stage runs in the same ones."""
+    groups, m = schedule.groups, schedule.microbatches
+    first = {action.stage: action for row in reversed(schedule.rows) for action in reversed(row)}
+    for stage, size in enumerate(groups):
+        if m % size:
+            _fail(
+                schedule,
+                [first[stage]],
+                f"stage {stage} runs in groups of {size}, which do not divide {m} micro-batches",
+            )
+    for source, target in schedule.edges:
+        if groups[source] not in (1, groups[target]) and {source, target} <= first.keys():
+            fact = f"stage {source} makes a value of {groups[source]} micro-batches at once, and stage {target}"
+            _fail(schedule, [first[target]], f"{fact} runs {_one_by_one(groups[target])}; they need the same groups")
 
 
 def _check_gradients(schedule: Schedule) -> None:
@@ -107,12 +130,20 @@ def _check_gradients(schedule: Schedule) -> None:
             _fail(schedule, marked, f"{marked[0]} gets no gradient: stage {stage} feeds {fed}, which has no backward")
 
 
-def _check_microbatch(schedule: Schedule, stage: int, microbatch: int, ops: Sequence[Op]) -> None:
-    """``ops``: what the table has of a stage and a micro-batch."""
-    forward, full, *halves = (Action(stage, op, microbatch) for op in (Op.F, Op.B, Op.I, Op.W))
-    present = [Action(stage, op, microbatch) for op in ops if op is not Op.F]
+def _check_microbatch(schedule: Schedule, stage: int, microbatch: int, ops: Sequence[Op], recomputed: bool) -> None:
+    """``ops``: what the table has of a stage and a micro-batch. ``recomputed``: it has an R for some."""
+    count = schedule.groups[stage]
+    forward, again, full, *halves = (Action(stage, op, microbatch, count) for op in (Op.F, Op.R, Op.B, Op.I, Op.W))
+    present = [Action(stage, op, microbatch, count) for op in ops if op not in (Op.F, Op.R)]
     if Op.F not in ops:
         _fail_missing(schedule, forward, present[:1], f"{forward} is missing")
+    if not schedule.backward[stage] and Op.R in ops:
+        _fail(schedule, [again], f"stage {stage} has no backward, but {again} is in the table")
+    if schedule.backward[stage] and recomputed and Op.R not in ops:
+        fact = (
+            f"stage {stage} is recomputed, but {again} is missing; it has an R for each of its backwards, or for none"
+        )
+        _fail_missing(schedule, again, present[:1], fact)
     if not schedule.backward[stage] and present:
         _fail(schedule, present, f"stage {stage} has no backward, but {present[0]} is in the table")
     if schedule.backward[stage] and present not in ([full], halves):
@@ -121,6 +152,10 @@ def _check_microbatch(schedule: Schedule, stage: int, microbatch: int, ops: Sequ
         if full in present:
             _fail(schedule, present, fact)
         _fail_missing(schedule, full, present or [forward], fact)
+
+
+def _one_by_one(size: int) -> str:
+    return "micro-batch by micro-batch" if size == 1 else f"in groups of {size} from micro-batch 0 on"
 
 
 def _fail_missing(schedule: Schedule, missing: Action, related: Collection[Action], fact: str) -> NoReturn:
@@ -180,11 +215,12 @@ class Machine:
         self._done: set[Action] = set()
         rows = [[step.action for step in row if isinstance(step, Compute)] for row in self.instructions]
         self._dependencies = Dependencies.of(self.edges, self.backward, rows)
-        self._awaited: dict[tuple[int, int, bool], list[Message]] = {}
+        self._awaited: dict[Use, list[Message]] = {}
+        groups = self._dependencies.groups
         for row in self.instructions:
             for step in row:
                 if isinstance(step, Receive):
-                    self._awaited.setdefault(user_of(step.message, self.edges), []).append(step.message)
+                    self._awaited.setdefault(user_of(step.message, self.edges, groups), []).append(step.message)
 
     def run(self) -> Iterator[Step]:
         """Lets each rank run until it must wait, and goes on with those that what it did lets go on; tells what ran."""
@@ -235,9 +271,8 @@ class Machine:
         return met
 
     def _messages_for(self, action: Action) -> Sequence[Message]:
-        if action.op is Op.W:
-            return ()
-        return self._awaited.get((action.stage, action.microbatch, action.op is Op.F), ())
+        use = use_of(action)
+        return self._awaited.get(use, ()) if use is not None else ()
 
     def _lacks(self, step: Instruction) -> list[str]:
         """What a step still waits for, in words; messages only where all actions before it have run."""

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Row, Schedule
 from fxpipe.schedules.table import table
-from tests.graphs import WORKED, Bare, bare, branches, chain, random_bare
+from tests.graphs import FAMILIES, JOINED, RECOMPUTED, WORKED, Bare, bare, branches, chain, joined, random_bare
 
 GRAPHS: dict[str, Bare] = {
     "one stage": bare((), 1),
@@ -109,7 +109,7 @@ def test_a_table_that_halts_is_written_for_its_author_to_mend_but_not_with_messa
         schedule.to_csv(tmp_path / "table.csv", communication=True)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
 def test_a_cell_stands_in_the_column_where_the_printed_table_has_it(name: str, graph: Bare, tmp_path: Path) -> None:
     schedule = graph.build(name, 4)
@@ -123,7 +123,7 @@ def test_a_cell_stands_in_the_column_where_the_printed_table_has_it(name: str, g
 # --- there and back ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
 @pytest.mark.parametrize("communication", [False, True], ids=["compute", "communication"])
 def test_what_was_written_is_read_back(name: str, graph: Bare, communication: bool, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_was_written_is_read_back(name: str, graph: Bare, communication: bo
         assert written(again, tmp_path, communication) == text
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_messages_of_random_graphs_are_read_back(name: str, tmp_path: Path) -> None:
     for seed in range(60):
         graph = random_bare(100 + seed, frozen=seed % 2 == 1)
@@ -148,7 +148,7 @@ def test_messages_of_random_graphs_are_read_back(name: str, tmp_path: Path) -> N
         assert read(written(schedule, tmp_path, communication=True), tmp_path, graph.edges).rows == schedule.rows
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_messages_are_read_without_the_edges_too(name: str, tmp_path: Path) -> None:
     for graph in (graph for title, graph in GRAPHS.items() if "random" not in title):
         schedule = graph.build(name, 3)
@@ -257,7 +257,7 @@ GOOD = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 @pytest.mark.parametrize(
     ("cell", "remedy"),
     [
-        ("hello", "write <stage><F, B, I or W><micro-batch>, as in 0F3"),
+        ("hello", "write <stage><F, R, B, I or W><micro-batch>, as in 0F3"),
         ("1f0", "write 1F0"),
         ("1recv_f0", "write 1RECV_F0"),
         ("1F", "its micro-batch is missing, as in 1F0"),
@@ -404,3 +404,26 @@ def test_a_malformed_file_is_refused_with_line_and_cell(text: str, fact: str, tm
         read(text, tmp_path)
     assert fact in str(error.value)
     assert "mine.csv" in str(error.value)
+
+
+@pytest.mark.parametrize("rows", [JOINED, RECOMPUTED])
+@pytest.mark.parametrize("communication", [False, True], ids=["compute", "communication"])
+def test_groups_and_forwards_run_again_are_read_back(rows: str, communication: bool, tmp_path: Path) -> None:
+    schedule = joined(rows)
+    again = read(written(schedule, tmp_path, communication), tmp_path, WORKED)
+    assert (again.rows, again.microbatches, again.groups) == (schedule.rows, 4, schedule.groups)
+    again.verify()
+
+
+def test_a_message_that_a_group_needs_stands_in_front_of_it(tmp_path: Path) -> None:
+    text = written(joined(JOINED), tmp_path, communication=True)
+    late = text.replace("4RECV_F3,4F0-3", "4F0-3,4RECV_F3")
+    assert late != text
+    with pytest.raises(ScheduleError, match="'4RECV_F3' stands behind 4F3, which needs it"):
+        read(late, tmp_path, WORKED)
+
+
+@pytest.mark.parametrize("cell", ["0F0-", "0F-1", "0F1-0", "0SEND_F0-1", "0UNSHARD0-1"])
+def test_what_is_no_group_is_refused(cell: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=f"'{cell}' is no cell"):
+        read(f"0F0,0B0,{cell}", tmp_path)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fxpipe.formats import html, svg
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Span, Timeline
-from tests.graphs import chain, random_timelines
+from tests.graphs import FAMILIES, JOINED, chain, joined, random_timelines
 
 
 class Page(HTMLParser):
@@ -61,7 +61,7 @@ def test_the_page_says_when_each_action_ran_and_what_it_waited_for() -> None:
     }
     assert data_of(page)["names"] == ["0: body, rank 0", "1: head, rank 1"]
     assert data_of(page)["words"] == {
-        "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
+        "F": "forward", "R": "forward again", "B": "backward", "I": "input gradients", "W": "weight gradients",
     }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_a_measured_page_counts_in_milliseconds() -> None:
     }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_page_holds_the_same_picture_and_data_for_each_cell(name: str) -> None:
     for timeline in random_timelines(name)[:8]:
         page = html(timeline)
@@ -109,3 +109,9 @@ def test_the_checkbox_and_the_tooltip_are_there() -> None:
     ids = {attributes["id"]: (tag, attributes) for tag, attributes in tags if "id" in attributes and tag != "pattern"}
     assert ids["critical"][1]["type"] == "checkbox"
     assert ids["tip"][1]["role"] == "status"
+
+
+def test_a_group_is_told_by_its_first_and_last_micro_batch() -> None:
+    told = actions_of(html(joined(JOINED).simulate()))
+    assert told["4F0-3"] == ["5 to 6 F", "1 F", "waited 5 F for 1F3 from rank 1", "1F3"]
+    assert told["1B0"] == ["8 to 10 F", "2 F", "waited 3 F for 4B0-3 from rank 4", "4B0-3"]

@@ -15,6 +15,10 @@ from fxpipe.schedules.action import Action, Op
         (Action(0, Op.B, 13), "0B13"),
         (Action(11, Op.I, 7), "11I7"),
         (Action(3, Op.W, 100), "3W100"),
+        (Action(3, Op.R, 1), "3R1"),
+        (Action(4, Op.F, 0, 4), "4F0-3"),
+        (Action(4, Op.B, 8, 8), "4B8-15"),
+        (Action(4, Op.B, 8, 1), "4B8"),
     ],
 )
 def test_an_action_prints_and_parses(action: Action, text: str) -> None:
@@ -44,6 +48,11 @@ def test_every_op_survives_the_way_there_and_back(op: Op) -> None:
         "2.0F0",
         "٢F0",
         "2BW0",
+        "4F0-",
+        "4F-3",
+        "4F3-0",
+        "4F3-3",
+        "4F0-3-5",
         "9" * 5000 + "F0",
     ],
 )
@@ -59,3 +68,9 @@ def test_an_action_is_a_key_and_cannot_be_changed() -> None:
     assert {action: "here"}[Action.parse("2F0")] == "here"
     with pytest.raises(AttributeError):
         action.stage = 3  # type: ignore[misc]
+
+
+def test_an_action_of_a_group_covers_its_micro_batches() -> None:
+    assert list(Action(4, Op.B, 8, 4).microbatches) == [8, 9, 10, 11]
+    assert list(Action(4, Op.B, 8).microbatches) == [8]
+    assert Action(4, Op.B, 8) == Action(4, Op.B, 8, 1) != Action(4, Op.B, 8, 4)

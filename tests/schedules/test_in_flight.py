@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import bare, chain, halves
+from tests.graphs import JOINED, RECOMPUTED, bare, chain, halves, joined
 
 
 def test_a_micro_batch_is_in_flight_until_its_weight_gradients_are_made() -> None:
@@ -28,3 +28,13 @@ def test_bytes_are_held_until_the_weight_gradient_and_not_at_all_without_a_backw
     assert late.simulate(activation_bytes=8).peak_bytes == (16,)
     frozen = bare(chain(2), 2, (0, 0), frozen=frozenset([0])).build("1f1b", 4)
     assert frozen.simulate(activation_bytes=[1000, 3]).peak_bytes == (3,)
+
+
+def test_a_group_counts_as_all_of_its_micro_batches() -> None:
+    timeline = joined(JOINED).simulate(activation_bytes=10)
+    assert timeline.peak_in_flight == (4, 4, 4, 4, 4)
+    assert timeline.peak_bytes == (40, 40, 40, 40, 40)
+
+
+def test_a_recomputed_stage_holds_a_micro_batch_from_its_r_on() -> None:
+    assert joined(RECOMPUTED).simulate().peak_in_flight == (1, 1, 4, 4, 4)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import (
     Compute,
@@ -20,7 +21,7 @@ from fxpipe.schedules.lower import (
     pairs,
 )
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import WORKED, Value, bare, chain, gradient_of, random_bare, values_of
+from tests.graphs import FAMILIES, JOINED, WORKED, Value, bare, chain, gradient_of, joined, random_bare, values_of
 
 Examples = list[tuple[Schedule, list[Value], tuple[tuple[Instruction, ...], ...]]]
 
@@ -29,7 +30,7 @@ Examples = list[tuple[Schedule, list[Value], tuple[tuple[Instruction, ...], ...]
 def examples() -> Examples:
     """Tables of every schedule, the values that pass between their stages, and what lowering makes of them."""
     made = []
-    for name in SCHEDULES:
+    for name in FAMILIES:
         for seed in range(60):
             graph = random_bare(seed, frozen=seed % 2 == 0)
             schedule, values = graph.build(name, 1 + seed % 6), values_of(graph.edges, seed)
@@ -184,3 +185,42 @@ def test_groups_tied_over_the_same_ranks_are_reduced_together() -> None:
         [Reduce((0, 1))],
         [Reduce((0, 1))],
     ]
+
+
+# --- groups ---
+
+
+def test_a_gathered_stage_is_sent_each_micro_batch_and_sends_each_its_gradient() -> None:
+    *_, last = joined(JOINED).instructions
+    sent = [(message.edge, message.op, message.microbatch) for message in messages(last, Send)]
+    received = [(message.edge, message.op, message.microbatch) for message in messages(last, Receive)]
+    assert sorted(received) == sorted((edge, Op.F, j) for edge in (1, 3) for j in range(4))
+    assert sent == [(edge, Op.B, j) for edge in (1, 3) for j in range(4)]
+    computes = [place for place, step in enumerate(last) if isinstance(step, Compute)]
+    assert [type(step) for step in last[: computes[0]]] == [Receive] * 8
+    assert [type(step) for step in last[computes[1] + 1 :]] == [Send] * 8
+
+
+def test_from_one_gathered_stage_to_another_there_is_a_message_for_each_group() -> None:
+    rows = "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0-1 1F2-3 1B0-1 1B2-3\n2F0-1 2B0-1 2F2-3 2B2-3"
+    _, gathered, behind = joined(rows, chain(3)).instructions
+    assert [(m.op, m.microbatch) for m in messages(gathered, Send) if m.edge == 1] == [(Op.F, 0), (Op.F, 2)]
+    assert [(m.op, m.microbatch) for m in messages(behind, Send)] == [(Op.B, 0), (Op.B, 2)]
+    assert [(m.op, m.microbatch) for m in messages(gathered, Send) if m.edge == 0] == [(Op.B, j) for j in range(4)]
+
+
+def test_a_forward_that_is_run_again_waits_for_no_message_and_its_gradient_is_posted_before_it() -> None:
+    """The receive stands an action ahead of its use, so that the R runs while the gradient is under way."""
+    first = joined("0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1", chain(2)).instructions[0]
+    before = {str(second.action): first for first, second in pairwise(first) if isinstance(second, Compute)}
+    assert before["0R0"] == Receive(Message(0, Op.B, 0, 1, 0))
+    assert before["0R1"] == Receive(Message(0, Op.B, 1, 1, 0))
+    assert sum(isinstance(step, Send) for step in first) == 2
+
+
+def test_what_was_sent_into_a_group_is_released_when_its_gradient_has_come() -> None:
+    first = joined("0F0 0F1 0B0 0B1\n1F0-1 1B0-1", chain(2)).instructions[0]
+    assert first[first.index(Compute(Action(0, Op.B, 0))) + 1 :][:2] == (
+        Release(Message(0, Op.F, 0, 0, 1)),
+        Release(Message(0, Op.F, 1, 0, 1)),
+    )

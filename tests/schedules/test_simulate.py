@@ -8,11 +8,11 @@ import random
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
-from fxpipe.schedules.action import Op
+from fxpipe.schedules import build
+from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Timeline
-from tests.graphs import bare, before, chain, halves, random_bare
+from tests.graphs import FAMILIES, JOINED, bare, before, chain, halves, joined, random_bare
 
 
 def times(result: Timeline) -> dict[str, tuple[float, float]]:
@@ -80,7 +80,7 @@ def test_the_bubble_is_the_mean_over_ranks_of_their_idle_part() -> None:
 # --- everything as early as it can be ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_action_starts_when_its_rank_is_free_and_its_inputs_are_here(name: str) -> None:
     for seed in range(60):
         graph = random_bare(seed, frozen=seed % 2 == 0)
@@ -121,3 +121,17 @@ def test_the_costs_of_a_plan_can_be_given_as_one_value() -> None:
 def test_a_table_that_halts_is_told_with_the_cells_that_wait() -> None:
     with pytest.raises(ScheduleError, match="comes to a halt at 0B0, 1F1; "):
         halves(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]).simulate()
+
+
+def test_a_group_costs_once_and_waits_for_all_of_its_micro_batches() -> None:
+    """F = 1, B = 2: the second stages end their last forward at 5; 6: the join's; 8: its gradients."""
+    spans = joined(JOINED).simulate().spans
+    assert spans[Action(4, Op.F, 0, 4)] == (5, 6)
+    assert spans[Action(4, Op.B, 0, 4)] == (6, 8)
+    assert [spans[Action(1, Op.B, j)].start for j in range(4)] == [8, 10, 12, 14]
+
+
+def test_a_forward_that_is_run_again_costs_a_forward_and_need_not_wait_for_its_gradient() -> None:
+    spans = joined("0F0 0R0 0B0\n1F0 1B0", chain(2)).simulate([1, 4], [2, 8]).spans
+    assert spans[Action(0, Op.R, 0)] == (1, 2)
+    assert spans[Action(0, Op.B, 0)] == (13, 15)

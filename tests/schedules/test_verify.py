@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import (
     Compute,
@@ -25,7 +25,7 @@ from fxpipe.schedules.lower import (
 )
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Machine, execution_order
-from tests.graphs import WORKED, Value, chain, gradient_of, random_bare, values_of
+from tests.graphs import FAMILIES, JOINED, RECOMPUTED, WORKED, Value, chain, gradient_of, joined, random_bare, values_of
 
 
 def schedule_of(rows: str, edges: Sequence[tuple[int, int]], placement: Sequence[int] | None = None) -> Schedule:
@@ -382,7 +382,7 @@ class Network:
 
     def locals(self, action: Action) -> set[Action]:
         """The actions of the same rank that an action needs, from the edges."""
-        stage, op, j = action
+        stage, op, j, _ = action
         if op is Op.W:
             return {Action(stage, Op.I, j)}
         found = {Action(stage, Op.F, j)} if op in GRADIENT else set()
@@ -400,7 +400,7 @@ def network(schedule: Schedule, values: Sequence[Value], queue_of: QueueOf = per
     return Network(lowered, values, schedule.placement, schedule.backward, queue_of)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_verified_table_hangs_whatever_the_interleaving(name: str) -> None:
     for seed in range(120):
         graph = random_bare(seed, frozen=seed % 3 == 0)
@@ -410,7 +410,7 @@ def test_no_verified_table_hangs_whatever_the_interleaving(name: str) -> None:
             assert network(schedule, values).ends(interleaving), (graph, interleaving)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_table_hangs_when_only_its_forwards_run(name: str) -> None:
     for seed in range(80):
         graph = random_bare(seed, frozen=seed % 3 == 0)
@@ -434,7 +434,7 @@ def without(row: Sequence[Instruction], left_out: set[int]) -> list[Instruction]
     return kept
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_table_hangs_when_some_micro_batches_have_no_backward(name: str) -> None:
     draw = random.Random(0)
     for seed in range(80):
@@ -546,7 +546,7 @@ def test_a_compute_that_waits_for_what_no_rank_has_is_told_so() -> None:
 # --- reductions of tied parameters ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_table_with_tied_stages_hangs_whatever_the_interleaving(name: str) -> None:
     draw = random.Random(0)
     reduced = 0
@@ -597,7 +597,7 @@ def test_a_reduction_in_front_of_what_another_rank_waits_for_is_a_halt() -> None
 # --- the order for one process ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_order_for_one_process_runs_everything_once_and_nothing_too_early(name: str) -> None:
     for seed in range(40):
         graph = random_bare(seed, frozen=seed % 2 == 0)
@@ -615,3 +615,81 @@ def test_there_is_no_order_for_a_table_that_halts() -> None:
     schedule = schedule_of(BROKEN["two ranks wait for each other"].rows, chain(2))
     with pytest.raises(ScheduleError, match="rank 0 waits at 0B0 for 1B0 on rank 1"):
         execution_order(schedule.instructions, schedule.links, schedule.backward)
+
+
+# --- groups, and forwards that are run again ---
+
+
+@pytest.mark.parametrize("rows", [JOINED, RECOMPUTED])
+def test_tables_with_groups_pass(rows: str) -> None:
+    schedule = joined(rows)
+    schedule.verify()
+    order = [
+        str(step.action)
+        for _, step in execution_order(schedule.instructions, schedule.links, schedule.backward)
+        if isinstance(step, Compute)
+    ]
+    first = next(cell for cell in order if cell[:2] in ("4B", "4I"))
+    assert all(
+        order.index(f"{stage}F{j}") < order.index("4F0-3" if "4F0-3" in order else "4F0-1")
+        for stage in (1, 3)
+        for j in range(2)
+    )
+    assert all(order.index(first) < order.index(cell) for cell in ("1B0", "1B1", "0B0"))
+
+
+WRONG_GROUPS = {
+    "a gradient before the whole group is there": (
+        JOINED.replace("1F2 1F3 1B0", "1F2 1B0 1F3"),
+        ("rank 1 waits at 1B0 for 4B0-3 on rank 4", "rank 4 waits at 4F0-3 for 1F3 on rank 1"),
+    ),
+    "groups of two sizes": (
+        JOINED.replace("4B0-3", "4B0-1 4B2-3"),
+        ("4F0-3 is none of its stage's groups", "groups of 2"),
+    ),
+    "a group that begins amid one": (JOINED.replace("4F0-3", "4F0-1 4F1-2"), ("4F0-1 is none", "groups of 4")),
+    "a micro-batch alone beside groups": (JOINED.replace("4B0-3", "4B0"), ("4B0 is none", "groups of 4")),
+    "a group that reaches over the end": (
+        RECOMPUTED.replace("4W2-3", "4W4-5"),
+        ("4W4-5 is of a micro-batch outside of 0..3",),
+    ),
+    "a group is missing": (RECOMPUTED.replace("4F2-3 ", ""), ("4F2-3 is missing",)),
+    "half of a group's backward": (RECOMPUTED.replace(" 4W2-3", ""), ("stage 4 needs 4B2-3, or 4I2-3 and 4W2-3",)),
+    "an R behind its backward": (RECOMPUTED.replace("1R3 1B3", "1B3 1R3"), ("rank 1 waits at 1B3 for 1R3 on rank 1",)),
+    "an R in front of its forward": (
+        RECOMPUTED.replace("1F0 1F1 1F2 1F3 1R0", "1R0 1F0 1F1 1F2 1F3"),
+        ("rank 1 waits at 1R0 for 1F0",),
+    ),
+    "an R too few": (
+        RECOMPUTED.replace("0R2 ", ""),
+        ("0R2 is missing; it has an R for each of its backwards, or for none",),
+    ),
+    "an R too many": (RECOMPUTED.replace("0R2", "0R2 0R2"), ("0R2 stands 2 times",)),
+}
+
+
+@pytest.mark.parametrize(("rows", "facts"), WRONG_GROUPS.values(), ids=WRONG_GROUPS.keys())
+def test_a_table_with_wrong_groups_is_refused(rows: str, facts: tuple[str, ...]) -> None:
+    schedule = replace(joined(JOINED), rows=joined(rows).rows)
+    message = error_of(schedule)
+    for fact in facts:
+        assert fact in message.splitlines()[0]
+    assert marked(message.replace("-", ""))
+
+
+def test_groups_divide_the_micro_batches_and_nothing_behind_them_runs_alone() -> None:
+    message = error_of(joined("0F0 0F1 0F2 0B0 0B1 0B2\n1F0-1 1B0-1", chain(2)))
+    assert "stage 1 runs in groups of 2, which do not divide 3 micro-batches" in message
+    alone = "0F0-1 0B0-1\n1F0 1F1 1B0 1B1"
+    assert "stage 0 makes a value of 2 micro-batches at once, and stage 1 runs micro-batch by micro-batch" in error_of(
+        joined(alone, chain(2))
+    )
+    other = "0F0-1 0F2-3 0B0-1 0B2-3\n1F0-3 1B0-3"
+    assert "stage 0 makes a value of 2 micro-batches at once, and stage 1 runs in groups of 4" in error_of(
+        joined(other, chain(2))
+    )
+
+
+def test_an_r_of_a_stage_without_a_backward_is_refused() -> None:
+    schedule = replace(joined("0F0 0R0\n1F0 1B0", chain(2)), backward=(False, True))
+    assert "stage 0 has no backward, but 0R0 is in the table" in error_of(schedule)

@@ -13,6 +13,7 @@ import pytest
 import fxpipe
 from fxpipe import Action, Op, Schedule, ScheduleError, Topology
 from fxpipe.schedules import Costs, Problem, build, with_costs
+from tests.graphs import FAMILIES
 from tests.harness import assert_run, compiled, local, reference, strict, trained
 from tests.models import CASES
 from tests.pool import Pool
@@ -38,7 +39,7 @@ def table_of(name: str, schedule: str = "1f1b") -> Schedule:
     return compiled(CASES[name], schedule=schedule).schedule
 
 
-@pytest.mark.parametrize(("name", "schedule"), every(2, list(product(MODELS, reversed(fxpipe.SCHEDULES)))))
+@pytest.mark.parametrize(("name", "schedule"), every(2, list(product(MODELS, reversed(FAMILIES)))))
 def test_every_family_runs_on_processes_and_changes_no_bit(name: str, schedule: str, pool: Pool) -> None:
     assert_trains(pool, name, schedule)
 

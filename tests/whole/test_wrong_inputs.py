@@ -497,7 +497,7 @@ Costs((1,), (2, 3), (1,))
 Costs.of(2).per_microbatch(9, True)
     ScheduleError: there is no stage 9
 Action.parse(None)
-    ScheduleError: None is no action; write <stage><F, B, I or W><micro-batch>, as in 2F0
+    ScheduleError: None is no action; write <stage><F, R, B, I or W><micro-batch>, as in 2F0
 table(rows=None)
     ScheduleError: rows is None; it is a list with a row of Actions for each rank
 table(rows=["0F0", "1F0"])
@@ -505,7 +505,7 @@ table(rows=["0F0", "1F0"])
 table(rows=[[None], [None]])
     ScheduleError: None is no Action
 table(rows=[[Action(0, "F", 0)], [Action(1, "F", 0)]])
-    ScheduleError: Action(stage=0, op='F', microbatch=0) is no Action
+    ScheduleError: Action(stage=0, op='F', microbatch=0, count=1) is no Action
 table(rows=[[Action(0.5, Op.F, 0)], [Action(1, Op.F, 0)]])
     ScheduleError: is no Action; write Action(2, Op.F, 0)
 table(edges=[(0,)])
