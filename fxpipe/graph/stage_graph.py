@@ -52,11 +52,19 @@ class Stage:
     has_backward: bool = False
     """Whether it, or a stage before it, has something to train."""
     result: pytree.TreeSpec | None = None
+    deferring: Callable[..., tuple[Any, ...]] | None = None
+    """``function`` with a ``Deferred`` in front of its inputs, which the gradients of its parameters are left to, for
+    tables that have its backward as I and W; None where there is none."""
+    in_input: tuple[str, ...] = ()
+    """The parameters whose gradients I makes all the same, where the table has I and W."""
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """One value per outgoing edge, and on the output stage the model's result."""
+        return self._returned(self.function, inputs)
+
+    def _returned(self, function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any]) -> tuple[Any, ...]:
         with modes_restored():
-            outputs = self.function(*inputs)
+            outputs = function(*inputs)
         if self.result is None:
             return outputs
         return *outputs[:-1], pytree.tree_unflatten(outputs[-1], self.result)
@@ -82,6 +90,16 @@ class Stage:
         """``forward(*inputs) -> (outputs, saved)``; prints as code."""
         code = self.module.code.strip() if isinstance(self.module, fx.GraphModule) else repr(self.module)
         return Forward(self.name, self.run, self.input_names, self._output_names(), code)
+
+    @cached_property
+    def forward_in_halves(self) -> Forward:
+        """The forward of a micro-batch whose backward the table has as I and W; where there is no other, the same."""
+        if self.deferring is None:
+            return self.forward
+        function, plain = self.deferring, self.forward
+        return Forward(
+            plain.name, lambda *inputs: self._returned(function, inputs), plain.names, plain.outputs, plain.code, True
+        )
 
     @cached_property
     def backward(self) -> Backward:
@@ -188,8 +206,10 @@ class StageGraph:
         headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
         again = ", ".join(name for name in self.names if name in self.recomputed)
-        origin = f"captured by {self.origin}" if self.origin else ""
-        return "\n".join([grid, *[f"recomputed: {again}"] * bool(again), *filter(None, [origin])])
+        notes = [f"recomputed: {again}"] if again else []
+        notes += [f"captured by {self.origin}"] if self.origin else []
+        notes += [_told_in_input(stage) for stage in self.stages if stage.in_input]
+        return "\n".join([grid, *notes])
 
     def _bytes(self, edges: Sequence[Edge]) -> str:
         if not edges:
@@ -265,6 +285,14 @@ class StageGraph:
                 module.add_module(name, call)
         names = tuple(dict.fromkeys(name for stage in inputs.values() for name in stage))
         return StageGraph(tuple(built), names, module, origin="the user's callables").with_backward()
+
+
+def _told_in_input(stage: Stage) -> str:
+    """What of a stage's backward W cannot do."""
+    names = list(stage.in_input)
+    shown_names = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
+    share = sum(stage.parameters[name].numel() for name in names) / sum(p.numel() for p in stage.parameters.values())
+    return f"{stage.name}: I makes the gradients of {shown_names}, too ({share:.0%} of its parameters)"
 
 
 def _is_pair(value: Any) -> bool:

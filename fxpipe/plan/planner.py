@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from torch import nn
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
+from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.captures import LATER, Captured, Captures
 from fxpipe.plan.label_count import Items
@@ -25,7 +26,6 @@ from fxpipe.plan.recomputation import Flags, Make, recomputed, told
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.stage_compiler import compiled_lazily
 from fxpipe.schedules import Limited, build
-from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Instruction, lower, pairs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step, execution_order
@@ -248,17 +248,25 @@ class Planner:
         """The plan that runs the table of these graphs."""
         graph = graphs[0]
         schedule = self._schedule(graph, pattern)
-        cell = next((action for row in schedule.rows for action in row if action.op in (Op.I, Op.W)), None)
-        if cell is not None:
-            raise ScheduleError(
-                f"{schedule.name} has backwards in two halves ({cell}); such tables can be planned, simulated and "
-                'drawn, but not run yet. Write schedule="1f1b", or B in place of I and W'
-            )
+        if pattern.training:
+            graphs = self._in_halves(graphs, schedule)
+            graph = graphs[0]
         instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
         return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program)
+
+    def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
+        """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
+        split = {stage for stage, _ in schedule.dependencies.halves}
+        for name in ("stage_compiler", "parallelize"):
+            if split and getattr(self.options, name) is not None:
+                raise ScheduleError(
+                    f"{schedule.name} has backwards in two halves, I and W, which stages under {name}= cannot run; "
+                    f'write schedule="1f1b", or leave out {name}='
+                )
+        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split)))
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
@@ -355,6 +363,14 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _with_halves(graph: StageGraph, split: Collection[int]) -> StageGraph:
+    """``graph``; these stages, and no others, with what I and W need."""
+    if not split and not any(stage.deferring or stage.in_input for stage in graph):
+        return graph
+    plain = [dataclasses.replace(stage, deferring=None, in_input=()) for stage in graph]
+    return dataclasses.replace(graph, stages=tuple(defer_weights(s) if s.index in split else s for s in plain))
 
 
 def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> list[StageGraph]:

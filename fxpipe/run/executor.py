@@ -13,9 +13,10 @@ import torch
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError, noted
+from fxpipe.graph.deferred import Deferred
 from fxpipe.graph.loss import StepLoss, read_loss, root_of
 from fxpipe.graph.modes import Autocast, within
-from fxpipe.graph.stage_calls import Saved
+from fxpipe.graph.stage_calls import Forward, Saved
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, bytes_in
 from fxpipe.kinds import shown
 from fxpipe.run.exchange import Exchange
@@ -61,6 +62,8 @@ class Executor:
     parameters: Gradients
     """What has to know when this rank uses its parameters."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    halves: Collection[Half] = ()
+    """The backwards that the table has as I and W."""
     recomputed: Collection[Half] = ()
     """(stage, micro-batch) whose forward keeps no graph, for an R to make it."""
     effects: EffectsOf = field(default_factory=EffectsOf)
@@ -73,8 +76,9 @@ class Executor:
         self.graph = self.graphs[0]
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
         self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
-        self._saved: dict[tuple[int, int], Saved] = {}
-        self._kept: dict[tuple[int, int], Kept] = {}  # what is still to be recomputed
+        self._saved: dict[Half, Saved] = {}
+        self._kept: dict[Half, Kept] = {}  # what is still to be recomputed
+        self._later: dict[Half, Deferred] = {}  # what I has left for W
         self._skipped = False  # whether the last action was not run, and so took no message
         self._grad = torch.enable_grad if self.step.training else torch.no_grad
 
@@ -84,18 +88,7 @@ class Executor:
             case Compute(action):
                 self._skipped = not self._runs(action.op, action.microbatch)
                 here.at(action)
-                if action.op is Op.F:
-                    self.parameters.settle(action.stage)
-                    self._forward(action)
-                elif action.op is Op.R:
-                    self.parameters.settle(action.stage)
-                    if not self._skipped:
-                        self._recompute(action)
-                else:
-                    self.parameters.before(action)
-                    if not self._skipped:
-                        self._backward(action)
-                    self.parameters.after(action)
+                self._compute(action)
             case Release(message):  # it stands behind the action whose message tells that this one was received
                 if not self._skipped:  # otherwise a later action's message may tell, or the step's end waits for it
                     self.exchange.release(message)
@@ -105,6 +98,23 @@ class Executor:
                 self.exchange.send(message, self._values.pop((message.edge, message.op, message.microbatch)))
             case _:
                 pass  # a message about a micro-batch without weight, or a reduction, for which the step must be over
+
+    def _compute(self, action: Action) -> None:
+        if action.op is Op.F:
+            self.parameters.settle(action.stage)
+            self._forward(action)
+        elif action.op is Op.R:
+            self.parameters.settle(action.stage)
+            if not self._skipped:
+                self._recompute(action)
+        elif action.op is Op.I:
+            if not self._skipped:
+                self._backward(action)
+        else:
+            self.parameters.before(action)
+            if not self._skipped:
+                self._weights(action) if action.op is Op.W else self._backward(action)
+            self.parameters.after(action)
 
     def _runs(self, op: Op, microbatch: int) -> bool:
         return op is Op.F or self.step.shares[microbatch] != 0
@@ -149,10 +159,15 @@ class Executor:
     def _run(self, action: Action, stage: Stage, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Saved]:
         """A stage's forward, its loss counted."""
         with self._running(action, stage, inputs):
-            outputs, saved = stage.forward(*inputs)
+            outputs, saved = self._call(action, stage)(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, action.microbatch, outputs[-1], saved)
         return outputs, saved
+
+    def _call(self, action: Action, stage: Stage) -> Forward:
+        """The forward whose backward is whole, or in two halves."""
+        halved = self.step.training and (action.stage, action.microbatch) in self.halves
+        return stage.forward_in_halves if halved else stage.forward
 
     @contextlib.contextmanager
     def _running(self, action: Action, stage: Stage, inputs: Sequence[Any]) -> Iterator[None]:
@@ -172,7 +187,7 @@ class Executor:
         self.stopwatch.mark()
         kept = self._kept.pop((stage.index, microbatch))
         with kept.again(), self._running(action, stage, kept.inputs):
-            outputs, saved = stage.forward(*kept.inputs)
+            outputs, saved = self._call(action, stage)(*kept.inputs)
             if stage.returns_result:
                 saved.take_root(root_of(read_loss(outputs[-1]), self.step.shares[microbatch]))
         with self._telling(action, stage):
@@ -216,25 +231,39 @@ class Executor:
         ] + [True] * stage.returns_result
         self.stopwatch.mark()
         with self._telling(action, stage):
-            returned = stage.backward(self._saved.pop((stage.index, microbatch)), gradients)
+            saved = self._saved.pop((stage.index, microbatch))
+            returned = stage.backward(saved, gradients)
         self.stopwatch.end(action)
+        if saved.later is not None:
+            self._later[stage.index, microbatch] = saved.later
         for entry, gradient in zip(stage.inputs, returned, strict=True):
             if isinstance(entry, Edge) and self.graph.stages[entry.source].has_backward:
                 self._values[self._index[entry], Op.B, microbatch] = gradient
+
+    def _weights(self, action: Action) -> None:
+        """W; of a stage that cannot leave anything to it, nothing."""
+        stage, later = self._stage(action), self._later.pop((action.stage, action.microbatch), None)
+        self.stopwatch.mark()
+        self.stopwatch.mark()
+        with self._telling(action, stage):
+            if later is not None:
+                stage.backward.weights(later)
+        self.stopwatch.end(action)
 
     def _take(self, edge: Edge, op: Op, microbatch: int, maker: int) -> Any:
         """A value or gradient, from this rank or another."""
         index = self._index[edge]
         if maker == self.rank:
             return self._values.pop((index, op, microbatch))
-        here.awaited = partial(_in_words, self.graph, edge, op, microbatch)
+        maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.halves else op
+        here.awaited = partial(_in_words, self.graph, edge, maker_op, microbatch)
         try:
             return self.exchange.take(Message(index, op, microbatch, maker, self.rank))
         finally:
             here.awaited = None
 
 
-_WORDS = {Op.F: "forward", Op.R: "recomputation"}
+_WORDS = {Op.F: "forward", Op.R: "recomputation", Op.W: "weight gradients"}
 
 
 def _in_words(graph: StageGraph, edge: Edge, op: Op, microbatch: int) -> str:
