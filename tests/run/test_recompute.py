@@ -54,6 +54,8 @@ def train_again(name: str, schedule: str, **options: Any) -> Run:
     return trained(case, batches_of(case), **options | {"schedule": table, "placement": None})
 
 
+BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+
 # --- every model ---
 
 
@@ -267,6 +269,21 @@ def test_an_input_that_is_written_meanwhile_is_refused() -> None:
         forward_backward(torch.randn(8, WIDTH))
 
 
+@pytest.mark.parametrize("way", [lambda norm: norm.forward, lambda norm: lambda x: norm(x), lambda norm: partial(norm)])
+def test_a_function_is_recomputed_with_what_its_module_was(way: Callable[[nn.Module], Any]) -> None:
+    """It is bound to a batch norm, closes over one, or is a partial of one, which trains nothing."""
+    seen = []
+    for recompute in (False, ["amid"]):
+        norm = nn.BatchNorm1d(WIDTH, affine=False)
+        forward_backward = fxpipe.compile(
+            three_stages(way(norm)), Topology([("pipe", 3)]), microbatches=4, schedule="gpipe", recompute=recompute
+        )
+        assert bool(forward_backward.stages.recomputed) == bool(recompute)
+        seen.append([forward_backward(BATCH, BATCH), *norm.buffers()])
+    for got, wanted in zip(*seen, strict=True):
+        assert_same(got, wanted, "loss and statistics")
+
+
 # --- a step's other sides ---
 
 
@@ -302,9 +319,6 @@ class Dropped(nn.Module):
         h = fxpipe.stage_boundary(F.dropout(torch.tanh(self.one(x)), 0.3, self.training))
         items = F.dropout(self.two(h), 0.3, self.training).square().mean(-1)
         return {"loss": fxpipe.Sum(items.sum(), (x[:, 0] > 0).sum() + 1), "most": items.max()}
-
-
-BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def test_losses_counts_and_metrics_are_added_up_once() -> None:
