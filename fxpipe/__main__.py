@@ -18,6 +18,7 @@ from fxpipe.errors import FxpipeError, ScheduleError, nearest
 from fxpipe.kinds import MOST_ACTIONS
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
 
@@ -41,12 +42,27 @@ class _Graph(NamedTuple):
         actions = 2 * max(stages, mentioned) * microbatches
         if max(actions, stages, mentioned, microbatches, *(args.placement or ())) > MOST_ACTIONS:
             args.parser.error(f"a table of {actions:,} actions; this command goes up to {MOST_ACTIONS:,}")
+        if args.gather_cost is not None and (args.gather is None or len(args.gather_cost) != 2):
+            args.parser.error(
+                "--gather-cost is F and B of a group at the stages of --gather: --gather 4 --gather-cost 1,2"
+            )
         edges = tuple(itertools.pairwise(range(stages))) if args.edges is None else args.edges
         return _Graph(edges, stages, args.placement, microbatches)
 
 
 def _costs(args: argparse.Namespace, stages: int) -> Costs:
-    return Costs.of(max(stages, 0), args.forward, args.backward, args.weight, args.comm, args.bytes)
+    costs = Costs.of(max(stages, 0), args.forward, args.backward, args.weight, args.comm, args.bytes, args.input_bytes)
+    return costs if args.gather_cost is None else costs.at_stages(args.gather, *args.gather_cost)
+
+
+def _recomputed(args: argparse.Namespace, stages: int) -> list[bool] | None:
+    """A flag for each stage."""
+    if args.recompute is None:
+        return None
+    for stage in args.recompute:
+        if not 0 <= stage < stages:
+            args.parser.error(f"--recompute names stage {stage}; they are 0 to {stages - 1}")
+    return [stage in args.recompute for stage in range(stages)]
 
 
 def _planned(args: argparse.Namespace, family: str, graph: _Graph) -> Timeline:
@@ -61,6 +77,8 @@ def _planned(args: argparse.Namespace, family: str, graph: _Graph) -> Timeline:
         costs=costs,
         in_flight=args.in_flight,
         memory=args.memory,
+        gather=args.gather,
+        recompute=_recomputed(args, graph.stages),
     )
     return schedule.simulate(costs)
 
@@ -92,6 +110,9 @@ def _read(args: argparse.Namespace) -> Timeline:
         "--microbatches": args.microbatches,
         "--in-flight": args.in_flight,
         "--memory": args.memory,
+        "--gather": args.gather,
+        "--recompute": args.recompute,
+        "--gather-cost": args.gather_cost,
     }
     for option, value in shaping.items():
         if value is not None:
@@ -110,7 +131,8 @@ def _check_family(name: str) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    families = tuple(dict.fromkeys(args.families)) or tuple(SCHEDULES)
+    fitting = (name for name in SCHEDULES if args.gather is not None or name not in GATHERED)
+    families = tuple(dict.fromkeys(args.families)) or tuple(fitting)
     for family in families:
         _check_family(family)
     graph = _Graph.of(args)
@@ -118,7 +140,7 @@ def _compare(args: argparse.Namespace) -> None:
     failed: dict[str, ScheduleError] = {}
     for family in families:
         try:
-            rows.append(_figures(family, _planned(args, family, graph)))
+            rows.append(_figures(_planned(args, family, graph)))
         except ScheduleError as error:  # a family that this graph is not for leaves the others standing
             failed[family] = error
     if not rows:
@@ -130,7 +152,7 @@ def _compare(args: argparse.Namespace) -> None:
         print(f"fxpipe: {family}: {str(refusal).splitlines()[0]}", file=sys.stderr)
 
 
-def _figures(family: str, timeline: Timeline) -> list[str]:
+def _figures(timeline: Timeline) -> list[str]:
     peaks = timeline.peak_in_flight
     figures = [
         f"{timeline.makespan:g}",
@@ -141,7 +163,7 @@ def _figures(family: str, timeline: Timeline) -> list[str]:
     ]
     if timeline.peak_bytes is not None:
         figures.append(f"{max(timeline.peak_bytes):,.0f}")
-    return [family, *figures]
+    return [timeline.schedule.name, *figures]
 
 
 # --- topology ---

@@ -26,7 +26,7 @@ _SHOW = """\
 examples:
   python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 8
   python -m fxpipe show interleaved_1f1b --stages 8 --placement 0,1,2,3,0,1,2,3 --comm 0.1
-  python -m fxpipe show zb_h1 --stages 4 --forward 1 --backward 2 --weight 1 --svg zb_h1.svg
+  python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 16 --gather 4:4 --svg gathered.svg
   python -m fxpipe show 1f1b --stages 4 --csv mine.csv      # then edit it, and
   python -m fxpipe show mine.csv --full
 """
@@ -91,6 +91,15 @@ def _edges(text: str) -> Edges:
     return tuple(edges)
 
 
+def _gather(text: str) -> dict[int, int | None]:
+    """``4``: stage 4 once for all micro-batches; ``4:8``: for 8 of them at a time."""
+    groups: dict[int, int | None] = {}
+    for part in text.split(","):
+        stage, colon, size = part.strip().partition(":")
+        groups[_whole(stage)] = _whole(size) if colon else None
+    return groups
+
+
 def _axes(text: str) -> tuple[tuple[str, int], ...]:
     """``pipe=2,data=4``, outermost first."""
     axes = []
@@ -104,6 +113,7 @@ def _axes(text: str) -> tuple[tuple[str, int], ...]:
 
 _INT_LIST = partial(_list, one=_whole)
 _INT_EACH = partial(_one_or_list, one=_whole)
+_PAIR = partial(_list, one=_number)
 _COST = partial(_one_or_list, one=_number)
 
 
@@ -160,7 +170,9 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"out of {', '.join(SCHEDULES)}; without: all")
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help=f"out of {', '.join(SCHEDULES)}; without: all that fit"
+    )
     _add_graph(parser)
     _add_costs(parser)
 
@@ -188,6 +200,12 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
     graph.add_argument(
         "--placement", type=_INT_LIST, metavar="R,…", help="the rank of each stage, as in 0,1,0,1; a rank for each"
     )
+    graph.add_argument(
+        "--gather", type=_gather, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them"
+    )
+    graph.add_argument(
+        "--recompute", type=_INT_LIST, metavar="S,…", help="stages that run their forward again for their backward"
+    )
     graph.add_argument("--in-flight", type=_INT_EACH, metavar="N[,…]", help="the most micro-batches a stage may hold")
     graph.add_argument("--memory", type=_COST, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
 
@@ -198,4 +216,6 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--backward", type=_COST, default=2, metavar="T[,…]", help="the whole of it; 2")
     costs.add_argument("--weight", type=_COST, metavar="T[,…]", help="the part of backward that W does; half")
     costs.add_argument("--comm", type=_number, default=0, metavar="T", help="the latency of a hop between ranks; 0")
+    costs.add_argument("--gather-cost", type=_PAIR, metavar="F,B", help="of a group, at the stages of --gather")
     costs.add_argument("--bytes", type=_COST, metavar="N[,…]", help="what a stage holds of it from forward to backward")
+    costs.add_argument("--input-bytes", type=_COST, metavar="N[,…]", help="what it keeps of it where it is recomputed")

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from fxpipe.schedules import build
+from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.schedule import Schedule, Timeline
 
 Pairs = tuple[tuple[int, int], ...]
+
+FAMILIES = [name for name in SCHEDULES if name not in GATHERED]
+"""The families that take any stage graph; the others are for stages that are gathered."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.parameters.weights import Weights
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import WORKED, chain
+from tests.graphs import FAMILIES, WORKED, chain
 from tests.run.test_loading import Trained
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ def test_the_worked_example(run: Run) -> None:
     assert cells(text) == [list(map(str, row)) for row in build("1f1b", WORKED, 8).rows]
 
 
-@pytest.mark.parametrize("family", SCHEDULES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_shown(family: str, run: Run) -> None:
     text = printed(run("show", family, "--stages", "4", "-m", "4", "--placement", "0,1,0,1", "--full"))
     assert family in text
@@ -177,7 +177,7 @@ def lines_of(text: str) -> dict[str, list[str]]:
 def test_compare_has_a_line_for_each_family(run: Run) -> None:
     """Closed forms for p = 4, m = 8, F = 1, B = 2, I = W = 1: makespan, bound, bubble, peaks."""
     lines = lines_of(printed(run("compare", *BALANCED_CHAIN)))
-    assert set(SCHEDULES) <= set(lines)
+    assert set(FAMILIES) <= set(lines)
     assert lines["gpipe"] == ["33", "33", "27.3%", "8", "32"]
     assert lines["1f1b"] == ["33", "33", "27.3%", "4", "10"]
     assert lines["zb_h1"] == ["27", "27", "11.1%", "4", "16"]
@@ -191,7 +191,7 @@ def test_compare_takes_families_and_costs(run: Run) -> None:
     assert lines["1f1b"] == ["45", "45", "11.1%", "2", "3", "10"]
     assert lines["gpipe"] == ["45", "45", "11.1%", "8", "16", "40"]
     assert text.index("1f1b") < text.index("gpipe")
-    assert set(lines) & set(SCHEDULES) == {"1f1b", "gpipe"}
+    assert set(lines) & set(FAMILIES) == {"1f1b", "gpipe"}
 
 
 def test_a_family_that_refuses_leaves_the_others_in_the_table(run: Run) -> None:
@@ -508,3 +508,49 @@ def test_main_returns_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended_by_argparse:
         main(["draw"])
     assert ended_by_argparse.value.code == 2
+
+
+# --- gathered stages ---
+
+
+def test_a_gathered_stage_is_shown_with_what_was_chosen(run: Run) -> None:
+    """1 + 8 forwards, F and B of the join, 8 backwards and the first stage's last."""
+    text = printed(run("show", "1f1b", *EDGES, "-m", "8", "--gather", "4", "--full"))
+    assert "1f1b (store_all): 5 stages" in text
+    assert "4F0-7" in text
+    assert "makespan 30 F (lower bound 30 F)" in text
+
+
+def test_groups_of_given_size_and_cost_are_compared(run: Run) -> None:
+    lines = lines_of(printed(run("compare", *EDGES, "-m", "16", "--gather", "4:4")))
+    assert set(SCHEDULES) - {"zb_v"} <= set(lines)
+    assert lines["store_all"] == ["51", "51", "20.0%", "16", "68"]
+    done = run("compare", "store_all", *EDGES, "-m", "8", "--gather", "4", "--gather-cost", "5,7")
+    assert lines_of(printed(done))["store_all"][0] == "39"
+
+
+def test_memory_decides_for_recomputation(run: Run) -> None:
+    limits = "--bytes", "10,10,10,10,1", "--input-bytes", "1", "--memory", "20"
+    assert "1f1b (cached)" in printed(run("show", "1f1b", *EDGES, "-m", "8", "--gather", "4", *limits))
+
+
+def test_stages_that_are_run_again_are_shown(run: Run) -> None:
+    """(p − 1)(F + B) + m(2F + B)"""
+    text = printed(run("show", "1f1b", "--stages", "2", "-m", "3", "--recompute", "0,1", "--full"))
+    assert {"0R0", "0R1", "0R2", "1R0", "1R1", "1R2"} <= set(text.split())
+    assert "makespan 15 F" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "fact"),
+    [
+        (("--recompute", "5"), 2, "--recompute names stage 5; they are 0 to 4"),
+        (("--gather", "4:3"), 1, "stage 4 is gathered in groups of 3, which do not divide 8 micro-batches"),
+        (("--gather", "four"), 2, "'four' is no whole number"),
+        (("--gather-cost", "1,2"), 2, "--gather-cost is F and B of a group at the stages of --gather"),
+        (("--gather", "4", "--gather-cost", "1"), 2, "--gather-cost is F and B of a group"),
+    ],
+    ids=str,
+)
+def test_a_gather_that_cannot_be_is_told(options: tuple[str, ...], code: int, fact: str, run: Run) -> None:
+    assert fact in " ".join(told(run("show", "1f1b", *EDGES, "-m", "8", *options), code).split())

@@ -5,18 +5,23 @@ To add one: write ``family(problem) -> rows`` in a file of its own, and give it 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError, nearest
 from fxpipe.kinds import check, shown
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.gathered import cached, group_interleaved, store_all
+from fxpipe.schedules.families.gathering import groups_behind
 from fxpipe.schedules.families.gpipe import gpipe
 from fxpipe.schedules.families.greedy import greedy
 from fxpipe.schedules.families.interleaved import interleaved_1f1b
 from fxpipe.schedules.families.limited import Family, Limited, ScheduleName
 from fxpipe.schedules.families.one_f_one_b import one_f_one_b
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.families.recompute import solved
+from fxpipe.schedules.families.shortest import Chosen
 from fxpipe.schedules.families.zb_h1 import zb_h1
 from fxpipe.schedules.given import KINDS, check_given, check_size, nested
 from fxpipe.schedules.no_gc import paused
@@ -29,9 +34,12 @@ SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
         "interleaved_1f1b": interleaved_1f1b,
         "zb_h1": zb_h1,
         "greedy": greedy,
+        "store_all": store_all,
+        "group_interleaved": group_interleaved,
+        "cached": cached,
     }
 )
-"""Name → family. Every family takes any stage graph and any placement."""
+"""Name → family. Every family takes any stage graph and any placement, the last three what has a gathered stage."""
 
 
 @paused()
@@ -47,6 +55,9 @@ def build(
     costs: Costs | None = None,
     in_flight: int | Sequence[int] | None = None,
     memory: float | Sequence[float] | None = None,
+    gather: Mapping[int, int | None] | None = None,
+    gather_cost: tuple[float, float] | None = None,
+    recompute: Sequence[bool] | None = None,
 ) -> Schedule:
     """The verified schedule of that family for a bare stage graph.
 
@@ -62,6 +73,12 @@ def build(
         costs: for families that look at them; None: F = 1 and B = 2.
         in_flight: the most micro-batches per stage, one number or one for each; None: the family's own.
         memory: the most bytes per rank, one number or one for each; the costs must then have ``activation_bytes``.
+        gather: stage → K: it runs once for K micro-batches, or, for None, once for all of them; so do all stages behind
+            it. Of "store_all", "group_interleaved" and "cached" the other families then take the one that is fastest
+            in simulation and keeps within the limits; the schedule's name says which.
+        gather_cost: F and B of a whole group at the stages of ``gather``; None: as ``costs`` has them, once.
+        recompute: whether each stage runs its forward again, as R, for its backward; None: none does. From F to R it
+            keeps its inputs, the costs' ``input_bytes``.
 
     Raises:
         ScheduleError: they do not fit each other.
@@ -76,6 +93,7 @@ def build(
     edges, tied = nested(edges), nested(tied)
     check(ScheduleError, KINDS, edges=edges, microbatches=microbatches, tied=tied)
     check_given(placement=placement, stages=stages, backward=backward, names=names)
+    check_given(gather=gather, gather_cost=gather_cost, recompute=recompute)
     edges = tuple((int(source), int(target)) for source, target in edges)
     count = _count(edges, placement, stages)
     check_size(count, microbatches)
@@ -85,31 +103,58 @@ def build(
         placement=tuple(range(count)) if placement is None else tuple(map(int, placement)),
         backward=(True,) * count if backward is None else tuple(backward),
         costs=Costs.of(count),
+        recompute=None if recompute is None else tuple(recompute),
     )
     given.check()
+    if gather is not None:
+        given = dataclasses.replace(given, groups=groups_behind(gather, given))
+    if gather_cost is not None:
+        costs = (limited.costs or given.costs).at_stages(gather or (), *gather_cost)
+        limited = dataclasses.replace(limited, costs=costs)
     problem = limited.within(given)
+    rows = _rows(limited, problem)
     schedule = Schedule(
-        rows=_rows(limited, problem),
+        rows=tuple(rows),
         edges=problem.edges,
         placement=problem.placement,
         backward=problem.backward,
         microbatches=microbatches,
-        name=limited.name,
+        name=f"{limited.name} ({rows.name})" if isinstance(rows, Chosen) else limited.name,
         stage_names=tuple(names) if names is not None else tuple(map(str, range(count))),
         tied=tuple(map(tuple, tied)),
         costs=limited.costs,
     )
     schedule.verify()
+    _check_groups(schedule, problem)
     excess = limited.excess(schedule)
     if excess is not None:
-        raise ScheduleError(f'{schedule.name} {excess}; "greedy" keeps within limits')
+        raise ScheduleError(f"{schedule.name} {excess}; {_remedy(limited, problem)}")
     return schedule
+
+
+def _remedy(limited: Limited, problem: Problem) -> str:
+    if not problem.is_grouped:
+        return '"greedy" keeps within limits'
+    choosing = limited.family in (one_f_one_b, greedy, interleaved_1f1b)
+    least = "that is the least; use smaller micro-batches, or smaller groups"
+    return least if choosing or limited.family is cached else '"1f1b" takes what keeps within limits'
+
+
+def _check_groups(schedule: Schedule, problem: Problem) -> None:
+    """ScheduleError where a family, which may be the user's own, runs a stage for other groups than it is to."""
+    for stage, size in enumerate(schedule.groups):
+        if size != problem.group(stage):
+            raise ScheduleError(
+                f"{schedule.name} runs stage {stage} for {size} micro-batches at once, and it is gathered in groups of "
+                f"{problem.group(stage)}; write Action(stage, op, first, count) as problem.actions(stage, op) does"
+            )
 
 
 def _rows(limited: Limited, problem: Problem) -> tuple[Row, ...]:
     """A row for each rank, or a ScheduleError: a family may be the user's own."""
     try:
-        rows = tuple(map(tuple, limited.family(problem)))
+        found = solved(limited.family, problem)
+        rows = found if isinstance(found, Chosen) else tuple(map(tuple, found))
     except ScheduleError:
         raise
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from fxpipe.kinds import MOST_ACTIONS, is_whole, shown
 from fxpipe.schedules.action import Action, Op
 
 _MOST = 1e100  # sums of them stay finite
+
+_BYTES = ("activation_bytes", "input_bytes", "deferred_bytes")
 
 Cost = float | Sequence[float]
 """One number for all stages, or one per stage."""
@@ -39,6 +42,11 @@ class Costs:
     """The latency of a hop between two ranks."""
     activation_bytes: tuple[float, ...] | None = None
     """What a stage holds of a micro-batch from its forward to the end of its backward; None where that is not known."""
+    input_bytes: tuple[float, ...] | None = None
+    """What a recomputed stage keeps of a micro-batch from its F to its R; None: it counts for nothing."""
+    deferred_bytes: tuple[float, ...] | None = None
+    """What a stage holds of a micro-batch between its I and its W: inputs and output gradients of the calls that W
+    differentiates. None: all of ``activation_bytes``."""
 
     @staticmethod
     def of(
@@ -48,6 +56,8 @@ class Costs:
         weight: Cost | None = None,
         comm: float = 0,
         activation_bytes: Cost | None = None,
+        input_bytes: Cost | None = None,
+        deferred_bytes: Cost | None = None,
     ) -> Costs:
         """Costs of that many stages; each is one number, or one per stage.
 
@@ -58,6 +68,8 @@ class Costs:
             weight: the part of ``backward`` that W does; None: half of it.
             comm: the latency of a hop between two ranks.
             activation_bytes: what a stage holds per micro-batch in flight, in bytes; None where that is not known.
+            input_bytes: what it keeps of one between F and R, where it is recomputed; None: it counts for nothing.
+            deferred_bytes: what it holds of one between I and W; None: as much as before.
 
         Raises:
             ScheduleError: there are too many or too few, or one is negative or not finite.
@@ -69,13 +81,14 @@ class Costs:
         for stage, (whole, half) in enumerate(zip(full, part, strict=True)):
             if half > whole:
                 raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
-        held = None if activation_bytes is None else _per_stage("activation_bytes", activation_bytes, stages)
-        return Costs(_per_stage("forward", forward, stages), full, part, comm, held)
+        bytes_given = zip(_BYTES, (activation_bytes, input_bytes, deferred_bytes), strict=True)
+        held = (None if given is None else _per_stage(name, given, stages) for name, given in bytes_given)
+        return Costs(_per_stage("forward", forward, stages), full, part, comm, *held)
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "weight", "activation_bytes"):
+        for name in ("forward", "backward", "weight", *_BYTES):
             given = getattr(self, name)
-            if given is not None or name != "activation_bytes":
+            if given is not None or name not in _BYTES:
                 if not isinstance(given, Collection):
                     raise ScheduleError(f"Costs({name}={shown(given)}) is not one per stage; write Costs.of(...)")
                 object.__setattr__(self, name, _per_stage(name, given, len(self.forward)))
@@ -88,11 +101,45 @@ class Costs:
             raise ScheduleError(f"{action} is of a stage outside of 0..{stages - 1}; verify() says where")
         return self._of[action.op][action.stage]
 
+    def held(self, action: Action, recomputed: bool = False) -> float:
+        """How many bytes more a stage that has a backward holds with this action, a negative number where it lets go
+        of some; ``activation_bytes`` must be known. ``recomputed``: an R comes behind this F."""
+        stage, op, _, count = action
+        whole = (self.activation_bytes or ())[stage]
+        kept = 0 if self.input_bytes is None else self.input_bytes[stage]
+        left = whole if self.deferred_bytes is None else self.deferred_bytes[stage]
+        if op is Op.F:
+            return count * (kept if recomputed else whole)
+        if op is Op.R:
+            return count * (whole - kept)
+        return count * (-whole if op is Op.B else left - whole if op is Op.I else -left)
+
     def per_microbatch(self, stage: int, has_backward: bool) -> float:
         """What a stage needs for a micro-batch in all, a gathered one for a group."""
         if not 0 <= stage < len(self.forward):
             raise ScheduleError(f"there is no stage {stage}; they are 0 to {len(self.forward) - 1}")
         return self.forward[stage] + (self.backward[stage] if has_backward else 0)
+
+    def with_recompute(self, stages: Collection[int]) -> Costs:
+        """Those of a table that does not tell R apart: at these stages a backward takes F + B."""
+        pairs = enumerate(zip(self.forward, self.backward, strict=True))
+        return dataclasses.replace(self, backward=tuple(b + f * (stage in stages) for stage, (f, b) in pairs))
+
+    def at_stages(self, stages: Collection[int], forward: float, backward: float) -> Costs:
+        """The same with other costs at these stages; W's part of a backward stays what it is."""
+        part = [half / whole if whole else 0.5 for half, whole in zip(self.weight, self.backward, strict=True)]
+        each = range(len(self.forward))
+        return dataclasses.replace(
+            self,
+            forward=tuple(forward if stage in stages else self.forward[stage] for stage in each),
+            backward=tuple(backward if stage in stages else self.backward[stage] for stage in each),
+            weight=tuple(backward * part[stage] if stage in stages else self.weight[stage] for stage in each),
+        )
+
+    def or_else(self, other: Costs) -> Costs:
+        """The same; what bytes these leave open, as ``other`` has them."""
+        missing = {name: getattr(other, name) for name in _BYTES if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing)
 
     @cached_property
     def input(self) -> tuple[float, ...]:

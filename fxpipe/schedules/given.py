@@ -40,6 +40,13 @@ KINDS: Mapping[str, Expected] = {
     "tied": Expected(list_of(list_of(is_whole)), "a list of groups of stage numbers, [(0, 3)]"),
     "costs": Expected(lambda value: isinstance(value, Costs), "fxpipe.Costs.of(stages, forward=1, backward=2)"),
     "in_flight": Expected(one_or_each(is_number), "a whole number, or one for each stage"),
+    "recompute": Expected(list_of(is_flag), "a list with True or False for each stage"),
+    "gather": Expected(
+        lambda value: isinstance(value, Mapping), "a dict, stage → micro-batches in a group, or None for all: {4: None}"
+    ),
+    "gather_cost": Expected(
+        lambda value: list_of(is_number)(value) and len(value) == 2, "F and B of a group, a pair of numbers: (1, 2)"
+    ),
     "memory": Expected(one_or_each(is_number), "a number of bytes, or one for each rank"),
 }
 """Argument → what it is, where it is given at all."""

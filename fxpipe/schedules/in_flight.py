@@ -6,9 +6,8 @@ counts as all of its micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 
 
@@ -32,13 +31,18 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def peak_bytes(schedule: Schedule, sizes: Sequence[float]) -> tuple[float, ...]:
-    """Per rank, the most bytes that its micro-batches in flight hold; ``sizes``: of one, per stage."""
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Per rank, the most bytes that its micro-batches hold; the costs must tell ``activation_bytes``.
+
+    What has arrived for a forward that has not run yet is not in it.
+    """
+    recomputed = schedule.dependencies.recomputed
     peaks = []
     for row in schedule.rows:
         now = peak = 0.0
         for action in row:
-            now += held(schedule, action) * sizes[action.stage]
-            peak = max(peak, now)
+            if schedule.backward[action.stage]:
+                now += costs.held(action, (action.stage, action.microbatch) in recomputed)
+                peak = max(peak, now)
         peaks.append(peak)
     return tuple(peaks)

@@ -115,7 +115,8 @@ class Schedule:
     def to_csv(self, path: StrPath, communication: bool = False) -> None:
         """Writes the table for ``from_csv``, or for torch.distributed.pipelining: a line per rank.
 
-        Which stages share a parameter (``tied``) is not in it.
+        Which stages share a parameter (``tied``) is not in it. torch has no cells for a group of micro-batches,
+        ``4F0-3``, or for an R: a file with one is for ``from_csv`` alone.
 
         Args:
             path: the file.
@@ -314,8 +315,7 @@ class Timeline:
         """Per rank, the most bytes that its micro-batches in flight hold; None where the costs do not tell them."""
         from fxpipe.schedules.in_flight import peak_bytes
 
-        sizes = self.costs.activation_bytes
-        return None if sizes is None else peak_bytes(self.schedule, sizes)
+        return None if self.costs.activation_bytes is None else peak_bytes(self.schedule, self.costs)
 
     @cached_property
     def lower_bound(self) -> float:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from fxpipe.formats.chrome_trace import chrome_trace
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Reduction, Span, Timeline
-from tests.graphs import JOINED, WORKED, chain, joined, random_bare
+from tests.graphs import FAMILIES, JOINED, WORKED, chain, joined, random_bare
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
 Event = dict[str, Any]
@@ -45,7 +45,7 @@ def random_timelines(name: str) -> list[Timeline]:
     return made
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_event_has_the_fields_that_its_phase_needs(name: str) -> None:
     needed = {"X": {"ts", "dur"}, "s": {"ts", "id", "cat"}, "f": {"ts", "id", "cat", "bp"}, "C": {"ts"}, "M": {"args"}}
     for timeline in random_timelines(name):
@@ -56,7 +56,7 @@ def test_every_event_has_the_fields_that_its_phase_needs(name: str) -> None:
             assert event.get("dur", 0) >= 0
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_each_action_is_a_slice_of_its_ranks_thread_in_microseconds(name: str) -> None:
     for timeline in random_timelines(name):
         microseconds = 1e6 if timeline.measured else 1e3
@@ -70,7 +70,7 @@ def test_each_action_is_a_slice_of_its_ranks_thread_in_microseconds(name: str) -
             assert event["args"]["microbatch"] == action.microbatch
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_slices_of_a_thread_do_not_overlap(name: str) -> None:
     """To the nanosecond: a viewer would take two that do for nested ones."""
     for timeline in random_timelines(name):
@@ -83,7 +83,7 @@ def test_slices_of_a_thread_do_not_overlap(name: str) -> None:
             assert all(first[1] <= second[0] for first, second in pairwise(spans))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_arrow_for_each_dependency_between_ranks(name: str) -> None:
     for seed, timeline in enumerate(random_timelines(name)):
         graph = random_bare(seed, frozen=seed % 2 == 0)
@@ -182,7 +182,7 @@ def test_a_thread_for_each_rank_in_order_and_named() -> None:
     assert {e["tid"] for e in events(timeline, "X")} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_counters_peak_at_the_peaks_in_flight(name: str) -> None:
     for timeline in random_timelines(name):
         schedule = timeline.schedule

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Row, Schedule
 from fxpipe.schedules.table import table
-from tests.graphs import JOINED, RECOMPUTED, WORKED, Bare, bare, branches, chain, joined, random_bare
+from tests.graphs import FAMILIES, JOINED, RECOMPUTED, WORKED, Bare, bare, branches, chain, joined, random_bare
 
 GRAPHS: dict[str, Bare] = {
     "one stage": bare((), 1),
@@ -109,7 +109,7 @@ def test_a_table_that_halts_is_written_for_its_author_to_mend_but_not_with_messa
         schedule.to_csv(tmp_path / "table.csv", communication=True)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
 def test_a_cell_stands_in_the_column_where_the_printed_table_has_it(name: str, graph: Bare, tmp_path: Path) -> None:
     schedule = graph.build(name, 4)
@@ -123,7 +123,7 @@ def test_a_cell_stands_in_the_column_where_the_printed_table_has_it(name: str, g
 # --- there and back ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
 @pytest.mark.parametrize("communication", [False, True], ids=["compute", "communication"])
 def test_what_was_written_is_read_back(name: str, graph: Bare, communication: bool, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_was_written_is_read_back(name: str, graph: Bare, communication: bo
         assert written(again, tmp_path, communication) == text
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_messages_of_random_graphs_are_read_back(name: str, tmp_path: Path) -> None:
     for seed in range(60):
         graph = random_bare(100 + seed, frozen=seed % 2 == 1)
@@ -148,7 +148,7 @@ def test_messages_of_random_graphs_are_read_back(name: str, tmp_path: Path) -> N
         assert read(written(schedule, tmp_path, communication=True), tmp_path, graph.edges).rows == schedule.rows
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_messages_are_read_without_the_edges_too(name: str, tmp_path: Path) -> None:
     for graph in (graph for title, graph in GRAPHS.items() if "random" not in title):
         schedule = graph.build(name, 3)

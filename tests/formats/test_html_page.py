@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fxpipe.formats import html, svg
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Span, Timeline
-from tests.graphs import JOINED, chain, joined, random_timelines
+from tests.graphs import FAMILIES, JOINED, chain, joined, random_timelines
 
 
 class Page(HTMLParser):
@@ -84,7 +84,7 @@ def test_a_measured_page_counts_in_milliseconds() -> None:
     }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_page_holds_the_same_picture_and_data_for_each_cell(name: str) -> None:
     for timeline in random_timelines(name)[:8]:
         page = html(timeline)

@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 import pytest
 
 from fxpipe.formats import html, svg
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Reduction, Schedule, Timeline
 from tests.formats.test_html_page import actions_of
-from tests.graphs import RECOMPUTED, WORKED, bare, chain, joined, random_timelines
+from tests.graphs import FAMILIES, RECOMPUTED, WORKED, bare, chain, joined, random_timelines
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -83,7 +83,7 @@ def without(timeline: Timeline, gone: set[Action]) -> Timeline:
 # --- geometry ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_each_action_has_one_cell_in_its_ranks_row_to_scale(name: str) -> None:
     for timeline in random_timelines(name):
         drawn = read(svg(timeline))
@@ -97,7 +97,7 @@ def test_each_action_has_one_cell_in_its_ranks_row_to_scale(name: str) -> None:
                 assert cell.width == pytest.approx((stop - start) / end * row.width, abs=0.011)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_rows_stand_in_rank_order_and_nothing_overlaps(name: str) -> None:
     for timeline in random_timelines(name):
         drawn = read(svg(timeline))
@@ -226,7 +226,7 @@ def test_the_headline_tells_the_figures() -> None:
 # --- colours ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_stage_and_op_has_one_fill_and_no_other_has_it(name: str) -> None:
     cells = read(svg(build(name, chain(6), 5).simulate())).cells
     fills = {((action.stage, action.op), cell.fill) for action, cell in cells.items()}

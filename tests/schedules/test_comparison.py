@@ -10,9 +10,9 @@ import fxpipe
 from fxpipe import Action, Op, Schedule, ScheduleError, Timeline
 from fxpipe.distributed.stopwatch import Lap
 from fxpipe.run.measured_timeline import timeline_of
-from fxpipe.schedules import SCHEDULES, Costs, build
+from fxpipe.schedules import Costs, build
 from fxpipe.schedules.comparison import Comparison, Part, Share, Wait
-from tests.graphs import random_bare
+from tests.graphs import FAMILIES, random_bare
 
 parse = Action.parse
 
@@ -81,7 +81,7 @@ def test_it_prints_both_makespans_and_bubbles_and_three_tables() -> None:
     assert "1 3000.00 4000.00 1500.00 2000.00 2500.00 2750.00 250.00" in lines
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_parts_and_shares_sum_to_the_makespans(name: str) -> None:
     for seed in range(60):
         graph, draw = random_bare(seed, frozen=seed % 3 == 0), random.Random(seed)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, Problem, build
+from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
-from tests.graphs import WORKED, Bare, bare, before, branches, chain, random_bare
+from tests.graphs import FAMILIES, WORKED, Bare, bare, before, branches, chain, random_bare
 from tests.work import steps
 
 GRAPHS: dict[str, Bare] = {
@@ -42,7 +42,7 @@ GRAPHS: dict[str, Bare] = {
     "nothing to train": bare(chain(3), 3, frozen=frozenset([0, 1, 2])),
     **{f"random {seed}": random_bare(seed, frozen=seed % 2 == 1) for seed in range(12)},
 }
-every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+every_schedule = pytest.mark.parametrize("name", FAMILIES)
 every_graph = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
 microbatch_counts = pytest.mark.parametrize("m", [1, 2, 8])
 

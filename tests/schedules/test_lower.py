@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import (
     Compute,
@@ -21,7 +21,7 @@ from fxpipe.schedules.lower import (
     pairs,
 )
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import JOINED, WORKED, Value, bare, chain, gradient_of, joined, random_bare, values_of
+from tests.graphs import FAMILIES, JOINED, WORKED, Value, bare, chain, gradient_of, joined, random_bare, values_of
 
 Examples = list[tuple[Schedule, list[Value], tuple[tuple[Instruction, ...], ...]]]
 
@@ -30,7 +30,7 @@ Examples = list[tuple[Schedule, list[Value], tuple[tuple[Instruction, ...], ...]
 def examples() -> Examples:
     """Tables of every schedule, the values that pass between their stages, and what lowering makes of them."""
     made = []
-    for name in SCHEDULES:
+    for name in FAMILIES:
         for seed in range(60):
             graph = random_bare(seed, frozen=seed % 2 == 0)
             schedule, values = graph.build(name, 1 + seed % 6), values_of(graph.edges, seed)

@@ -10,16 +10,16 @@ from collections.abc import Collection, Iterator, Sequence
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, Problem, build
+from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.caps import round_trip_caps
 from fxpipe.schedules.families.interleaved import in_laps
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import WORKED, Bare, Pairs, bare, branches, chain, random_bare
+from tests.graphs import FAMILIES, WORKED, Bare, Pairs, bare, branches, chain, random_bare
 from tests.thinned import ALL, every
 
-every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+every_schedule = pytest.mark.parametrize("name", FAMILIES)
 
 
 def random_costs(stages: int, draw: random.Random) -> Costs:

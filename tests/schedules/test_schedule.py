@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Cause, Schedule
-from tests.graphs import bare, chain, random_bare
+from tests.graphs import FAMILIES, bare, chain, random_bare
 
 
 def test_the_cause_of_an_action_is_what_it_waited_for_last() -> None:
@@ -39,7 +39,7 @@ def test_a_cause_on_the_same_rank_does_not_cross() -> None:
     assert crossing["0F0"] is None
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_critical_path_leads_from_0_to_the_makespan_without_a_gap_but_latency(name: str) -> None:
     for seed in range(60):
         graph = random_bare(seed, frozen=seed % 2 == 0)

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Timeline
-from tests.graphs import JOINED, bare, before, chain, halves, joined, random_bare
+from tests.graphs import FAMILIES, JOINED, bare, before, chain, halves, joined, random_bare
 
 
 def times(result: Timeline) -> dict[str, tuple[float, float]]:
@@ -80,7 +80,7 @@ def test_the_bubble_is_the_mean_over_ranks_of_their_idle_part() -> None:
 # --- everything as early as it can be ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_action_starts_when_its_rank_is_free_and_its_inputs_are_here(name: str) -> None:
     for seed in range(60):
         graph = random_bare(seed, frozen=seed % 2 == 0)

@@ -9,12 +9,12 @@ from itertools import pairwise, product
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
-from tests.graphs import JOINED, WORKED, Bare, bare, chain, joined, random_bare
+from tests.graphs import FAMILIES, JOINED, WORKED, Bare, bare, chain, joined, random_bare
 from tests.thinned import every
 from tests.work import steps
 
@@ -47,7 +47,7 @@ def read(text: str) -> Printed:
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_printed_table_reads_back_as_the_rows_that_are_executed(name: str) -> None:
     for seed in range(40):
         schedule = random_bare(seed, frozen=seed % 2 == 0).build(name, 1 + seed % 12)
@@ -59,7 +59,7 @@ def test_the_printed_table_reads_back_as_the_rows_that_are_executed(name: str) -
         assert rows == executed
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_column_is_a_step_and_nothing_could_stand_further_left(name: str) -> None:
     for seed in range(40):
         graph = random_bare(seed)
@@ -266,7 +266,7 @@ LONG: dict[str, tuple[Bare, int]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name", "width"), every(3, list(product(LONG, SCHEDULES, [44, 80, 120, 300]))))
+@pytest.mark.parametrize(("kind", "name", "width"), every(3, list(product(LONG, FAMILIES, [44, 80, 120, 300]))))
 def test_what_is_shown_and_what_is_left_out_are_the_whole_table(
     kind: str, name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,13 +484,13 @@ def test_a_long_grid_in_which_nothing_is_marked_is_folded() -> None:
 # --- growth ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_printing_takes_four_times_the_work_for_four_times_as_many_micro_batches(name: str) -> None:
     few, many = build(name, chain(8), 64), build(name, chain(8), 256)
     assert steps(str, many) <= 4.5 * steps(str, few)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_printing_takes_about_four_times_the_work_for_four_times_as_many_stages(name: str) -> None:
     few, many = build(name, chain(4), 128), build(name, chain(16), 128)
     assert steps(str, many) <= 6 * steps(str, few)  # a longer warm-up adds columns; 16 times where it is quadratic

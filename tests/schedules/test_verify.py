@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import (
     Compute,
@@ -25,7 +25,7 @@ from fxpipe.schedules.lower import (
 )
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Machine, execution_order
-from tests.graphs import JOINED, RECOMPUTED, WORKED, Value, chain, gradient_of, joined, random_bare, values_of
+from tests.graphs import FAMILIES, JOINED, RECOMPUTED, WORKED, Value, chain, gradient_of, joined, random_bare, values_of
 
 
 def schedule_of(rows: str, edges: Sequence[tuple[int, int]], placement: Sequence[int] | None = None) -> Schedule:
@@ -400,7 +400,7 @@ def network(schedule: Schedule, values: Sequence[Value], queue_of: QueueOf = per
     return Network(lowered, values, schedule.placement, schedule.backward, queue_of)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_verified_table_hangs_whatever_the_interleaving(name: str) -> None:
     for seed in range(120):
         graph = random_bare(seed, frozen=seed % 3 == 0)
@@ -410,7 +410,7 @@ def test_no_verified_table_hangs_whatever_the_interleaving(name: str) -> None:
             assert network(schedule, values).ends(interleaving), (graph, interleaving)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_table_hangs_when_only_its_forwards_run(name: str) -> None:
     for seed in range(80):
         graph = random_bare(seed, frozen=seed % 3 == 0)
@@ -434,7 +434,7 @@ def without(row: Sequence[Instruction], left_out: set[int]) -> list[Instruction]
     return kept
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_table_hangs_when_some_micro_batches_have_no_backward(name: str) -> None:
     draw = random.Random(0)
     for seed in range(80):
@@ -546,7 +546,7 @@ def test_a_compute_that_waits_for_what_no_rank_has_is_told_so() -> None:
 # --- reductions of tied parameters ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_table_with_tied_stages_hangs_whatever_the_interleaving(name: str) -> None:
     draw = random.Random(0)
     reduced = 0
@@ -597,7 +597,7 @@ def test_a_reduction_in_front_of_what_another_rank_waits_for_is_a_halt() -> None
 # --- the order for one process ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_order_for_one_process_runs_everything_once_and_nothing_too_early(name: str) -> None:
     for seed in range(40):
         graph = random_bare(seed, frozen=seed % 2 == 0)

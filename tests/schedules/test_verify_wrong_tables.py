@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Instruction, Receive, Send
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Machine
-from tests.graphs import chain, examples, random_bare
+from tests.graphs import FAMILIES, chain, examples, random_bare
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -304,7 +304,7 @@ def test_rows_that_do_not_fit_the_rest_are_refused(
 # --- any one cell of a right table taken away, doubled or moved ---
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_cell_taken_away_is_named(name: str) -> None:
     for schedule in examples(name):
         for rank, row in enumerate(schedule.rows):
@@ -313,7 +313,7 @@ def test_a_cell_taken_away_is_named(name: str) -> None:
                 assert str(action) in refusal(replace(schedule, rows=rows)).splitlines()[0]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_cell_written_twice_is_named_and_marked(name: str) -> None:
     for schedule in examples(name):
         for rank, row in enumerate(schedule.rows):
@@ -324,7 +324,7 @@ def test_a_cell_written_twice_is_named_and_marked(name: str) -> None:
                 assert in_brackets(message) == f"{action} {action}"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_cell_on_another_rank_is_named_and_marked(name: str) -> None:
     for schedule in examples(name):
         for rank, row in enumerate(schedule.rows):
@@ -337,7 +337,7 @@ def test_a_cell_on_another_rank_is_named_and_marked(name: str) -> None:
                 assert in_brackets(message) == str(action)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_backward_moved_to_the_front_of_its_row_is_marked(name: str) -> None:
     for schedule in examples(name):
         for rank, row in enumerate(schedule.rows):
@@ -366,7 +366,7 @@ def halted(schedule: Schedule, instructions: Sequence[Sequence[Instruction]]) ->
     return cells, "; ".join(halt.reason for halt in stuck) or str(machine.unmatched())
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_receives_of_one_sender_that_cross_are_a_halt(name: str) -> None:
     """Messages between two ranks arrive in the order in which they are sent, whatever their receives ask for."""
     crossed = 0

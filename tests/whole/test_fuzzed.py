@@ -23,9 +23,9 @@ from fxpipe.__main__ import main
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import MOST_TOLD, CheckpointError, FxpipeError, ScheduleError, TopologyError
 from fxpipe.parameters.weights import Weights
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import WORKED, chain
+from tests.graphs import FAMILIES, WORKED, chain
 from tests.thinned import ALL
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -62,7 +62,7 @@ def changed(draw: random.Random, content: bytes, words: Sequence[bytes]) -> byte
 
 def write_schedule(draw: random.Random, folder: Path) -> Path:
     edges, stages = draw.choice(((chain(1), 1), (chain(3), 3), (chain(4), 4), (WORKED, 5)))
-    family = draw.choice([name for name in SCHEDULES if name != "interleaved_1f1b"])
+    family = draw.choice([name for name in FAMILIES if name != "interleaved_1f1b"])
     schedule = build(family, edges, draw.randint(1, 4), None, stages)
     schedule.to_csv(folder / "table.csv", communication=draw.random() < 0.5)
     return folder / "table.csv"
@@ -246,7 +246,7 @@ def test_a_topology_is_made_or_refused() -> None:
 # --- the command line ---
 
 WORDS = (
-    *("show", "compare", "topology", *SCHEDULES, "table.csv", "absent.csv", "nonsense", "--full", "--communication"),
+    *("show", "compare", "topology", *FAMILIES, "table.csv", "absent.csv", "nonsense", "--full", "--communication"),
     *("--edges", "--stages", "-m", "--placement", "--in-flight", "--memory", "--forward", "--backward", "--weight"),
     *("--comm", "--bytes", "--csv", "--ranks-per-node", "0-1,1-2", "0-1,1-4,2-3,3-4", "0-0", "1-0,0-1", "0-999999999"),
     *(

@@ -14,10 +14,9 @@ import torch
 from fxpipe import Op, Schedule, ScheduleError, Topology
 from fxpipe.distributed.strict_transport import StrictTransport, current_seat, run_strict
 from fxpipe.run.exchange import WireExchange
-from fxpipe.schedules import SCHEDULES
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
 from fxpipe.schedules.schedule import Link
-from tests.graphs import random_bare
+from tests.graphs import FAMILIES, random_bare
 from tests.thinned import ALL
 
 TABLES, CYCLES, PARTS = (10_000, 1_000, 20) if ALL else (1_000, 200, 2)
@@ -26,7 +25,7 @@ TABLES, CYCLES, PARTS = (10_000, 1_000, 20) if ALL else (1_000, 200, 2)
 def table(seed: int) -> Schedule:
     """A verified table of a random graph on random ranks, of each family in turn."""
     graph = random_bare(seed, most=6, frozen=seed % 4 == 0)
-    schedule = graph.build(list(SCHEDULES)[seed % len(SCHEDULES)], 1 + seed % 3)
+    schedule = graph.build(FAMILIES[seed % len(FAMILIES)], 1 + seed % 3)
     trained = [stage for stage in range(graph.stages) if graph.backward[stage]]
     draw = random.Random(seed)
     tied = [tuple(sorted(draw.sample(trained, 2))) for _ in range(draw.choice([0, 1, 3])) if len(trained) > 1]

@@ -13,13 +13,14 @@ import pytest
 import fxpipe
 from fxpipe import Action, Op, Schedule, ScheduleError, Topology
 from fxpipe.schedules import Costs, Problem, build, with_costs
+from tests.graphs import FAMILIES
 from tests.harness import assert_run, compiled, local, reference, strict, trained
 from tests.models import CASES
 from tests.pool import Pool
 from tests.thinned import every
 
 TABLES_ONLY = ["zb_h1"]
-RUNNABLE = [name for name in fxpipe.SCHEDULES if name not in TABLES_ONLY]
+RUNNABLE = [name for name in FAMILIES if name not in TABLES_ONLY]
 MODELS = ["two towers, text first", "6 stages in turn on 3 ranks", "encoder-decoder"]
 
 

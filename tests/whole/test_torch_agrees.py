@@ -23,10 +23,10 @@ from torch.distributed.pipelining.schedules import (
 
 import fxpipe
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import chain
+from tests.graphs import FAMILIES, chain
 
 Rows = Sequence[Sequence[_Action | None]]
 
@@ -78,7 +78,7 @@ def cells(schedule: Schedule) -> list[list[str]]:
 SHAPES = [(1, 1, 3), (2, 1, 1), (2, 1, 4), (4, 1, 8), (4, 1, 3), (2, 2, 4), (3, 2, 6), (4, 3, 8), (3, 2, 5), (2, 3, 6)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("ranks", "per_rank", "m"), SHAPES)
 def test_torchs_validator_accepts_our_tables_of_chains(
     name: str, ranks: int, per_rank: int, m: int, tmp_path: Path
@@ -91,7 +91,7 @@ def test_torchs_validator_accepts_our_tables_of_chains(
     assert computes(list(rows.values())) == cells(schedule)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("ranks", "per_rank", "m"), SHAPES)
 def test_torchs_simulator_runs_our_messages_to_the_end(
     name: str, ranks: int, per_rank: int, m: int, tmp_path: Path
@@ -104,7 +104,7 @@ def test_torchs_simulator_runs_our_messages_to_the_end(
     assert {rank: [action for action in row if action is not None] for rank, row in ran.items()} == rows
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("ranks", "per_rank", "m"), SHAPES)
 def test_our_messages_are_those_that_torch_would_put_in(
     name: str, ranks: int, per_rank: int, m: int, tmp_path: Path

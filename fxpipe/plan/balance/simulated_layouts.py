@@ -11,6 +11,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.recompute import solved
 from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.lower_bound import lower_bound
 from fxpipe.schedules.schedule import Schedule
@@ -190,7 +191,7 @@ class Judge:
         staged = self.staged(layout)
         family = dataclasses.replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
-        rows = tuple(map(tuple, family.family(problem)))
+        rows = tuple(map(tuple, solved(family.family, problem)))
         self.actions += sum(map(len, rows))
         schedule = Schedule(
             rows,
@@ -205,7 +206,7 @@ class Judge:
         excess = family.excess(schedule)
         if excess is not None:
             raise ScheduleError(f"{family.name} {excess}")
-        held = peak_bytes(schedule, staged.costs.activation_bytes or ())
+        held = peak_bytes(schedule, staged.costs)
         peaks = tuple(static + most for static, most in zip(staged.static_bytes, held, strict=True))
         self.least_bytes = min(self.least_bytes, max(peaks))
         seconds = staged.whole(schedule.simulate(staged.costs).makespan)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
+from fxpipe.schedules.schedule import Schedule
 
 Caps = tuple[int, ...]
 """The most micro-batches in flight, per stage."""
@@ -67,6 +71,22 @@ def _fit(wanted: list[int], problem: Problem) -> None:
                     f"takes {least:g}; use smaller micro-batches, or move a stage"
                 )
             wanted[highest] -= 1
+
+
+def excess(
+    schedule: Schedule, costs: Costs, in_flight: Sequence[int] | None, memory: Sequence[float] | None
+) -> str | None:
+    """Which limit a table breaks, in words; None where it keeps within all. ``in_flight``: per stage, ``memory``: per
+    rank, which costs without ``activation_bytes`` cannot tell."""
+    if in_flight is not None:
+        for stage, (peak, cap) in enumerate(zip(peak_in_flight(schedule), in_flight, strict=True)):
+            if peak > cap:
+                return f"holds {peak} micro-batches at stage {stage}, in_flight={cap}"
+    if memory is not None and costs.activation_bytes is not None:
+        for rank, (most, room) in enumerate(zip(peak_bytes(schedule, costs), memory, strict=True)):
+            if exceeds(most, room):
+                return f"holds {most:g} bytes on rank {rank}, memory={room:g}"
+    return None
 
 
 def exceeds(held: float, room: float) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from fxpipe.schedules.families.caps import Caps, caps, round_trip_caps
+from fxpipe.schedules.families.gathered import fastest
 from fxpipe.schedules.families.list_scheduling import PRIORITIES, Priority, list_schedule
 from fxpipe.schedules.families.one_f_one_b import with_caps
 from fxpipe.schedules.families.problem import Problem
@@ -24,6 +25,8 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
     ``in_flight`` and ``memory`` say. 1F1B is among the tables: greedy is never slower within the same limits. Which of
     the others to make for very many micro-batches is found out with fewer: steady work repeats.
     """
+    if problem.is_grouped:
+        return fastest(problem)
     limits = caps(problem)
     lean, usual = (tuple(map(min, wanted, limits)) for wanted in (round_trip_caps(problem), problem.depth))
     makers = [maker for held in dict.fromkeys([lean, usual, limits]) for maker in _makers(held)]

@@ -27,7 +27,7 @@ def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
     On other graphs and placements, where stages do not go round their ranks, that order can be far from good: there
     the shorter of it and 1F1B at F = 1 and B = 2. With a stage a rank this is 1F1B.
     """
-    if problem.one_stage_a_rank:
+    if problem.one_stage_a_rank or problem.is_grouped:
         return one_f_one_b(problem)
     return shortest(problem, [in_laps, one_f_one_b], Costs.of(len(problem.placement))).rows
 

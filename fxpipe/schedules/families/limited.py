@@ -9,14 +9,15 @@ from typing import Literal, TypeVar
 
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.caps import exceeds
+from fxpipe.schedules.families.caps import excess
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
 from fxpipe.schedules.schedule import Schedule
 
 T = TypeVar("T", int, float)
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy"]
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy", "store_all", "group_interleaved", "cached"
+]
 """A name out of ``SCHEDULES``, for editors and type checkers."""
 
 Family = Callable[[Problem], Sequence[Sequence[Action]]]
@@ -37,28 +38,20 @@ class Limited:
         return self.family(self.within(problem))
 
     def or_else(self, other: Limited) -> Limited:
-        """The same family; where this one leaves a limit, or the activation bytes, open, as ``other`` has it."""
+        """The same family; where this one leaves a limit, or bytes, open, as ``other`` has it."""
         costs = self.costs if self.costs is not None else other.costs
-        if costs is not None and costs.activation_bytes is None and other.costs is not None:
-            costs = dataclasses.replace(costs, activation_bytes=other.costs.activation_bytes)
+        if costs is not None and other.costs is not None:
+            costs = costs.or_else(other.costs)
         in_flight = other.in_flight if self.in_flight is None else self.in_flight
         return Limited(self.family, self.name, costs, in_flight, other.memory if self.memory is None else self.memory)
 
     def excess(self, schedule: Schedule) -> str | None:
         """Which limit a table breaks, in words; None where it keeps within all."""
-        if self.in_flight is not None:
-            caps = _each(self.in_flight, len(schedule.placement))
-            for stage, (peak, cap) in enumerate(zip(peak_in_flight(schedule), caps, strict=True)):
-                if peak > cap:
-                    return f"holds {peak} micro-batches at stage {stage}, in_flight={cap}"
-        if self.memory is not None and self.costs is not None and self.costs.activation_bytes is not None:
-            rooms = _each(self.memory, len(schedule.rows))
-            for rank, (most, room) in enumerate(
-                zip(peak_bytes(schedule, self.costs.activation_bytes), rooms, strict=True)
-            ):
-                if exceeds(most, room):
-                    return f"holds {most:g} bytes on rank {rank}, memory={room:g}"
-        return None
+        costs = self.costs if self.costs is not None else Costs.of(len(schedule.placement))
+        in_flight = None if self.in_flight is None else _each(self.in_flight, len(schedule.placement))
+        return excess(
+            schedule, costs, in_flight, None if self.memory is None else _each(self.memory, len(schedule.rows))
+        )
 
     def within(self, problem: Problem) -> Problem:
         """The problem at these costs and within these limits; ScheduleError where they do not fit it."""

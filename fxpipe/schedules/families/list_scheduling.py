@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies
 from fxpipe.schedules.families.caps import Caps
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
@@ -74,7 +74,7 @@ def list_schedule(
 
 
 class _Listing:
-    """How far list scheduling has come: when each action ends, and how many of each stage have begun."""
+    """How far list scheduling has come: when each action ends, and how many micro-batches of each stage have begun."""
 
     def __init__(
         self,
@@ -86,10 +86,11 @@ class _Listing:
     ) -> None:
         self.problem, self.costs, self.caps, self.key, self.held = problem, costs, caps, key, held
         self.gradient = Op.B if held is None else Op.I
+        self.sizes = [problem.group(stage) for stage in range(len(problem.placement))]
         stages = range(len(problem.placement))
         every = ((stage, j) for stage in stages for j in range(problem.microbatches))
-        halves = [Action(stage, Op.I, j) for stage, j in every] if held is not None else []
-        self.dependencies = Dependencies.of(problem.links, problem.backward, [halves])
+        halves = frozenset(every if held is not None else ())
+        self.dependencies = dataclasses.replace(problem.dependencies, halves=halves)
         sources = [self.dependencies.sources.get(stage, ()) for stage in stages]
         waiting = ((Op.F, problem.targets), (self.gradient, sources))
         self.users = {  # (stage, op) → the other ranks that wait for it
@@ -114,7 +115,7 @@ class _Listing:
                 continue
             action = min(ready, key=lambda a: (a.op is Op.W, self.key(a))) if len(ready) > 1 else ready[0]
             rows[rank].append(action)
-            self.begun[action.op][action.stage] += 1
+            self.begun[action.op][action.stage] += action.count
             end = free[rank] = self.ends[action] = now + self.costs.time(action)
             heapq.heappush(moments, (end, rank))
             for user in self.users.get((action.stage, action.op), ()):
@@ -124,19 +125,20 @@ class _Listing:
     def _next(self, stage: int) -> list[Action]:
         """The next actions of a stage: its forward, within its caps, its backward, and its weight gradients."""
         forwards, gradients = self.begun[Op.F][stage], self.begun[self.gradient][stage]
+        size = self.sizes[stage]
         if not self.problem.backward[stage]:
-            return [Action(stage, Op.F, forwards)] if forwards < self.problem.microbatches else []
+            return [Action(stage, Op.F, forwards, size)] if forwards < self.problem.microbatches else []
         actions = []
-        below = forwards - gradients < self.caps[stage]
+        below = forwards - gradients + size <= self.caps[stage]
         if self.held is not None:
             weights = self.begun[Op.W][stage]
-            below = below and forwards - weights < self.held[stage]
+            below = below and forwards - weights + size <= self.held[stage]
             if weights < gradients:
-                actions.append(Action(stage, Op.W, weights))
+                actions.append(Action(stage, Op.W, weights, size))
         if below and forwards < self.problem.microbatches:
-            actions.append(Action(stage, Op.F, forwards))
+            actions.append(Action(stage, Op.F, forwards, size))
         if gradients < forwards:
-            actions.append(Action(stage, self.gradient, gradients))
+            actions.append(Action(stage, self.gradient, gradients, size))
         return actions
 
     def _is_ready(self, action: Action, now: float) -> bool:

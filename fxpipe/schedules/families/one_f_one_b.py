@@ -13,6 +13,7 @@ from __future__ import annotations
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.caps import Caps
+from fxpipe.schedules.families.gathered import fastest
 from fxpipe.schedules.families.list_scheduling import backward_first, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
@@ -23,8 +24,9 @@ def one_f_one_b(problem: Problem) -> tuple[Row, ...]:
 
     On a balanced graph with F and B per stage and D = max d the makespan is (m + D − 1)(F + B), the lower bound.
     Where a rank has several stages, list scheduling with the same limit in flight, for F = 1 and B = 2.
+    With a gathered stage, the fastest of the tables for those.
     """
-    return with_caps(problem, problem.depth)
+    return fastest(problem) if problem.is_grouped else with_caps(problem, problem.depth)
 
 
 def with_caps(problem: Problem, caps: Caps) -> tuple[Row, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from numbers import Integral
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link
 
@@ -27,6 +29,10 @@ class Problem:
     """The most micro-batches that each stage may hold, where the user says so."""
     memory: tuple[float, ...] | None = None
     """The most bytes that each rank may hold of them."""
+    groups: tuple[int, ...] | None = None
+    """Of how many micro-batches an action of each stage is, where some are gathered: 1 of the others. None: none is."""
+    recompute: tuple[bool, ...] | None = None
+    """Whether each stage runs its forward again for its backward. ``costs`` reckon with it: a family need not look."""
 
     def check(self) -> None:
         """ScheduleError with the values where this makes no sense."""
@@ -48,6 +54,11 @@ class Problem:
                     raise ScheduleError(
                         f"in_flight={cap} of stage {stage}; at least 1 micro-batch must be in flight, in whole numbers"
                     )
+        if self.recompute is not None:
+            _check_length("recompute", self.recompute, count, "stages")
+        if self.groups is not None:
+            _check_length("groups", self.groups, count, "stages")
+            self._check_groups(self.groups)
         if self.memory is not None:
             _check_length("memory", self.memory, self.ranks, "ranks")
             for rank, room in enumerate(self.memory):
@@ -61,6 +72,17 @@ class Problem:
             cycle = " → ".join(map(str, error.args[1]))
             raise ScheduleError(f"the edges form a cycle, {cycle}; a stage graph must be acyclic") from None
 
+    def _check_groups(self, groups: tuple[int, ...]) -> None:
+        for stage, size in enumerate(groups):
+            if not (isinstance(size, Integral) and size >= 1) or self.microbatches % size:
+                raise ScheduleError(
+                    f"groups of {size} at stage {stage} do not divide {self.microbatches} micro-batches"
+                )
+        for source, target in self.edges:
+            if groups[source] not in (1, groups[target]):
+                fact = f"stage {source} runs in groups of {groups[source]} micro-batches and feeds stage {target}"
+                raise ScheduleError(f"{fact}, in groups of {groups[target]}; what is behind a group is the group's")
+
     @property
     def ranks(self) -> int:
         return 1 + max(self.placement)
@@ -68,7 +90,28 @@ class Problem:
     @cached_property
     def dependencies(self) -> Dependencies:
         """Those of whole backwards."""
-        return Dependencies.of(self.links, self.backward)
+        groups = {stage: size for stage, size in enumerate(self.groups or ()) if size > 1}
+        return dataclasses.replace(Dependencies.of(self.links, self.backward), groups=groups)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether some stage runs for several micro-batches at once."""
+        return bool(self.dependencies.groups)
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The stages that are run again; one without a backward never is."""
+        flags = zip(self.recompute or (), self.backward, strict=False)
+        return frozenset(stage for stage, (again, trained) in enumerate(flags) if again and trained)
+
+    def group(self, stage: int) -> int:
+        """Of how many micro-batches an action of a stage is."""
+        return self.groups[stage] if self.groups else 1
+
+    def actions(self, stage: int, op: Op) -> list[Action]:
+        """All actions of that kind, in the order of their micro-batches."""
+        size = self.group(stage)
+        return [Action(stage, op, microbatch, size) for microbatch in range(0, self.microbatches, size)]
 
     @cached_property
     def links(self) -> tuple[Link, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.gathered import interleaved_groups
 from fxpipe.schedules.families.list_scheduling import backward_first, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
@@ -22,8 +23,11 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
     """Rows with d(s) warm-up forwards, then I_j, W_{j − (D − d(s))} and the next F; peak D at every stage.
 
     On a balanced chain of p stages with W ≤ min(F, I) the makespan is m(F + I + W) + (p − 1)(F + I − W). Where a rank
-    has several stages, list scheduling with the same limits, for F = I = W = 1.
+    has several stages, list scheduling with the same limits, for F = I = W = 1. With a
+    gathered stage, ``group_interleaved`` with its backwards in halves.
     """
+    if problem.is_grouped:
+        return interleaved_groups(problem, split=True)
     trained = [depth for depth, has_backward in zip(problem.depth, problem.backward, strict=True) if has_backward]
     deepest = max(trained, default=1)
     if problem.one_stage_a_rank:

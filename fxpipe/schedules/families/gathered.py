@@ -1,0 +1,142 @@
+"""Tables for a stage that runs once for a group of K micro-batches, such as the loss of a whole batch.
+
+    store_all           0F0 0F1 0F2 0F3          0B0 0B1 0B2 0B3
+                            1F0 1F1 1F2 1F3  1B0 1B1 1B2 1B3
+                                         2F0-3 2B0-3
+
+``group_interleaved`` has the backwards of a group among the forwards of the next; ``cached`` (GradCache, Gao et al.
+2021) keeps only the inputs of the stages in front of the join, and runs their forwards again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules.families.caps import Caps
+from fxpipe.schedules.families.gpipe import gpipe
+from fxpipe.schedules.families.list_scheduling import (
+    Priority,
+    backward_first,
+    forward_first,
+    list_schedule,
+    longest_way_first,
+)
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.families.recompute import with_recompute
+from fxpipe.schedules.families.shortest import Chosen, Maker, shortest, shortest_within_limits
+from fxpipe.schedules.schedule import Row
+
+MANY = 10_000
+"""Of a table of more actions the best number of micro-batches in flight is found out with fewer groups."""
+
+
+def store_all(problem: Problem) -> tuple[Row, ...]:
+    """All forwards, the groups, all backwards: GPipe's order. Peak in flight is the number of micro-batches."""
+    _check(problem, "store_all")
+    return gpipe(problem)
+
+
+def group_interleaved(problem: Problem) -> tuple[Row, ...]:
+    """1F1B across groups: a stage d(s) from the sink warms up with K + d(s) − 1 forwards or more, the best found by
+    simulation at ``problem.costs``, within ``in_flight`` and ``memory`` where that is possible."""
+    _check(problem, "group_interleaved")
+    return interleaved_groups(problem)
+
+
+def cached(problem: Problem) -> tuple[Row, ...]:
+    """Forwards of which only the inputs are kept; behind the join each runs again, directly before its backward.
+
+    The stages that feed a gathered one are recomputed, and hold one micro-batch each; the order is that of the shorter
+    of ``store_all`` and ``group_interleaved`` for backwards of F + B.
+    """
+    _check(problem, "cached")
+    feeding = [stage for stage, size in enumerate(_behind(problem)) if size > problem.group(stage)]
+    makers = [partial(_cached, feeding=feeding, maker=maker) for maker in (gpipe, interleaved_groups)]
+    best = shortest_within_limits(problem, makers) or shortest(problem, makers, problem.costs)
+    return best.rows
+
+
+GATHERED: Mapping[str, Maker] = MappingProxyType(
+    {"store_all": store_all, "group_interleaved": group_interleaved, "cached": cached}
+)
+
+
+def fastest(problem: Problem) -> Chosen:
+    """What keeps within the limits in the least simulated time, of ``GATHERED``; of equal ones, where there are several
+    groups, the one that holds less. Where nothing does, what holds least."""
+    several = problem.microbatches > min(size for size in problem.groups or () if size > 1)
+    makers = sorted(GATHERED.values(), key=lambda maker: several and maker is not group_interleaved)
+    choice = shortest_within_limits(problem, makers)
+    maker = choice.maker if choice else cached
+    name = next(name for name, family in GATHERED.items() if family is maker)
+    return Chosen.of(choice.rows if choice else cached(problem), name)
+
+
+def interleaved_groups(problem: Problem, split: bool = False) -> tuple[Row, ...]:
+    """The shortest list schedule, of more and more micro-batches in flight. ``split``: with backwards in two halves."""
+    few = _with_fewer_groups(problem)
+    best = shortest_within_limits(few, _makers(few, split))
+    maker = best.maker if best else next(_makers(problem, split))
+    return best.rows if best and few is problem else maker(problem)
+
+
+def _makers(problem: Problem, split: bool) -> Iterator[Maker]:
+    extra = 0
+    while True:
+        caps = _caps(problem, extra)
+        for priority in (forward_first, backward_first, longest_way_first):
+            yield partial(_listed, extra=extra, priority=priority, split=split)
+        if caps == _caps(problem, problem.microbatches):
+            return
+        extra += max(1, extra // 4)
+
+
+def _listed(problem: Problem, extra: int, priority: Priority, split: bool) -> tuple[Row, ...]:
+    caps = _caps(problem, extra)
+    return list_schedule(problem, problem.costs, caps, priority, held=caps if split else None)
+
+
+def _caps(problem: Problem, extra: int) -> Caps:
+    """K + d(s) − 1 micro-batches and ``extra`` ones in front of a group; a gathered stage holds d(s) groups."""
+    sizes = zip(_behind(problem), problem.depth, strict=True)
+    alone = [size + depth - 1 + extra for size, depth in sizes]
+    wanted = (
+        cap if problem.group(stage) == 1 else problem.group(stage) * problem.depth[stage]
+        for stage, cap in enumerate(alone)
+    )
+    return tuple(min(cap, problem.microbatches) for cap in wanted)
+
+
+def _behind(problem: Problem) -> list[int]:
+    """Per stage, the largest group that it runs in itself or that a stage behind it does."""
+    sizes = [problem.group(stage) for stage in range(len(problem.placement))]
+    for stage in reversed(problem.order):
+        sizes[stage] = max([sizes[stage], *(sizes[target] for target in problem.targets[stage])])
+    return sizes
+
+
+def _cached(problem: Problem, feeding: list[int], maker: Maker) -> tuple[Row, ...]:
+    trained = [stage for stage in feeding if problem.backward[stage] and stage not in problem.recomputed]
+    costs = problem.costs.with_recompute(trained)
+    free = dataclasses.replace(problem, costs=costs, in_flight=None, memory=None)
+    return with_recompute(maker(free), trained)
+
+
+def _with_fewer_groups(problem: Problem) -> Problem:
+    """The same with as many groups as make ``MANY`` actions, but with room to come to steady work and out."""
+    size = math.lcm(*problem.groups or (1,))
+    fewer = size * max(MANY // (2 * len(problem.placement) * size), 4)
+    return dataclasses.replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem
+
+
+def _check(problem: Problem, name: str) -> None:
+    if problem.groups is None:
+        raise ScheduleError(
+            f'"{name}" is for a stage that runs once for several micro-batches, and here none does; write '
+            'stage_boundary(..., gather="batch"), build(..., gather={stage: None}), or "1f1b"'
+        )

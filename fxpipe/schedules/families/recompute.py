@@ -1,0 +1,68 @@
+"""Recomputation: a table of any family with the forwards of some stages run again for their backwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.families.caps import exceeds
+from fxpipe.schedules.families.limited import Family
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.families.shortest import Chosen
+from fxpipe.schedules.schedule import Row
+
+
+def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
+    """A family's rows, with an R for each backward of the stages that ``problem.recompute`` marks."""
+    if not problem.recomputed:
+        return family(problem)
+    asked = reckoned(problem)
+    try:
+        rows = family(asked)
+    except ScheduleError as error:
+        if problem.memory is None:
+            raise
+        raise ScheduleError(f"{error} (room for a micro-batch that is run again is set aside)") from None
+    again = with_recompute(rows, problem.recomputed)
+    return Chosen.of(again, rows.name) if isinstance(rows, Chosen) else again
+
+
+def reckoned(problem: Problem) -> Problem:
+    """What a family is asked in its place, whose table has no R: B takes F + B; from F to B the inputs are held; and
+    memory is less by the most that a micro-batch holds beside them while it is run again: there is one at a time."""
+    costs, memory = problem.costs.with_recompute(problem.recomputed), problem.memory
+    whole, kept, left = costs.activation_bytes, costs.input_bytes, costs.deferred_bytes
+    if whole is not None:
+        none = (0.0,) * len(whole)
+        held = [(kept or none)[s] if s in problem.recomputed else size for s, size in enumerate(whole)]
+        costs = dataclasses.replace(costs, activation_bytes=tuple(held), deferred_bytes=left or whole)
+        beside = [max(size - less, 0) for size, less in zip(whole, held, strict=True)]
+        if memory is not None:
+            most = [max(beside[stage] for stage in stages) for stages in problem.stages_of]
+            for rank, (room, one) in enumerate(zip(memory, most, strict=True)):
+                if exceeds(one, room):
+                    raise ScheduleError(
+                        f"rank {rank} may hold {room:g} bytes, but one micro-batch that is run again takes {one:g} "
+                        "beside its inputs; use smaller micro-batches, or move a stage"
+                    )
+            memory = tuple(max(room - one, 0) for room, one in zip(memory, most, strict=True))
+    return dataclasses.replace(problem, costs=costs, memory=memory)
+
+
+def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) -> tuple[Row, ...]:
+    """The rows with an R directly in front of each B or I of these stages, but for those that have one.
+
+    It waits for nothing, so that it runs while the gradient is under way; and only one micro-batch of a rank's is held
+    whole at a time. Earlier it would hold more, and gain only where a rank idles in front of something else.
+    """
+    present = {action.stage for row in rows for action in row if action.op is Op.R}
+    return tuple(tuple(_again(row, frozenset(stages) - present)) for row in rows)
+
+
+def _again(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
+    for action in row:
+        if action.stage in stages and action.op in (Op.B, Op.I):
+            yield action._replace(op=Op.R)
+        yield action
