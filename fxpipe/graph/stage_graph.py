@@ -151,6 +151,11 @@ class StageGraph:
         return tuple(sizes)
 
     @property
+    def gathers(self) -> dict[int, int | None]:
+        """Stage → how many micro-batches it runs for at once, None for all; of those that gather."""
+        return {stage.index: stage.gathered.group for stage in self.stages if stage.gathered is not None}
+
+    @property
     def sees_replicas(self) -> bool:
         """Whether a stage is given the rows of other replicas."""
         return any("global" in stage.ways for stage in self.stages)

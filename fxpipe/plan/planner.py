@@ -257,7 +257,7 @@ class Planner:
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
-        groups = graph.groups(microbatches)
+        groups = graph.groups(microbatches)  # which are to divide them
         table = self.options.schedule
         tied = self.first.graph.tied if self.plans else graph.tied  # who holds a copy must hear of its gradient
         if self.plans and pattern.training:
@@ -273,6 +273,7 @@ class Planner:
                 backward=backward,
                 names=graph.names,
                 tied=tied,
+                gather=graph.gathers or None,
             )
         if table.microbatches != microbatches:
             raise ScheduleError(
