@@ -60,6 +60,7 @@ run/random_state: whole/save_load
 run/run_state: whole/save_load run/loading
 run/rank_state: parameters/meta parameters/materialise
 run/replicas: run/evaluate
+run/side_effects: run/recompute
 run/step: whole/transparency run/executor
 run/step_outcome: run/finite graph/loss
 run/timeline_recorder: run/measured_timeline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError, noted
 from fxpipe.graph.gathering import added
-from fxpipe.graph.loss import StepLoss, read_loss
+from fxpipe.graph.loss import StepLoss, read_loss, root_of
 from fxpipe.graph.modes import Autocast, within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, bytes_in
@@ -22,7 +22,10 @@ from fxpipe.kinds import shown
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.finite import Extremes
 from fxpipe.run.group_inputs import GroupInputs, Joined
+from fxpipe.run.recompute import Kept, without_graph
+from fxpipe.run.side_effects import EffectsOf
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.dependency import Half
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
 from fxpipe.seeds import seeded
 from fxpipe.sharding.gradients import Gradients
@@ -36,7 +39,8 @@ class StepInput:
     get a backward: those whose share is not 0, here or, where a stage sees their rows, on another replica.
     ``groups``: what makes the inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first) → seed.
     ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
-    ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite."""
+    ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite. ``proves``: whether
+    it is looked at that what is recomputed is what was computed."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
@@ -47,6 +51,7 @@ class StepInput:
     autocast: tuple[Autocast, ...] = ()
     number: int = 0
     extremes: Extremes | None = None
+    proves: bool = False
 
 
 @dataclass
@@ -62,6 +67,9 @@ class Executor:
     parameters: Gradients
     """What has to know when this rank uses its parameters."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    recomputed: Collection[Half] = ()
+    """(stage, micro-batch) whose forward keeps no graph, for an R to make it."""
+    effects: EffectsOf = field(default_factory=EffectsOf)
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
@@ -73,6 +81,7 @@ class Executor:
         self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
         self._saved: dict[tuple[int, int], Saved] = {}
         self._joined: dict[tuple[int, int], list[Joined | None]] = {}  # how a group's inputs were put together
+        self._kept: dict[tuple[int, int], Kept] = {}  # what is still to be recomputed
         self._skipped = False  # whether the last action was not run, and so took no message
         self._grad = torch.enable_grad if self.step.training else torch.no_grad
 
@@ -85,6 +94,10 @@ class Executor:
                 if action.op is Op.F:
                     self.parameters.settle(action.stage)
                     self._forward(action)
+                elif action.op is Op.R:
+                    self.parameters.settle(action.stage)
+                    if not self._skipped:
+                        self._recompute(action)
                 else:
                     self.parameters.before(action)
                     if not self._skipped:
@@ -111,23 +124,22 @@ class Executor:
         self.stopwatch.mark()
         arrived = self._arrived(action, stage)
         self.stopwatch.mark()
-        random = (
-            seeded(self.step.seed(stage.index, microbatch), self.device)
-            if stage.draws_random
-            else contextlib.nullcontext()
-        )
         inputs = [parts[0] for parts in arrived]
-        with self._telling(action, stage, inputs):
-            inputs = self._joined_inputs(action, stage, arrived) if stage.gathered else inputs
-        with self._telling(action, stage, inputs), self._grad(), within(self.step.autocast), random:
-            outputs, saved = stage.forward(*inputs)
-            if stage.returns_result:
-                self._keep_result(stage, microbatch, outputs[-1], saved)
+        if stage.gathered is not None:
+            with self._telling(action, stage, inputs):
+                inputs = self._joined_inputs(action, stage, arrived)
+        kept = self._to_keep(stage, microbatch, inputs)
+        run = partial(self._run, action, stage, inputs)
+        outputs, saved = run() if kept is None else kept.first(run)
         if (extremes := self._extremes(microbatch)) is not None:
             extremes.add_outputs(stage.index, microbatch, outputs[: len(stage.outputs)])
-        self.stopwatch.end(action)
-        if self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
+        if kept is not None:
+            kept.first_is_over(outputs)
+            self._kept[stage.index, microbatch] = kept
+            outputs = without_graph(outputs)
+        elif self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
             self._saved[stage.index, microbatch] = saved
+        self.stopwatch.end(action)
         for edge, value in zip(stage.outputs, outputs, strict=False):  # the result is no edge's
             self._values[self._index[edge], Op.F, microbatch] = value
             if edge not in self.bytes_of:
@@ -166,11 +178,52 @@ class Executor:
             self._joined[stage.index, action.microbatch] = joined
         return inputs
 
+    def _to_keep(self, stage: Stage, microbatch: int, inputs: Sequence[Any]) -> Kept | None:
+        """What is kept of a forward that will be recomputed; None for one that keeps its graph, or has no backward."""
+        is_recomputed = (stage.index, microbatch) in self.recomputed and self._runs(Op.B, microbatch)
+        if not (self.step.training and is_recomputed):
+            return None
+        return Kept(stage, inputs, self.effects, self.device, self.step.proves)
+
+    def _run(self, action: Action, stage: Stage, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Saved]:
+        """A stage's forward, its loss counted."""
+        with self._running(action, stage, inputs):
+            outputs, saved = stage.forward(*inputs)
+            if stage.returns_result:
+                self._keep_result(stage, action.microbatch, outputs[-1], saved)
+        return outputs, saved
+
+    @contextlib.contextmanager
+    def _running(self, action: Action, stage: Stage, inputs: Sequence[Any]) -> Iterator[None]:
+        """Around a stage's forward: its random numbers, its own region of autocast, gradients where they are wanted."""
+        random = (
+            seeded(self.step.seed(stage.index, action.microbatch), self.device)
+            if stage.draws_random
+            else contextlib.nullcontext()
+        )
+        with self._telling(action, stage, inputs), self._grad(), within(self.step.autocast), random:
+            yield
+
+    def _recompute(self, action: Action) -> None:
+        """The forward again, for its graph alone: nothing is sent, counted or written."""
+        stage, microbatch = self._stage(action), action.microbatch
+        self.stopwatch.mark()
+        self.stopwatch.mark()
+        kept = self._kept.pop((stage.index, microbatch))
+        with kept.again(), self._running(action, stage, kept.inputs):
+            outputs, saved = stage.forward(*kept.inputs)
+            if stage.returns_result:
+                saved.take_root(root_of(read_loss(outputs[-1]), self.step.shares[microbatch]))
+        with self._telling(action, stage):
+            kept.second_is_over(outputs)
+        self._saved[stage.index, microbatch] = saved
+        self.stopwatch.end(action)
+
     def _telling(
         self, action: Action, stage: Stage, inputs: Sequence[Any] = ()
     ) -> contextlib.AbstractContextManager[None]:
         """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
-        what = "forward" if action.op is Op.F else "backward"
+        what = _WORDS.get(action.op, "backward")
         step = f"step {self.step.number}" if self.step.training else "in evaluate"
         return noted(
             lambda: (
@@ -233,6 +286,9 @@ def _named(action: Action) -> str:
     """An action's micro-batches, in words."""
     first, last = action.microbatch, action.microbatches[-1]
     return f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
+
+
+_WORDS = {Op.F: "forward", Op.R: "recomputation"}
 
 
 def _in_words(graph: StageGraph, edge: Edge, op: Op, microbatch: int) -> str:

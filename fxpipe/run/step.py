@@ -33,6 +33,7 @@ from fxpipe.run.outputs import from_rank, join
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import of_groups, shares_of, weights_of
+from fxpipe.run.side_effects import EffectsOf
 from fxpipe.run.step_outcome import StepOutcome, check_kind, conclude
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
@@ -73,6 +74,7 @@ class Steps:
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
+        self._effects = EffectsOf()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
     # the course of a step
@@ -91,7 +93,8 @@ class Steps:
         with self._failing.together():
             known = self._outcomes.get(agreed.kind)
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
-            executors = self._play(agreed, self._input(agreed, batches, shares, split_evenly, training=True))
+            step = self._input(agreed, batches, shares, split_evenly, training=True, proves=known is None)
+            executors = self._play(agreed, step)
             self._gradients.flush()
             outcome = self._outcome(agreed, executors, known)
             self._gradients.end(outcome.factor)
@@ -153,7 +156,13 @@ class Steps:
         return rows[rank] if rank is not None else tuple(itertools.chain(*rows))
 
     def _input(
-        self, agreed: Agreed, batches: list[dict[str, Any]], shares: Sequence[float], is_cut: bool, training: bool
+        self,
+        agreed: Agreed,
+        batches: list[dict[str, Any]],
+        shares: Sequence[float],
+        is_cut: bool,
+        training: bool,
+        proves: bool = False,
     ) -> StepInput:
         number, replica, precision = self.number, self._transport.data_rank, self._options.precision
         if precision is not None:
@@ -168,6 +177,7 @@ class Steps:
             agreed.pattern.autocast,
             number,
             self.watch.begin() if training else None,
+            proves,
         )
 
     def _play(self, agreed: Agreed, step: StepInput) -> list[Executor]:
@@ -188,7 +198,9 @@ class Steps:
         stopwatch = self.recorder.stopwatch()
         if step.training:
             self._gradients.watch(stopwatch)
-        return Executor(plan.graphs, rank, self._exchange, self._state.device, step, self._gradients, stopwatch)
+        recomputed = plan.schedule.dependencies.recomputed
+        of_step = (self._state.device, step, self._gradients, stopwatch, recomputed, self._effects)
+        return Executor(plan.graphs, rank, self._exchange, *of_step)
 
     def _outcome(self, agreed: Agreed, executors: Sequence[Executor], known: StepOutcome | None) -> StepOutcome:
         """The loss of the step, the same on every rank."""

@@ -30,6 +30,7 @@ TOLERANCE = 1e-12
 Gradients = dict[str, Tensor | None]
 Result = tuple[list[Tensor], Gradients]
 
+GATHERED = ["store_all", "group_interleaved", "cached"]
 PIPES = {4: (0, 1, 2, 3), 2: (0, 0, 1, 1)}
 """Pipe ranks → placement."""
 
@@ -48,8 +49,7 @@ def step(
         built,
         topology,
         microbatches=microbatches,
-        schedule=store_all(PIPES[topology.size("pipe")], microbatches, group),
-        **options,
+        **{"schedule": store_all(PIPES[topology.size("pipe")], microbatches, group), **options},
     )
     replica = replica_of(topology) if len(rows) > 1 else 0
     mine = [tensor.split(list(rows))[replica] for tensor in batch(sum(rows))]
@@ -83,39 +83,48 @@ def assert_alike(results: list[Result], wanted: Result, tolerance: float = TOLER
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "rows", "tracer", "on"),
-    pairwise([1, 3, 8], [24, 11], ["symbolic", "export", "record"], ["local", "strict 0", "distributed"]),
+    ("schedule", "microbatches", "rows", "tracer", "on"),
+    pairwise(GATHERED, [1, 3, 8], [24, 11], ["symbolic", "export", "record"], ["local", "strict 0", "distributed"]),
 )
 def test_loss_and_gradients_are_the_whole_batchs(
-    microbatches: int, rows: int, tracer: str, on: str, request: pytest.FixtureRequest
+    schedule: str, microbatches: int, rows: int, tracer: str, on: str, request: pytest.FixtureRequest
 ) -> None:
-    options = {"tracer": tracer, "example_args": batch(rows)}
+    options = {"tracer": tracer, "example_args": batch(rows), "schedule": schedule}
     results = engine(on, request)(4, step, Contrastive, Topology([("pipe", 4)]), (rows,), microbatches, options)
     assert_alike(results, on_the_whole_batch(rows))
 
 
-@pytest.mark.parametrize(("microbatches", "rows"), [(1, 7), (3, 11), (8, 24)])
-@pytest.mark.parametrize("on", ["local", "distributed"])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "rows", "on"),
+    [("store_all", 1, 7, "local"), ("group_interleaved", 3, 11, "distributed"), ("cached", 8, 24, "distributed")],
+)
 def test_bits_are_those_of_a_loop_that_concatenates(
-    microbatches: int, rows: int, on: str, request: pytest.FixtureRequest
+    schedule: str, microbatches: int, rows: int, on: str, request: pytest.FixtureRequest
 ) -> None:
     plain = model(Contrastive)
     loss = by_hand(plain, cut(batch(rows), microbatches))
     wanted = gradients_of(plain.named_parameters())
-    for got, mine in engine(on, request)(4, step, Contrastive, Topology([("pipe", 4)]), (rows,), microbatches, {}):
+    for got, mine in engine(on, request)(
+        4, step, Contrastive, Topology([("pipe", 4)]), (rows,), microbatches, {"schedule": schedule}
+    ):
         assert torch.equal(got[0], loss)
         assert all(torch.equal(gradient, wanted[name]) for name, gradient in mine.items())
 
 
 @pytest.mark.parametrize(
-    ("kind", "microbatches", "rows", "on"),
-    pairwise([OverReplicas, LocalLoss], [1, 3, 8], [(12, 12), (8, 11)], ["strict 1", "distributed"]),
+    ("kind", "schedule", "microbatches", "rows", "on"),
+    pairwise([OverReplicas, LocalLoss], GATHERED, [1, 3, 8], [(12, 12), (8, 11)], ["strict 1", "distributed"]),
 )
 def test_replicas_have_the_global_batchs_loss_and_gradients(
-    kind: type[nn.Module], microbatches: int, rows: tuple[int, int], on: str, request: pytest.FixtureRequest
+    kind: type[nn.Module],
+    schedule: str,
+    microbatches: int,
+    rows: tuple[int, int],
+    on: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     topology = Topology([("pipe", 2), ("data", 2)])
-    results = engine(on, request)(4, step, kind, topology, rows, microbatches, {})
+    results = engine(on, request)(4, step, kind, topology, rows, microbatches, {"schedule": schedule})
     assert_alike(results, on_the_whole_batch(sum(rows)))
 
 
