@@ -109,6 +109,8 @@ class StageGraph:
     """Bytes of each edge's value for one micro-batch, once a step has shown them."""
     origin: str = ""
     """Where the graph comes from: which tracer, or the user's callables."""
+    recomputed: frozenset[str] = frozenset()
+    """The names of the stages whose forward runs again for their backward."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -212,7 +214,9 @@ class StageGraph:
         headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
         runs = [f"{s.name} runs once for {_size(s.gathered)}" for s in self.stages if s.gathered is not None]
-        return "\n".join([grid, *runs, *([f"captured by {self.origin}"] if self.origin else [])])
+        again = ", ".join(name for name in self.names if name in self.recomputed)
+        origin = f"captured by {self.origin}" if self.origin else ""
+        return "\n".join([grid, *runs, *[f"recomputed: {again}"] * bool(again), *filter(None, [origin])])
 
     def _bytes(self, edges: Sequence[Edge]) -> str:
         if not edges:

@@ -7,7 +7,8 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from fxpipe.plan.groups import for_groups
 from fxpipe.plan.label_count import Items
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.placement import place
+from fxpipe.plan.recomputation import Flags, Make, recomputed, told
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.stage_compiler import compiled_lazily
 from fxpipe.schedules import Limited, build
@@ -29,6 +31,9 @@ from fxpipe.schedules.lower import Instruction, lower, pairs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step, execution_order
 from fxpipe.trace import Request
+
+if TYPE_CHECKING:
+    from fxpipe.plan.balance import StageWork
 
 WORTH_IT = 0.01
 """The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
@@ -48,6 +53,8 @@ class Plan:
     """All ranks' instructions in one order that a single process can run."""
     program: str
     """What was compiled, in words: the program and compile's options."""
+    saving: str = ""
+    """What recomputation saves, in words, where that was asked for."""
 
     @property
     def description(self) -> str:
@@ -65,7 +72,7 @@ class Plan:
         return self.graph.placement[self.graph.output_stage]
 
     def __str__(self) -> str:
-        return f"{self.graph}\n{self.schedule}"
+        return "\n".join([str(self.graph), str(self.schedule), *filter(None, [self.saving])])
 
     @cached_property
     def row_digests(self) -> tuple[int, ...]:
@@ -98,6 +105,8 @@ class Planner:
     """Where the stages of a model come from; None for the user's own."""
     adopt: Callable[[StageGraph], StageGraph] | None = None
     """Puts the modules that ``parallelize`` has made into a graph's stages, once there are any."""
+    again: frozenset[str] | None = None
+    """The names of the stages that are recomputed, once that is decided."""
     plans: dict[Pattern, Plan] = field(default_factory=dict)
 
     @staticmethod
@@ -195,7 +204,8 @@ class Planner:
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
-        planner = dataclasses.replace(self, options=dataclasses.replace(self.options, schedule=family), plans={})
+        options = dataclasses.replace(self.options, schedule=family)
+        planner = dataclasses.replace(self, options=options, again=self.first.graph.recomputed, plans={})
         for pattern, plan in self.plans.items():
             again = planner._scheduled(plan.graphs, pattern, plan.program) if pattern.training else plan
             planner.plans[pattern] = again
@@ -253,7 +263,9 @@ class Planner:
             )
         instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
         order = execution_order(instructions, graph.edges, schedule.backward)
-        return Plan(graph, graphs, schedule, instructions, tuple(order), program)
+        again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
+        graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
+        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program)
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
@@ -265,15 +277,12 @@ class Planner:
             if known is not None:
                 return known
         if not isinstance(table, Schedule) or not pattern.training:
-            return build(
-                "1f1b" if isinstance(table, Schedule) else table,
-                graph.stage_edges,
-                microbatches,
-                graph.placement,
-                backward=backward,
-                names=graph.names,
-                tied=tied,
-                gather=graph.gathers or None,
+            make = partial(self._built, graph, microbatches, backward, tied)
+            return make(self._recomputed(graph, pattern, make))
+        if self.options.recompute:
+            raise ScheduleError(
+                "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
+                "name a family"
             )
         if table.microbatches != microbatches:
             raise ScheduleError(
@@ -290,6 +299,50 @@ class Planner:
         )
         schedule.verify()
         return schedule
+
+    def _built(
+        self,
+        graph: StageGraph,
+        microbatches: int,
+        backward: tuple[bool, ...],
+        tied: tuple[tuple[int, ...], ...],
+        recompute: Flags,
+    ) -> Schedule:
+        table = self.options.schedule
+        return build(
+            "1f1b" if isinstance(table, Schedule) else table,
+            graph.stage_edges,
+            microbatches,
+            graph.placement,
+            backward=backward,
+            names=graph.names,
+            tied=tied,
+            gather=graph.gathers or None,
+            recompute=recompute,
+        )
+
+    def _recomputed(self, graph: StageGraph, pattern: Pattern, make: Make) -> Flags:
+        """The stages whose forward runs again: as in the first plan, for others of its kind."""
+        if not pattern.training:
+            return (False,) * len(graph)
+        known = self.first.graph.recomputed if self.plans else self.again
+        if known is not None:
+            return tuple(stage.has_backward and stage.name in known for stage in graph)
+        options = self.options
+        work = partial(self._stage_work, pattern, graph.placement)
+        return recomputed(graph, options.recompute, make, work, options.memory_per_rank)
+
+    def _stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+        return None if self.captures is None else self.captures.stage_work(pattern, placement)
+
+    def told_of(self, plan: Plan, pattern: Pattern) -> Plan:
+        """The plan, with a word on what recomputation saves."""
+        if self.options.recompute is False:
+            return plan
+        graph, tied = plan.graph, plan.schedule.tied
+        without = self._built(graph, pattern.microbatches, plan.schedule.backward, tied, (False,) * len(graph))
+        saving = told(graph, without, plan.schedule, self._stage_work(pattern, graph.placement))
+        return dataclasses.replace(plan, saving=saving)
 
     def _known_table(self, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
         """The first plan's table, where it will do: replicas whose batches differ then reduce in one order."""

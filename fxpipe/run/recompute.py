@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.parameters.dtensors import local
-from fxpipe.plan.replay import without_reentrant_checkpoints
+from fxpipe.plan.replay import checkpoints_that_keep
 from fxpipe.run.side_effects import EffectsOf, StageState
-from fxpipe.torch_compat import CHECKPOINT_GENERATOR, pytree, version_of
-from fxpipe.trace.patching import patched
+from fxpipe.torch_compat import pytree, version_of
 
 T = TypeVar("T")
 
@@ -147,15 +145,3 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     if not all(map(math.isfinite, (first, norm, second, other_norm))):
         return math.isfinite(norm) == math.isfinite(other_norm)
     return bool(max(abs(first - second), abs(norm - other_norm)) <= math.sqrt(eps) * norm)
-
-
-@contextlib.contextmanager
-def checkpoints_that_keep() -> Iterator[None]:
-    """What the model checkpoints itself keeps its activations here, and so is not run a third time."""
-    with without_reentrant_checkpoints(), patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, _only_run):
-        yield
-
-
-def _only_run(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """What torch runs before a checkpointed function, up to ``yield``, and behind it: nothing."""
-    yield
