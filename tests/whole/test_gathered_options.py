@@ -109,6 +109,25 @@ def noisy_steps(schedule: str) -> Tensor:
     return fxpipe.compile(built, PIPE_4, microbatches=3, schedule=schedule)(*batch(9))
 
 
+# --- placement ---
+
+
+@pytest.mark.parametrize("schedule", ["store_all", "cached"])
+def test_stages_are_placed_by_what_tables_of_groups_take(schedule: str) -> None:
+    options: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "example_args": batch(32)}
+    forward_backward = fxpipe.compile(model(Contrastive), Topology([("pipe", 2)]), **options)
+    assert forward_backward.schedule.placement.count(0) in (1, 2, 3)
+    assert abs(forward_backward(*batch(32)) - on_the_whole_batch(32)[0][0]) < 1e-12
+
+
+def test_a_limit_of_memory_counts_all_micro_batches_of_a_group() -> None:
+    """Of 12 micro-batches all are held in front of the join, of which 1F1B on two stages would hold two."""
+    options: dict[str, Any] = {"microbatches": 12, "example_args": batch(480), "schedule": "store_all"}
+    with pytest.raises(fxpipe.FxpipeError, match="memory_per_rank"):
+        fxpipe.compile(model(Contrastive), Topology([("pipe", 2)]), memory_per_rank=30_000, **options)
+    fxpipe.compile(model(Contrastive), Topology([("pipe", 2)]), memory_per_rank=300_000, **options)
+
+
 # --- weights ---
 
 
