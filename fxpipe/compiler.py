@@ -77,7 +77,8 @@ def compile(
         topo: the grid of ranks; a DeviceMesh whose dimension names include "pipe" or "pp" will do.
         loss_fn: called on the model's output and the call's ``target``; None: the model returns the loss.
         boundaries: submodules that are cut, from outside: names or patterns, of which each is cut before; a dict name →
-            "before", "after", "both" or {"every": n}; or a function of dict(model.named_modules()) that returns either.
+            "before", "after", "both", {"every": n} or {"cut": "after", "gather": "batch"}; or a function of
+            dict(model.named_modules()) that returns either.
             "auto": the cut and the placement that simulate best.
         microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
         batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension or

@@ -108,7 +108,7 @@ class Captures:
         return found
 
     def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Captured:
-        this = dataclasses.replace(pattern, microbatches=1, shapes=() if shape is None else (shape,))
+        this = dataclasses.replace(pattern, microbatches=1, shapes=() if shape is None else (shape,), everyone=())
         known = self.kept.get(this) or self.kept.get(this.for_any_shape())
         if known is not None:
             return known

@@ -19,6 +19,7 @@ from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.captures import LATER, Captured, Captures
+from fxpipe.plan.groups import for_groups
 from fxpipe.plan.label_count import Items
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.placement import place
@@ -59,6 +60,11 @@ class Plan:
     def description(self) -> str:
         """What must be equal on all ranks, in words; ``digest`` is its hash."""
         return "\n".join([self.program, *(" ".join(map(str, row)) for row in self.schedule.rows)])
+
+    @property
+    def group(self) -> int:
+        """Of how many micro-batches a loss is: 1, or as many as a group of the stage that returns it has."""
+        return self.graph.groups(len(self.graphs))[self.graph.output_stage]
 
     @property
     def output_rank(self) -> int:
@@ -168,7 +174,8 @@ class Planner:
         if isinstance(self.model, StageGraph):
             return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
         assert self.captures is not None
-        return self.captures.of(pattern, sample)
+        captured = self.captures.of(pattern, sample)
+        return for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
 
     def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
@@ -270,6 +277,7 @@ class Planner:
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
+        groups = graph.groups(microbatches)  # which are to divide them
         table = self.options.schedule
         tied = self.first.graph.tied if self.plans else graph.tied  # who holds a copy must hear of its gradient
         if self.plans and pattern.training:
@@ -288,6 +296,11 @@ class Planner:
             raise ScheduleError(
                 f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
                 f"pass microbatches={table.microbatches}"
+            )
+        if table.groups != groups:
+            raise ScheduleError(
+                f"the schedule has actions of {list(table.groups)} micro-batches for the stages {list(graph.names)}, "
+                f"which run for {list(groups)} at once: write F0-3 for a group of four"
             )
         schedule = dataclasses.replace(
             table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied
@@ -312,6 +325,7 @@ class Planner:
             backward=backward,
             names=graph.names,
             tied=tied,
+            gather=graph.gathers or None,
             recompute=recompute,
         )
 

@@ -14,6 +14,7 @@ from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError, noted
 from fxpipe.graph.deferred import Deferred
+from fxpipe.graph.gathering import added
 from fxpipe.graph.loss import StepLoss, read_loss, root_of
 from fxpipe.graph.modes import Autocast, within
 from fxpipe.graph.stage_calls import Forward, Saved
@@ -21,6 +22,7 @@ from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, bytes_in
 from fxpipe.kinds import shown
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.finite import Extremes
+from fxpipe.run.group_inputs import GroupInputs, Joined
 from fxpipe.run.recompute import Kept, without_graph
 from fxpipe.run.side_effects import EffectsOf
 from fxpipe.schedules.action import Action, Op
@@ -34,13 +36,17 @@ from fxpipe.torch_compat import pytree
 @dataclass(frozen=True)
 class StepInput:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
-    micro-batch's part of the step's weight; those of share 0 get no backward. ``seed``: (stage, micro-batch) → seed.
+    micro-batch's part of the step's weight, or that of its group, where the loss is of a group. ``runs``: which of them
+    get a backward: those whose share is not 0, here or, where a stage sees their rows, on another replica.
+    ``groups``: what makes the inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first) → seed.
     ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
     ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite. ``proves``: whether
     it is looked at that what is recomputed is what was computed."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
+    runs: Sequence[bool]
+    groups: GroupInputs
     seed: Callable[[int, int], int]
     training: bool
     autocast: tuple[Autocast, ...] = ()
@@ -77,6 +83,7 @@ class Executor:
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
         self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
         self._saved: dict[Half, Saved] = {}
+        self._joined: dict[Half, list[Joined | None]] = {}  # how a group's inputs were put together
         self._kept: dict[Half, Kept] = {}  # what is still to be recomputed
         self._later: dict[Half, Deferred] = {}  # what I has left for W
         self._skipped = False  # whether the last action was not run, and so took no message
@@ -117,7 +124,7 @@ class Executor:
             self.parameters.after(action)
 
     def _runs(self, op: Op, microbatch: int) -> bool:
-        return op is Op.F or self.step.shares[microbatch] != 0
+        return op is Op.F or self.step.runs[microbatch]
 
     def _stage(self, action: Action) -> Stage:
         return self.graphs[action.microbatch].stages[action.stage]
@@ -125,13 +132,12 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, microbatch = self._stage(action), action.microbatch
         self.stopwatch.mark()
-        inputs = [
-            self.step.batches[microbatch][entry]
-            if isinstance(entry, str)
-            else self._take(entry, Op.F, microbatch, self.graph.placement[entry.source])
-            for entry in stage.inputs
-        ]
+        arrived = self._arrived(action, stage)
         self.stopwatch.mark()
+        inputs = [parts[0] for parts in arrived]
+        if stage.gathered is not None:
+            with self._telling(action, stage, inputs):
+                inputs = self._joined_inputs(action, stage, arrived)
         kept = self._to_keep(stage, microbatch, inputs)
         run = partial(self._run, action, stage, inputs)
         outputs, saved = run() if kept is None else kept.first(run)
@@ -148,6 +154,39 @@ class Executor:
             self._values[self._index[edge], Op.F, microbatch] = value
             if edge not in self.bytes_of:
                 self.bytes_of[edge] = bytes_in(value)
+
+    def _arrived(self, action: Action, stage: Stage) -> list[list[Any]]:
+        """Each input as it came: from each micro-batch, or, where a group made it, as one."""
+        found: dict[str | Edge, list[Any]] = {}
+        for entry in stage.inputs:
+            if isinstance(entry, str):
+                found[entry] = [self.step.batches[place][entry] for place in action.microbatches]
+            elif entry not in found:  # it may come in two ways, "batch" and "global"
+                maker = self.graph.placement[entry.source]
+                found[entry] = [self._take(entry, Op.F, place, maker) for place in self._places(action, entry)]
+        return [found[entry] for entry in stage.inputs]
+
+    def _places(self, action: Action, edge: Edge) -> Sequence[int]:
+        """The micro-batches that an edge's values and gradients are numbered by, of those of an action."""
+        return action.microbatches[:1] if self.graph.stages[edge.source].gathered else action.microbatches
+
+    def _joined_inputs(self, action: Action, stage: Stage, arrived: Sequence[list[Any]]) -> list[Any]:
+        """The inputs of a group."""
+        inputs, joined = list[Any](), list[Joined | None]()
+        for entry, mode, parts in zip(stage.inputs, stage.ways, arrived, strict=True):
+            how = None
+            if isinstance(entry, str):
+                value = self.step.groups.of_batch(entry, parts, action.microbatches, mode)
+            elif mode is None:
+                (value,) = parts
+            else:
+                name = f"{entry.value} of stage {self.graph.names[entry.source]!r}"
+                value, how = self.step.groups.of_stage(name, parts, action.microbatches, mode)
+            inputs.append(value)
+            joined.append(how)
+        if self.step.training and stage.has_backward and self._runs(Op.B, action.microbatch):
+            self._joined[stage.index, action.microbatch] = joined
+        return inputs
 
     def _to_keep(self, stage: Stage, microbatch: int, inputs: Sequence[Any]) -> Kept | None:
         """What is kept of a forward that will be recomputed; None for one that keeps its graph, or has no backward."""
@@ -203,14 +242,14 @@ class Executor:
         step = f"step {self.step.number}" if self.step.training else "in evaluate"
         return noted(
             lambda: (
-                f"in the {what} of stage {stage.index} `{stage.name}`, micro-batch {action.microbatch}, {step}"
+                f"in the {what} of stage {stage.index} `{stage.name}`, {_named(action)}, {step}"
                 + "".join(f"\n  {name}: {_told(value)}" for name, value in zip(stage.input_names, inputs, strict=False))
             )
         )
 
     def _extremes(self, microbatch: int) -> Extremes | None:
         """What looks at a micro-batch; of one without weight nothing counts."""
-        return self.step.extremes if self._runs(Op.B, microbatch) else None
+        return self.step.extremes if self.step.shares[microbatch] else None
 
     def _keep_result(self, stage: Stage, microbatch: int, result: Any, saved: Saved) -> None:
         if not self.step.training:
@@ -230,15 +269,23 @@ class Executor:
             self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs
         ] + [True] * stage.returns_result
         self.stopwatch.mark()
-        with self._telling(action, stage):
-            saved = self._saved.pop((stage.index, microbatch))
-            returned = stage.backward(saved, gradients)
-        self.stopwatch.end(action)
-        if saved.later is not None:
-            self._later[stage.index, microbatch] = saved.later
-        for entry, gradient in zip(stage.inputs, returned, strict=True):
+        saved = self._saved.pop((stage.index, microbatch))
+        returned = [None] * len(stage.inputs)
+        if not stage.returns_result or self.step.shares[microbatch]:  # else only other replicas' losses need it
+            with self._telling(action, stage):
+                returned = stage.backward(saved, gradients)
+            if saved.later is not None:
+                self._later[stage.index, microbatch] = saved.later
+        joined = self._joined.pop((stage.index, microbatch), [None] * len(returned))
+        sent: dict[Edge, list[Any]] = {}
+        for entry, gradient, how in zip(stage.inputs, returned, joined, strict=True):
             if isinstance(entry, Edge) and self.graph.stages[entry.source].has_backward:
-                self._values[self._index[entry], Op.B, microbatch] = gradient
+                parts = [gradient] if how is None else self.step.groups.cut(how, gradient)
+                sent[entry] = parts if entry not in sent else list(map(added, sent[entry], parts))
+        self.stopwatch.end(action)
+        for edge, parts in sent.items():
+            for place, part in zip(self._places(action, edge), parts, strict=True):
+                self._values[self._index[edge], Op.B, place] = part
 
     def _weights(self, action: Action) -> None:
         """W; of a stage that cannot leave anything to it, nothing."""
@@ -261,6 +308,12 @@ class Executor:
             return self.exchange.take(Message(index, op, microbatch, maker, self.rank))
         finally:
             here.awaited = None
+
+
+def _named(action: Action) -> str:
+    """An action's micro-batches, in words."""
+    first, last = action.microbatch, action.microbatches[-1]
+    return f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
 
 
 _WORDS = {Op.F: "forward", Op.R: "recomputation", Op.W: "weight gradients"}

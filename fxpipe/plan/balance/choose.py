@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -114,6 +115,7 @@ def place_stages(
     work = work_of_stages(program, costs)
     if len(work) < ranks:
         raise PartitionError(f"{ranks} pipe ranks, but the model has {len(work)} stages; use fewer ranks")
+    work = dataclasses.replace(work, gather={stage: one.group for stage, one in program.gathered.items()})
     again = tuple(name in recompute for name in program.stage_names)
     found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=True, again=again)
     return _balanced(program, found.best.layout, found, costs)

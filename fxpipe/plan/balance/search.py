@@ -54,7 +54,7 @@ def search(
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
     table for any.
     """
-    few = min(microbatches, 4 * ranks)
+    few = microbatches if work.gather else min(microbatches, 4 * ranks)
     judge = Judge(work, family, few, memory)
     room = Room(memory, few) if memory is not None else None
     rules = Rules(ranks, keep, room)

@@ -100,15 +100,25 @@ class Staged:
         return tuple(found)
 
     @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """For how many micro-batches each stage runs at once."""
+        wanted = {self.layout.stage_of[block]: size or self.microbatches for block, size in self.work.gather.items()}
+        return tuple(wanted.get(stage, 1) for stage in range(self.layout.stages))
+
+    def _at_once(self, seconds: Sequence[float]) -> list[float]:
+        """What a micro-batch takes, as what an action does."""
+        return [one * size for one, size in zip(seconds, self.groups, strict=True)]
+
+    @cached_property
     def costs(self) -> Costs:
         """The stages' costs; every hop is taken to be as long as the longest."""
         rank_of, hop = self.layout.rank_of, self.work.hardware.hop
         hops = [hop(size) for (a, b), size in self.messages.items() if rank_of[a] != rank_of[b]]
         return Costs.of(
             self.layout.stages,
-            self.forward,
-            self.backward_seconds,
-            [min(pair) for pair in zip(self.weight, self.backward_seconds, strict=True)],
+            self._at_once(self.forward),
+            self._at_once(self.backward_seconds),
+            self._at_once([min(pair) for pair in zip(self.weight, self.backward_seconds, strict=True)]),
             max(hops, default=0.0),
             [float(self.work.saved_bytes(keys)) for keys in self.saved],
             self.input_bytes,
@@ -156,7 +166,13 @@ class Staged:
     def problem(self) -> Problem:
         recompute = tuple(map(all, zip(self.recomputed, self.backward, strict=True)))
         return Problem(
-            self.edges, self.microbatches, self.layout.rank_of, self.backward, self.costs, recompute=recompute
+            self.edges,
+            self.microbatches,
+            self.layout.rank_of,
+            self.backward,
+            self.costs,
+            groups=self.groups if max(self.groups) > 1 else None,
+            recompute=recompute,
         )
 
     @cached_property
@@ -164,7 +180,7 @@ class Staged:
         """What no table of this layout could undercut."""
         empty: tuple[tuple[()], ...] = ((),) * (1 + max(self.layout.rank_of))
         table = Schedule(empty, self.edges, self.layout.rank_of, self.backward, self.microbatches)
-        return self.whole(lower_bound(table, self.costs))
+        return self.whole(lower_bound(table, self.costs, self.problem.groups))
 
     def whole(self, makespan: float) -> float:
         """A step's seconds: no less than its busiest link takes, and then the sums of tied gradients."""
