@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.errors import RunError
+from fxpipe.graph.deferred import Deferred
 from fxpipe.torch_compat import pytree
 
 
@@ -19,11 +21,13 @@ class Saved:
     """What a forward leaves for its backward: the arrivals' gradients to be, and where backward begins.
 
     ``roots``: for each output the autograd edge of each of its tensors, None where one needs no gradient. An edge does
-    not keep the tensor itself: once it has been sent, its memory is free unless autograd saved it.
+    not keep the tensor itself: once it has been sent, its memory is free unless autograd saved it. ``later``: what its
+    backward leaves for W, where it is the first of two halves.
     """
 
     arrivals: list[_Arrival]
     roots: list[list[GradientEdge | None]]
+    later: Deferred | None = None
 
     def take_root(self, output: Any) -> None:
         """Lets backward begin at ``output`` in place of the last output, which it was found in."""
@@ -88,7 +92,8 @@ class Forward:
 
     ``inputs`` are the stage's batch inputs and received values, in the order of ``names``; a received tensor that
     requires a gradient gets one from ``Backward``. ``outputs`` are the values for other stages, in the order of
-    ``outputs``, and on the output stage the model's result as well. ``print()`` shows the code.
+    ``outputs``, and on the output stage the model's result as well. ``print()`` shows the code. ``in_halves``: whether
+    its backward is to leave the gradients of parameters to W; the function then takes a ``Deferred`` first.
     """
 
     def __init__(
@@ -98,16 +103,19 @@ class Forward:
         names: Sequence[str],
         outputs: Sequence[str],
         code: str,
+        in_halves: bool = False,
     ) -> None:
         self.name, self.names, self.outputs, self.code = name, tuple(names), tuple(outputs), code
+        self.in_halves = in_halves
         self._function = function
 
     def __call__(self, *inputs: Any) -> tuple[tuple[Any, ...], Saved]:
         if len(inputs) != len(self.names):
             raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
         arrivals = [_Arrival(value) for value in inputs]
-        outputs = self._function(*[arrival.enter() for arrival in arrivals])
-        return outputs, Saved(arrivals, [edges(output) for output in outputs])
+        later = Deferred() if self.in_halves else None
+        outputs = self._function(*([later] if later else []), *[arrival.enter() for arrival in arrivals])
+        return outputs, Saved(arrivals, [edges(output) for output in outputs], later)
 
     def __str__(self) -> str:
         return f"# forward of stage {self.name}: ({', '.join(self.names)}) -> ({', '.join(self.outputs)})\n{self.code}"
@@ -116,7 +124,7 @@ class Forward:
 
 
 class Backward:
-    """``backward(saved, gradients) -> input gradients``; parameters accumulate into ``.grad``.
+    """``backward(saved, gradients) -> input gradients``; parameters accumulate into ``.grad``, or else in ``weights``.
 
     ``gradients`` has an entry for each output: a tensor (or a container shaped like the output), or None where
     nothing came back; ``True`` stands for the seed of a scalar loss. The result has an entry for each input.
@@ -127,9 +135,20 @@ class Backward:
 
     def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
         roots, seeds = _begin(saved, gradients)
-        try:
+        with self._telling_of_writes(), saved.later.collecting() if saved.later else contextlib.nullcontext():
             if roots:
                 torch.autograd.backward(roots, seeds)
+        return [arrival.gradient() for arrival in saved.arrivals]
+
+    def weights(self, later: Deferred) -> None:
+        """W: what a backward has left for it, where the forward was one ``in_halves``."""
+        with self._telling_of_writes():
+            later.accumulate()
+
+    @contextlib.contextmanager
+    def _telling_of_writes(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -138,7 +157,6 @@ class Backward:
                 "a buffer of a submodule is by the forward of the next micro-batch; write it out of place "
                 f"(self.n = self.n + 1) or use a clone of it: {error}"
             ) from error
-        return [arrival.gradient() for arrival in saved.arrivals]
 
     def apart(
         self, saved: Saved, gradients: Sequence[Any], parameters: Sequence[Tensor]

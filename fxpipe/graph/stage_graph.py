@@ -14,6 +14,7 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
+from fxpipe.graph.boundary import Gathered, Mode
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_calls import Backward, Forward
@@ -53,11 +54,23 @@ class Stage:
     has_backward: bool = False
     """Whether it, or a stage before it, has something to train."""
     result: pytree.TreeSpec | None = None
+    deferring: Callable[..., tuple[Any, ...]] | None = None
+    """``function`` with a ``Deferred`` in front of its inputs, which the gradients of its parameters are left to, for
+    tables that have its backward as I and W; None where there is none."""
+    in_input: tuple[str, ...] = ()
+    """The parameters whose gradients I makes all the same, where the table has I and W."""
+    gathered: Gathered | None = None
+    """For how many micro-batches it runs at once, if it does."""
+    ways: tuple[Mode | None, ...] = ()
+    """How each input is gathered then; None for what is the group's already."""
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """One value per outgoing edge, and on the output stage the model's result."""
+        return self._returned(self.function, inputs)
+
+    def _returned(self, function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any]) -> tuple[Any, ...]:
         with modes_restored():
-            outputs = self.function(*inputs)
+            outputs = function(*inputs)
         if self.result is None:
             return outputs
         return *outputs[:-1], pytree.tree_unflatten(outputs[-1], self.result)
@@ -89,6 +102,16 @@ class Stage:
         return Forward(self.name, self.run, self.input_names, self._output_names(), code)
 
     @cached_property
+    def forward_in_halves(self) -> Forward:
+        """The forward of a micro-batch whose backward the table has as I and W; where there is no other, the same."""
+        if self.deferring is None:
+            return self.forward
+        function, plain = self.deferring, self.forward
+        return Forward(
+            plain.name, lambda *inputs: self._returned(function, inputs), plain.names, plain.outputs, plain.code, True
+        )
+
+    @cached_property
     def backward(self) -> Backward:
         """``backward(saved, gradients) -> input gradients``; prints as code."""
         return Backward(self.name, self.input_names, self._output_names())
@@ -109,6 +132,8 @@ class StageGraph(Tabular):
     """Bytes of each edge's value for one micro-batch, once a step has shown them."""
     origin: str = ""
     """Where the graph comes from: which tracer, or the user's callables."""
+    recomputed: frozenset[str] = frozenset()
+    """The names of the stages whose forward runs again for their backward."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -138,6 +163,27 @@ class StageGraph(Tabular):
     def names(self) -> tuple[str, ...]:
         """The stages' names, in order."""
         return tuple(stage.name for stage in self.stages)
+
+    def groups(self, microbatches: int) -> tuple[int, ...]:
+        """For each stage how many of so many micro-batches it runs for at once; PartitionError where none can be."""
+        sizes = [1 if stage.gathered is None else stage.gathered.group or microbatches for stage in self.stages]
+        for stage, size in zip(self.stages, sizes, strict=True):
+            if microbatches % size:
+                raise PartitionError(
+                    f"stage {stage.name!r} gathers groups of {size} micro-batches, which do not divide the "
+                    f"{microbatches} of this batch; write another group=, or microbatches= a multiple of it"
+                )
+        return tuple(sizes)
+
+    @property
+    def gathers(self) -> dict[int, int | None]:
+        """Stage → how many micro-batches it runs for at once, None for all; of those that gather."""
+        return {stage.index: stage.gathered.group for stage in self.stages if stage.gathered is not None}
+
+    @property
+    def sees_replicas(self) -> bool:
+        """Whether a stage is given the rows of other replicas."""
+        return any("global" in stage.ways for stage in self.stages)
 
     def with_backward(self) -> StageGraph:
         """The same graph; each stage has a backward if it, or one before it, has a trainable parameter now."""
@@ -190,7 +236,12 @@ class StageGraph(Tabular):
             )
         headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
-        return f"{grid}\ncaptured by {self.origin}" if self.origin else grid
+        runs = [f"{s.name} runs once for {_size(s.gathered)}" for s in self.stages if s.gathered is not None]
+        again = ", ".join(name for name in self.names if name in self.recomputed)
+        notes = [*runs, *[f"recomputed: {again}"] * bool(again)]
+        notes += [f"captured by {self.origin}"] if self.origin else []
+        notes += [_told_in_input(stage) for stage in self.stages if stage.in_input]
+        return "\n".join([grid, *notes])
 
     def __repr__(self) -> str:
         return f"<StageGraph of {len(self)} stages: {listed(self.names)}>"
@@ -269,6 +320,20 @@ class StageGraph(Tabular):
                 module.add_module(name, call)
         names = tuple(dict.fromkeys(name for stage in inputs.values() for name in stage))
         return StageGraph(tuple(built), names, module, origin="the user's callables").with_backward()
+
+
+def _size(gathered: Gathered) -> str:
+    """What a gathered stage runs for, in words."""
+    what = "all micro-batches" if gathered.group is None else f"a group of {gathered.group} micro-batches"
+    return what + " of all replicas" * ("global" in gathered.modes)
+
+
+def _told_in_input(stage: Stage) -> str:
+    """What of a stage's backward W cannot do."""
+    names = list(stage.in_input)
+    shown_names = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
+    share = sum(stage.parameters[name].numel() for name in names) / sum(p.numel() for p in stage.parameters.values())
+    return f"{stage.name}: I makes the gradients of {shown_names}, too ({share:.0%} of its parameters)"
 
 
 def _is_pair(value: Any) -> bool:

@@ -195,7 +195,7 @@ def is_random(program: Program, node: fx.Node) -> bool:
     name = operator_name(node)
     if "dropout" in name or name in _RANDOM_FUNCTIONS:
         return True
-    if node.op == "call_function" and not _is_known(node.target):
+    if node.op == "call_function" and not is_known(node.target):
         return True
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(node))
 
@@ -234,7 +234,7 @@ def _has_old_spectral_norm(module: nn.Module) -> bool:
     return any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
 
 
-def _is_known(target: Any) -> bool:
+def is_known(target: Any) -> bool:
     if isinstance(target, OpOverload):
         return target.namespace in ("aten", "prims")
     module = getattr(target, "__module__", None) or ""

@@ -232,7 +232,8 @@ def test_zero_3_is_fsdp2(
     pool: Pool, oracles: Any, pipe: int, data: int, order: str, tied: bool, microbatches: int
 ) -> None:
     topology = topology_of(pipe, data, order)
-    scopes = [{"zero": 3, "zero_scope": scope} for scope in (("node", "data") if tied else ("node",))]
+    scopes: list[dict[str, Any]] = [{"zero": 3, "zero_scope": "node"}]
+    scopes.append({"zero": 3, "zero_scope": "data"} if tied else {"zero": 3, "schedule": "zb_h1"})
     for states in pool.run(several_on_gloo, topology, scopes, tied, microbatches, ranks=pipe * data):
         for state in states:
             assert_near(state, oracles[data]["FSDP2", tied, microbatches])
@@ -373,11 +374,13 @@ class FourBuckets(nn.Module):
         return self.layers(x).square().mean()
 
 
-def recorded(zero: int, microbatches: int) -> tuple[int, int]:
+def recorded(zero: int, microbatches: int, schedule: str) -> tuple[int, int]:
     """How many reductions a step had, and how many of them began before the last backward had ended: by hand."""
     fxpipe.init()
     topology = Topology([("data", dist.get_world_size())])
-    forward_backward = fxpipe.compile(FourBuckets(), topology, microbatches=microbatches, bucket_cap_mb=1.0, zero=zero)
+    forward_backward = fxpipe.compile(
+        FourBuckets(), topology, microbatches=microbatches, bucket_cap_mb=1.0, zero=zero, schedule=schedule
+    )
     optimizer = forward_backward.optimizer(torch.optim.AdamW)
     forward_backward.record_timeline()
     for _ in range(2):
@@ -391,11 +394,65 @@ def recorded(zero: int, microbatches: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_reductions_start_while_backward_goes_on(pool: Pool, zero: int, microbatches: int) -> None:
-    for count, early in pool.run(recorded, zero, microbatches, ranks=2):
+@pytest.mark.parametrize(("microbatches", "schedule"), [(1, "1f1b"), (3, "1f1b"), (3, "zb_h1")])
+def test_reductions_start_while_backward_goes_on(pool: Pool, zero: int, microbatches: int, schedule: str) -> None:
+    for count, early in pool.run(recorded, zero, microbatches, schedule, ranks=2):
         assert count == 4
         assert early >= 3
+
+
+# --- backwards in two halves ---
+
+
+class Halving(Network):
+    """A layer of many operations among them, whose gradients I makes."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__(tied)
+        self.norm = nn.GRU(WIDTH, WIDTH, batch_first=True)  # type: ignore[assignment]
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = stage_boundary(torch.tanh(self.a(self.embed(ids))))
+        h, _ = self.norm(self.b(h))
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+def halved(topology: Topology, tied: bool, options: Mapping[str, Any]) -> tuple[State, State]:
+    """The whole model and what this rank holds, after some steps with clipping; the first layer frozen for a while."""
+    torch.manual_seed(0)
+    model = Halving(tied)
+    forward_backward = fxpipe.compile(model, topology, microbatches=3, **options)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
+    for step in range(STEPS):
+        model.a.weight.requires_grad_(step != 2)
+        optimizer.zero_grad()
+        forward_backward(**batch(step, replica_here(topology)))
+        forward_backward.clip_grad_norm_(0.5)
+        optimizer.step()
+    whole = copies(forward_backward.state_dict(full=True))
+    held = {n: p for n, p in forward_backward.module.named_parameters(remove_duplicate=False) if not p.is_meta}
+    forward_backward.close()
+    return whole, copies(held)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("way", ["zero_0", "zero_1_node", "zero_2_node"])
+@pytest.mark.parametrize("precise", [True, False], ids=["fp32", "bf16"])
+def test_in_two_halves_replicas_stay_bit_identical_and_as_they_are_in_one(precise: bool, way: str, tied: bool) -> None:
+    topology = topology_of(2, 2, ORDERS[0])
+    options = WAYS[way] | ({} if precise else {"precision": fxpipe.Precision(**BF16)})
+    runs = {
+        name: on_strict(topology, lambda name=name: halved(topology, tied, options | {"schedule": name}))
+        for name in ("1f1b", "zb_h1")
+    }
+    for (whole, _), (wanted, _) in zip(runs["zb_h1"], runs["1f1b"], strict=True):
+        assert_near(whole, wanted, 1e-6 if precise else 1e-3)
+    held = [state for _, state in runs["zb_h1"]]
+    alike = [
+        (one[name], other[name]) for one in held for other in held if one is not other for name in one.keys() & other
+    ]
+    assert len(alike) >= 2 * len(dict(Halving(tied).named_parameters()))
+    assert all(torch.equal(*pair) for pair in alike)
 
 
 # --- tied parameters ---

@@ -169,6 +169,12 @@ def test_no_schedule_changes_a_bit(schedule: str) -> None:
     assert_trained(local(2, train, case, {"schedule": schedule}), case)
 
 
+@pytest.mark.parametrize("name", ["CLIP", "T5", "GPT-2"])
+def test_backwards_in_two_halves_have_the_gradients_of_whole_ones(name: str) -> None:
+    case = MODELS[name]
+    assert_trained(local(4, train, case, {"schedule": "zb_h1"}), case)
+
+
 # --- what is commonly done to such models ---
 
 

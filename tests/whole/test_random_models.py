@@ -264,13 +264,14 @@ def _uses(node: fx.Node) -> int:
 Steps = list[tuple[Tensor, dict[str, Tensor | None]]]
 
 
-def steps(draw: Draw) -> Steps:
+def steps(draw: Draw, schedule: str) -> Steps:
     """The loss and this rank's gradients of two steps: the second knows what its messages look like."""
     forward_backward = fxpipe.compile(
         RandomModel(draw.seed),
         Topology([("pipe", draw.ranks)]),
         microbatches=MICROBATCHES,
         placement=dict(draw.placement),
+        schedule=schedule,
     )
     done = []
     for number in range(STEPS):
@@ -290,10 +291,10 @@ def plain_steps(seed: int) -> Steps:
     return done
 
 
-def check(draw: Draw, engine: Engine, name: str) -> None:
-    story = f"{RandomModel(draw.seed)}\nplacement {dict(draw.placement)}, {name} engine"
+def check(draw: Draw, engine: Engine, name: str, schedule: str) -> None:
+    story = f"{RandomModel(draw.seed)}\nplacement {dict(draw.placement)}, {name} engine, {schedule}"
     try:
-        results = engine(draw.ranks, steps, draw)
+        results = engine(draw.ranks, steps, draw, schedule)
     except Exception as error:
         raise AssertionError(f"{error}\n{story}") from error
     wanted = plain_steps(draw.seed)
@@ -323,13 +324,21 @@ def _groups(count: int, size: int) -> Sequence[range]:
 @pytest.mark.parametrize("numbers", _groups(MODELS, 10), ids=lambda numbers: f"{numbers[0]}-{numbers[-1]}")
 def test_random_models_have_the_gradients_of_plain_pytorch(numbers: range) -> None:
     for number in numbers:
-        check(drawn(number), local, "local")
-        check(drawn(number), strict(number), f"strict {number}")
+        check(drawn(number), local, "local", "1f1b")
+        check(drawn(number), strict(number), f"strict {number}", "1f1b")
+
+
+@pytest.mark.parametrize("numbers", _groups(MODELS, 10)[:: 1 if ALL else 2], ids=lambda n: f"{n[0]}-{n[-1]}")
+def test_so_have_they_with_backwards_in_two_halves(numbers: range) -> None:
+    for number in numbers:
+        check(drawn(number), local, "local", "zb_h1")
+        check(drawn(number), strict(number), f"strict {number}", "zb_h1")
 
 
 @pytest.mark.parametrize("number", range(IN_PROCESSES))
 def test_random_models_have_the_gradients_of_plain_pytorch_in_four_processes(number: int, pool: Pool) -> None:
-    check(drawn(number, fewest_ranks=4), distributed(pool), "distributed")
+    for schedule in ("1f1b", "zb_h1"):
+        check(drawn(number, fewest_ranks=4), distributed(pool), "distributed", schedule)
 
 
 def test_few_random_models_are_refused_and_most_are_compared_to_the_last_bit() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
+from tests.graphs import FAMILIES
 from tests.harness import (
     STEPS,
     Engine,
@@ -36,7 +37,6 @@ from tests.harness import (
 from tests.models import CASES, PLAIN, RANDOM, WIDTH, Case, ColumnBatch, Inputs, linear
 from tests.pool import Pool
 from tests.thinned import every
-from tests.whole.test_schedules_run import RUNNABLE
 
 ENGINES = ["local", "strict 0", "strict 1", "distributed"]
 EVERY = CASES | PLAIN | RANDOM
@@ -72,7 +72,7 @@ def test_three_steps_equal_plain_pytorch(name: str, of: str, request: pytest.Fix
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), every(5, list(product([name for name in CASES if name != "skip of 1 MiB"], RUNNABLE)))
+    ("name", "schedule"), every(5, list(product([name for name in CASES if name != "skip of 1 MiB"], FAMILIES)))
 )
 def test_no_schedule_changes_a_bit(name: str, schedule: str) -> None:
     case = CASES[name]

@@ -1,0 +1,162 @@
+"""Deferred gradients: calls whose parameters' gradients are left to W, the second half of a backward.
+
+Such a call runs on inputs cut off from autograd's graph, with the parameters as they are: so it has a graph of its own,
+a few nodes between its inputs and the parameters. I goes through it from its result to its inputs, and W, later, from
+the same result to the parameters. Autograd leaves out what nobody asks for, so that each of the two runs its own half
+of the kernels that a whole backward would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fxpipe.errors import RunError
+from fxpipe.torch_compat import pytree
+
+
+class Deferred:
+    """What one micro-batch leaves for a stage's W: results of calls, the gradients that came back to them.
+
+    All of them go back in one pass, the last call first, as autograd takes them in a whole backward. So a parameter
+    that several calls use, or values made from it, has its sums in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._roots: list[GradientEdge] = []
+        self._seeds: list[Tensor] = []
+        self._parameters: dict[int, Tensor] = {}
+        self._open = False
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While I runs."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def keep(self, roots: Sequence[GradientEdge], seeds: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """A result's gradients have come. RunError where it is forward itself that differentiates."""
+        if not self._open:
+            raise RunError(
+                "forward differentiates its own values, or somebody goes backward through a stage's output; a backward "
+                'cannot be in two halves then: write schedule="1f1b"'
+            )
+        self._roots += roots
+        self._seeds += seeds
+        self._parameters |= {id(parameter): parameter for parameter in parameters}
+
+    def accumulate(self) -> None:
+        """W: adds the parameters' gradients to their ``.grad``; once."""
+        roots, seeds, ends = self._roots, self._seeds, [p for p in self._parameters.values() if p.requires_grad]
+        self._roots, self._seeds, self._parameters = [], [], {}
+        if roots and ends:
+            torch.autograd.backward(roots, seeds, inputs=ends)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The gradients that wait for W."""
+        return list(self._seeds)
+
+
+def deferring(function: Callable[..., Any], name: str, is_attention: bool = False) -> Callable[..., Any]:
+    """``function`` as a call whose parameters' gradients are left to W: an operator of a stage's graph.
+
+    It is called with a ``Deferred``; a module to call in place of ``function``, or None; the parameters that it uses,
+    but for the module's; those of its arguments that are parameters, or made from these alone; and its arguments. Given
+    one value twice, it stays as it is: autograd would add up what comes back in another order. ``is_attention``: of
+    ``nn.MultiheadAttention``, which makes one thing of queries, keys and values that are one object.
+    """
+
+    def call(
+        deferred: Deferred,
+        module: nn.Module | None,
+        parameters: Sequence[Tensor],
+        held: Sequence[Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        run = function if module is None else module
+        used = [*parameters, *(module.parameters() if module is not None else ())]
+        if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in used)):
+            return run(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = _given(leaves, pytree.tree_leaves(held))
+        if not (_uses_each_once(*args, **kwargs) if is_attention else len(given) == len(set(map(id, given.values())))):
+            return run(*args, **kwargs)
+        cut = {id(leaf): leaf.detach().requires_grad_() for leaf in given.values()}
+        for place, leaf in given.items():
+            leaves[place] = cut[id(leaf)]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        results, shape = pytree.tree_flatten(run(*args, **kwargs))
+        places = [place for place, one in enumerate(results) if isinstance(one, Tensor) and one.requires_grad]
+        if places:
+            own = _OwnGraph(deferred, used, list(cut.values()), [results[place] for place in places])
+            sources = {id(leaf): leaf for leaf in given.values()}.values()
+            joined = _Join.apply(torch.empty(0, requires_grad=True), own, *sources)  # type: ignore[no-untyped-call]
+            for place, one in zip(places, joined, strict=True):
+                results[place] = one
+        return pytree.tree_unflatten(results, shape)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _given(leaves: Sequence[Any], held: Sequence[Any]) -> dict[int, Tensor]:
+    """By place, the arguments that a gradient comes back to, and that are not made from parameters alone."""
+    stays = set(map(id, held))
+    tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    return {place: leaf for place, leaf in tensors.items() if id(leaf) not in stays}
+
+
+def _uses_each_once(*args: Any, **kwargs: Any) -> bool:
+    """Whether attention makes one projection of each object among its queries, keys and values.
+
+    Not of what is not batched, of which torch makes three views, nor of queries that are the keys or the values alone.
+    """
+    query, key, value = (*args[:3], *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))
+    return query.dim() == 3 and (key is value or len({id(query), id(key), id(value)}) == 3)
+
+
+class _OwnGraph:
+    """A call's own piece of autograd's graph."""
+
+    def __init__(
+        self, later: Deferred, parameters: Sequence[Tensor], entered: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        self._later, self._parameters, self._entered = later, parameters, entered
+        self._roots = [get_gradient_edge(result) for result in results]
+        self.results = [result.detach() for result in results]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """I's part: the gradients of what the call was given."""
+        arrived = [(root, one) for root, one in zip(self._roots, gradients, strict=True) if one is not None]
+        roots, seeds = [root for root, _ in arrived], [one for _, one in arrived]
+        self._later.keep(roots, seeds, self._parameters)
+        if not self._entered:
+            return ()
+        # what W needs of the graph stays
+        return torch.autograd.grad(roots, self._entered, seeds, retain_graph=True, allow_unused=True)
+
+
+class _Join(torch.autograd.Function):
+    """Puts a call with a graph of its own into the stage's. The first argument only makes the result need a gradient:
+    what the call was given may need none."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, own: _OwnGraph, *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.own, results, own.results = own, own.results, []
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *ctx.own.backward(gradients)

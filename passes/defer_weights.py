@@ -1,0 +1,208 @@
+"""Defer weights: gives a stage the form in which its backward runs in two halves, I and W.
+
+Each call that uses parameters, or values made from parameters alone (a cast, ``weight * scale``, ``weight.t()``),
+becomes one whose parameters' gradients are left to W. The rest of the stage stays as it is. What cannot be split with
+the same bits stays in I:
+
+- the parameters of modules that run as a whole, but for those of ``torch.nn`` that are listed here;
+- those that any other operation uses: a write in place, one that uses an input twice, a function that is not listed;
+- whatever meets these in a call, for the sums of a parameter's gradient must all come at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.graph.deferred import deferring
+from fxpipe.graph.program import Program
+from fxpipe.graph.stage_graph import Stage
+from fxpipe.passes.analysis.effects import is_in_place, is_known, is_number, is_random, operator_name, written
+from fxpipe.torch_compat import MODULE_TABLES
+
+CALLS = frozenset(
+    "linear bilinear conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d matmul mm bmm "
+    "mv addmm baddbmm einsum tensordot layer_norm batch_norm instance_norm embedding index_select index "
+    "getitem prelu add sub mul div truediv cat concat stack where".split()
+)
+"""Functions and methods that use each argument once: what comes back to it is one gradient, not a sum of several, which
+autograd would add to those of its other users in another order."""
+
+MODULES: tuple[type[nn.Module], ...] = (
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.PReLU, nn.MultiheadAttention),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Modules that do, too; of these classes alone, not of those derived from them. No group norm: where memory is in
+channels_last, torch's kernel crashes for the parameters' gradients alone."""
+
+
+def defer_weights(stage: Stage) -> Stage:
+    """The same stage, with the function of ``Stage.deferring``, and the parameters that stay in I as ``in_input``.
+
+    It runs on the stage's own module, whose parameters may be others from call to call.
+    """
+    trained = {name: parameter for name, parameter in stage.parameters.items() if parameter.requires_grad}
+    if not isinstance(stage.module, fx.GraphModule):
+        return dataclasses.replace(stage, deferring=None, in_input=tuple(trained))
+    found = _Deferrable(stage.module)
+    code = fx.GraphModule(stage.module, found.rewritten(), class_name=f"{type(stage.module).__name__}_in_halves")
+    return dataclasses.replace(
+        stage,
+        deferring=types.MethodType(type(code).forward, stage.module) if found.calls else None,
+        in_input=tuple(name for name, parameter in trained.items() if id(parameter) in found.kept),
+    )
+
+
+class _Deferrable:
+    """Which calls of a stage's graph can leave their parameters' gradients to W.
+
+    ``made_from``: the nodes that are parameters, or made from them alone → the ``get_attr`` nodes of these. ``kept``:
+    the parameters, by id, that cannot.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._program = Program(module, module.graph)
+        self._nodes = list(module.graph.nodes)
+        self._fixed: set[fx.Node] = set()  # made from neither inputs nor parameters
+        self.made_from: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self._nodes:
+            self._trace(node)
+        users = [node for node in self._nodes if node not in self.made_from and self._parameters(node)]
+        self.calls = [node for node in users if self._is_listed(node)]
+        differentiates = any(node.target is torch.autograd.grad for node in self._nodes)
+        self.kept = self._every() if differentiates else self._inside_others()
+        while more := self._used_otherwise() - self.kept or self._kept_by_calls():
+            self.kept |= more
+
+    def _trace(self, node: fx.Node) -> None:
+        """Finds whether a node is made from parameters alone."""
+        if node.op == "get_attr":
+            value = self._program.attribute(str(node.target))
+            if isinstance(value, nn.Parameter):
+                self.made_from[node] = frozenset({node})
+            elif isinstance(value, Tensor):
+                self._fixed.add(node)
+            return
+        if node.op not in ("call_function", "call_method") or not self._only_computes(node):
+            return
+        operands = [operand for operand in node.all_input_nodes if not is_number(operand)]
+        made = [operand for operand in operands if operand in self.made_from]
+        if all(operand in self.made_from or operand in self._fixed for operand in operands):
+            if made:
+                self.made_from[node] = frozenset().union(*(self.made_from[operand] for operand in made))
+            else:
+                self._fixed.add(node)
+
+    def _only_computes(self, node: fx.Node) -> bool:
+        """Whether it is one of torch's own operations that write nothing and draw nothing."""
+        if node.op == "call_function" and (not is_known(node.target) or _is_ours(node)):
+            return False
+        return not (operator_name(node).endswith("_") or written(self._program, node) or is_random(self._program, node))
+
+    def _is_listed(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            module = self._program.attribute(str(node.target))
+            return _is_listed_module(module) and (_is_attention(module) or not self._repeats(node))
+        if node.op == "call_function" and (not is_known(node.target) or _is_ours(node)):
+            return False
+        if node.op not in ("call_function", "call_method") or operator_name(node) not in CALLS or is_number(node):
+            return False
+        writes = written(self._program, node)
+        others = is_in_place(node) or "out" in node.kwargs or self._repeats(node)
+        return not others and all(source in self._fixed for source in writes)
+
+    def _repeats(self, node: fx.Node) -> bool:
+        """Whether a call is given a value twice: what comes back of each would have to be added in autograd's order."""
+        given: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), given.append)
+        inputs = [operand for operand in given if operand not in self.made_from and not is_number(operand)]
+        return len(inputs) > len(set(inputs))
+
+    def _parameters(self, node: fx.Node) -> set[int]:
+        """The parameters, by id, that a call uses."""
+        found = {id(self._program.attribute(str(root.target))) for root in self._roots(node)}
+        if node.op == "call_module":
+            found |= set(map(id, self._program.attribute(str(node.target)).parameters()))
+        return found
+
+    def _roots(self, node: fx.Node) -> list[fx.Node]:
+        """The parameters that a node is given, or that what it is given is made from."""
+        operands = (self.made_from.get(operand, frozenset()) for operand in node.all_input_nodes)
+        return sorted(frozenset().union(*operands))
+
+    def _inside_others(self) -> set[int]:
+        """The parameters of modules that the graph calls, or hands on, and that are not listed."""
+        found: set[int] = set()
+        for node in self._nodes:
+            if node.op in ("call_module", "get_attr") and node not in self.calls:
+                value = self._program.attribute(str(node.target))
+                found |= set(map(id, value.parameters())) if isinstance(value, nn.Module) else set()
+        return found
+
+    def _used_otherwise(self) -> set[int]:
+        """The parameters that a node uses which is neither made from parameters alone, nor one of the calls."""
+        split = {*self.calls, *self.made_from}
+        others = [node for node in self._nodes if node not in split and not is_number(node)]
+        return set().union(*map(self._parameters, others))
+
+    def _kept_by_calls(self) -> set[int]:
+        """Takes away the calls that use a parameter that is kept; what else they use."""
+        lost = [node for node in self.calls if self._parameters(node) & self.kept]
+        self.calls = [node for node in self.calls if node not in lost]
+        return set().union(*map(self._parameters, lost))
+
+    def _every(self) -> set[int]:
+        return set().union(*map(self._parameters, self._nodes))
+
+    # the graph in halves
+
+    def rewritten(self) -> fx.Graph:
+        """The graph, with the ``Deferred`` as its first argument; each call leaves its parameters' gradients to it."""
+        graph = fx.Graph()
+        later = graph.placeholder("later")
+        copies: dict[fx.Node, fx.Node] = {}
+        calls = set(self.calls)
+        for node in self._nodes:
+            if node in calls:
+                copies[node] = self._deferred(graph, node, later, copies)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.lint()
+        return graph
+
+    def _deferred(self, graph: fx.Graph, node: fx.Node, later: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        module = graph.create_node("get_attr", str(node.target)) if node.op == "call_module" else None
+        function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+        is_attention = module is not None and _is_attention(self._program.attribute(str(node.target)))
+        call = deferring(function, f"deferred_{node.name}", is_attention)
+        roots = tuple(copies[root] for root in self._roots(node))
+        held = tuple(copies[operand] for operand in node.all_input_nodes if operand in self.made_from)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        made = graph.create_node(
+            "call_function", call, (later, module, roots, held, *args), dict(kwargs), name=node.name
+        )
+        made.meta = dict(node.meta)
+        return made
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return str(getattr(node.target, "__module__", "")).startswith("fxpipe")
+
+
+def _is_attention(module: Any) -> bool:
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def _is_listed_module(module: Any) -> bool:
+    if type(module) not in MODULES or "forward" in vars(module) or any(map(_has_hooks, module.modules())):
+        return False
+    return getattr(module, "max_norm", None) is None and getattr(module, "padding_mode", "zeros") == "zeros"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(vars(module)[table] for table in MODULE_TABLES if table.endswith("_hooks"))
