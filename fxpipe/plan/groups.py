@@ -20,6 +20,7 @@ from fxpipe.plan.batch import cut_description, dimension, row_count
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.captures import Captured
 from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.same_stages import alike
 from fxpipe.torch_compat import pytree
 
 Capture = Callable[[Pattern, Sample | str], list[Captured]]
@@ -97,13 +98,18 @@ def joined_input(parts: Sequence[Any], along: int | None) -> Any:
 
 def _with_stages(one: Captured, group: Captured, stages: set[int]) -> Captured:
     """``one`` with these stages of ``group``. PartitionError where they would not be sent the same values."""
-    if _messages(one.graph) != _messages(group.graph):
+    try:
+        theirs = alike(group.graph, one.graph)
+        fits = _messages(one.graph) == _messages(theirs)
+    except PartitionError:
+        fits = False
+    if not fits:
         raise PartitionError(
             "the stages captured for the rows of a micro-batch and for those of a group exchange different values, so "
             f"what is gathered is not what the group's stage takes:\n{one.graph}\n{group.graph}\nkeep code that "
             "depends on how many rows there are out of the stages before it"
         )
-    merged = tuple(group.graph[stage.index] if stage.index in stages else stage for stage in one.graph)
+    merged = tuple(theirs[stage.index] if stage.index in stages else stage for stage in one.graph)
     graph = dataclasses.replace(one.graph, stages=merged)
     return dataclasses.replace(one, graph=graph, text=f"{one.text}\nfor a group: {group.text}")
 
