@@ -52,6 +52,7 @@ plan/example: plan/planner
 plan/label_count: whole/whole_batch plan/signatures
 plan/pattern: plan/signatures
 plan/replay: plan/capture_check
+plan/sizes: whole/lengths plan/signatures
 plan/same_stages: plan/signatures whole/absent
 plan/together: whole/refusals
 run/failing: whole/refusals whole/bugs_refusals
