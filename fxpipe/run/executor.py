@@ -144,7 +144,8 @@ class Executor:
         if (extremes := self._extremes(microbatch)) is not None:
             extremes.add_outputs(stage.index, microbatch, outputs[: len(stage.outputs)])
         if kept is not None:
-            kept.first_is_over(outputs)
+            with self._telling(action, stage):
+                kept.first_is_over(outputs)
             self._kept[stage.index, microbatch] = kept
             outputs = without_graph(outputs)
         elif self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
