@@ -8,15 +8,19 @@ The last goes on from its newest checkpoint when a process has died, or when it 
 as there are then.
 
 A vision transformer reads 8x8 images, a text transformer reads captions such as "a handwritten seven", and a
-contrastive loss pulls each image and its caption together. The image tower is cut in two; the text tower runs
-beside it:
+contrastive loss pulls each image and its caption together, and each away from all other rows of the batch. The image
+tower is cut in two; the text tower runs beside it; the loss runs once, on what all micro-batches have sent:
 
     image ──> image_tower.lower ──> image_upper ──┐
                                                   ├──> loss
     tokens ─────────────> text_tower ─────────────┘
 
-The trained weights then go into a plain `CLIP`, which names held-out images by their nearest caption. The
-script needs scikit-learn, for the images, and tqdm.
+    --loss whole        over the whole batch of all replicas, which each of them computes
+    --loss local        the same, each replica computing its own rows against all: O(rows) memory
+    --loss microbatch   over the rows of each micro-batch: another, weaker loss
+
+`examples/benchmarks/whole_batch.py` shows what that is worth. The trained weights then go into a plain `CLIP`, which
+names held-out images by their nearest caption. The script needs scikit-learn, for the images, and tqdm.
 """
 
 import argparse
@@ -108,8 +112,9 @@ class Average(nn.Module):
 class CLIP(nn.Module):
     """Two towers, each ending in one unit vector per row. Returns their contrastive loss, a scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: str = "whole") -> None:
         super().__init__()
+        self.loss = loss
         lower = nn.Sequential(Patches(), Block(), Block())
         upper = nn.Sequential(Block(), Block(), Average())
         self.image_tower = nn.Sequential(OrderedDict(lower=lower, upper=upper))
@@ -119,22 +124,27 @@ class CLIP(nn.Module):
     def forward(self, image: Tensor, tokens: Tensor) -> Tensor:
         # A boundary's name is the name of the stage behind it.
         x = fxpipe.stage_boundary(self.image_tower.lower(image), name="image_upper")
-        v = fxpipe.stage_boundary(self.image_tower.upper(x), name="loss")
-        t = fxpipe.stage_boundary(self.text_tower(tokens))
-        return self.contrastive_loss(v, t, tokens)
+        v, t = self.image_tower.upper(x), self.text_tower(tokens)
+        if self.loss == "microbatch":
+            v, t = fxpipe.stage_boundary((v, t), name="loss")
+            return self.contrastive_loss(v, t, tokens, v, t, tokens)
+        # What comes from here on is of all micro-batches and replicas: tokens too, which are an input.
+        v_all, t_all, tokens_all = fxpipe.stage_boundary((v, t, tokens), name="loss", gather="global")
+        if self.loss == "whole":
+            return self.contrastive_loss(v_all, t_all, tokens_all, v_all, t_all, tokens_all)
+        v, t, tokens = fxpipe.stage_boundary((v, t, tokens), gather="batch")  # this replica's rows
+        return self.contrastive_loss(v, t, tokens, v_all, t_all, tokens_all)
 
-    def contrastive_loss(self, v: Tensor, t: Tensor, tokens: Tensor) -> Tensor:
-        """Symmetric InfoNCE over the rows it is given.
-
-        In a pipeline these are the rows of one micro-batch: rows of different micro-batches are not
-        contrasted, and the loss of a step is the mean over its micro-batches, not a whole-batch loss.
-        """
-        logits = self.logit_scale.exp() * v @ t.T
+    def contrastive_loss(
+        self, v: Tensor, t: Tensor, tokens: Tensor, v_all: Tensor, t_all: Tensor, tokens_all: Tensor
+    ) -> Tensor:
+        """Symmetric InfoNCE: each of the rows (v, t, tokens) among all of them."""
+        scale = self.logit_scale.exp()
         # Two sevens have the same caption, and either is right: equal captions share the target between them.
-        # Hence the loss ends near the targets' entropy, not at zero.
-        same = (tokens[:, None] == tokens).all(dim=-1).float()
+        # Hence the loss ends near the targets' entropy, not at zero. It tells, too, which of all are the own rows.
+        same = (tokens[:, None] == tokens_all).all(dim=-1).float()
         target = same / same.sum(dim=-1, keepdim=True)
-        return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        return (F.cross_entropy(scale * v @ t_all.T, target) + F.cross_entropy(scale * t @ v_all.T, target)) / 2
 
 
 def load_images() -> tuple[Pair, Pair]:
@@ -198,6 +208,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps; 5 make a quick trial")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--loss", choices=["whole", "local", "microbatch"], default="whole")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", type=Path, help="folder for checkpoints; goes on from the newest that is there")
@@ -217,7 +228,7 @@ def main() -> None:
     fxpipe.init()
     world = int(os.environ.get("WORLD_SIZE", 4))
     topo = fxpipe.Topology.fit(world, pipe=min(world, 4), rows=args.batch_size)
-    forward_backward = fxpipe.compile(CLIP().to(device), topo, microbatches=args.microbatches)
+    forward_backward = fxpipe.compile(CLIP(args.loss).to(device), topo, microbatches=args.microbatches)
     if rank == 0:
         print(forward_backward.stages, forward_backward.schedule, sep="\n")
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-3)  # of this rank's parameters
