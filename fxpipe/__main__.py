@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -19,6 +20,7 @@ from fxpipe.kinds import MOST_ACTIONS
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
+from fxpipe.schedules.families.zb_v import folded
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
 
@@ -51,7 +53,16 @@ class _Graph(NamedTuple):
 
 
 def _costs(args: argparse.Namespace, stages: int) -> Costs:
-    costs = Costs.of(max(stages, 0), args.forward, args.backward, args.weight, args.comm, args.bytes, args.input_bytes)
+    costs = Costs.of(
+        max(stages, 0),
+        args.forward,
+        args.backward,
+        args.weight,
+        args.comm,
+        args.bytes,
+        args.input_bytes,
+        args.deferred_bytes,
+    )
     return costs if args.gather_cost is None else costs.at_stages(args.gather, *args.gather_cost)
 
 
@@ -131,8 +142,7 @@ def _check_family(name: str) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    fitting = (name for name in SCHEDULES if args.gather is not None or name not in GATHERED)
-    families = tuple(dict.fromkeys(args.families)) or tuple(fitting)
+    families = tuple(dict.fromkeys(args.families)) or tuple(filter(partial(_is_for, args), SCHEDULES))
     for family in families:
         _check_family(family)
     graph = _Graph.of(args)
@@ -150,6 +160,13 @@ def _compare(args: argparse.Namespace) -> None:
     print(tabulate(rows, shown, disable_numparse=True, colalign=["left", *["right"] * (len(shown) - 1)]))
     for family, refusal in failed.items():
         print(f"fxpipe: {family}: {str(refusal).splitlines()[0]}", file=sys.stderr)
+
+
+def _is_for(args: argparse.Namespace, family: str) -> bool:
+    """Whether a family is compared without being asked for: some are for gathered stages or a folded chain alone."""
+    if family in GATHERED:
+        return args.gather is not None
+    return family != "zb_v" or (args.edges is None and args.placement == folded(len(args.placement or ()) // 2))
 
 
 def _figures(timeline: Timeline) -> list[str]:

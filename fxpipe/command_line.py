@@ -218,4 +218,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--comm", type=_number, default=0, metavar="T", help="the latency of a hop between ranks; 0")
     costs.add_argument("--gather-cost", type=_PAIR, metavar="F,B", help="of a group, at the stages of --gather")
     costs.add_argument("--bytes", type=_COST, metavar="N[,…]", help="what a stage holds of it from forward to backward")
+    costs.add_argument(
+        "--deferred-bytes", type=_COST, metavar="N[,…]", help="what it holds of it between I and W; --bytes"
+    )
     costs.add_argument("--input-bytes", type=_COST, metavar="N[,…]", help="what it keeps of it where it is recomputed")

@@ -18,7 +18,7 @@ from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.kinds import shown
-from fxpipe.options import BatchDim, Options, TracerName, Zero, ZeroScope
+from fxpipe.options import BatchDim, Options, Recompute, TracerName, Zero, ZeroScope
 from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
@@ -56,6 +56,7 @@ def compile(
     bucket_cap_mb: float = 25.0,
     precision: Precision | None = None,
     loss_weight: Callable[..., Any] | None = None,
+    recompute: Recompute = False,
     memory_per_rank: float | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     checkpoint: str | os.PathLike[str] | Weights | None = None,
@@ -76,7 +77,8 @@ def compile(
         topo: the grid of ranks; a DeviceMesh whose dimension names include "pipe" or "pp" will do.
         loss_fn: called on the model's output and the call's ``target``; None: the model returns the loss.
         boundaries: submodules that are cut, from outside: names or patterns, of which each is cut before; a dict name →
-            "before", "after", "both" or {"every": n}; or a function of dict(model.named_modules()) that returns either.
+            "before", "after", "both", {"every": n} or {"cut": "after", "gather": "batch"}; or a function of
+            dict(model.named_modules()) that returns either.
             "auto": the cut and the placement that simulate best.
         microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
         batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension or
@@ -94,6 +96,10 @@ def compile(
         bucket_cap_mb: gradients are summed in buckets of this size, in MiB; the first is smaller.
         precision: the types of parameters, reductions and masters; None: as the model is.
         loss_weight: micro-batch → its weight, a function of the inputs in call order; None: its rows.
+        recompute: stages whose forward keeps its inputs alone and is run again (R in the table) when its backward is
+            near: their names; True: all but those whose backward follows their forward at once, which it would save
+            nothing; "auto": as few as fit ``memory_per_rank``. What the model checkpoints itself keeps its activations
+            in the second run, so that nothing runs a third time. ``print`` of ``preview`` says what it saves.
         memory_per_rank: bytes that "auto" and ``placement=None`` keep within.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once they
             have memory; with a seed by the submodule's name, so that values depend on no placement.
@@ -166,6 +172,7 @@ def preview(
     tracer: TracerName = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    recompute: Recompute = False,
     memory_per_rank: float | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
@@ -182,4 +189,5 @@ def preview(
     if not isinstance(topo, Topology):
         raise TopologyError(f'topo is {shown(topo)}; write fxpipe.Topology([("pipe", 2), ("data", 4)])')
     planner = Planner.none_yet(model, options, topo.size("pipe"), torch.device("cpu"))
-    return planner.plan(first_pattern(planner, options), "nothing is run")
+    pattern = first_pattern(planner, options)
+    return planner.told_of(planner.plan(pattern, "nothing is run"), pattern)

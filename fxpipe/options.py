@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from fxpipe.errors import RunError
 from fxpipe.kinds import (
@@ -28,10 +28,12 @@ from fxpipe.kinds import (
 )
 from fxpipe.precision import Precision
 
+AUTO = "auto"
 BatchDim = int | Mapping[str, int | None]
 TracerName = Literal["auto", "symbolic", "export", "record"]
 Zero = Literal[0, 1, 2, 3]
 ZeroScope = Literal["node", "data"]
+Recompute = bool | Sequence[str] | Literal["auto"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,7 @@ class Options:
     bucket_cap_mb: float = 25.0
     precision: Precision | None = None
     loss_weight: Callable[..., Any] | None = None
+    recompute: Recompute = False
     memory_per_rank: float | None = None
     init_fn: Callable[..., Any] | None = None
     checkpoint: Any = None
@@ -86,6 +89,14 @@ class Options:
             raise RunError(f"bucket_cap_mb={self.bucket_cap_mb}; write a size above 0, in MiB")
         if self.memory_per_rank is not None and not self.memory_per_rank > 0:
             raise RunError(f"memory_per_rank={self.memory_per_rank}; write a number above 0, in bytes")
+        if not isinstance(self.recompute, str):
+            given = self.recompute
+            object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
+        if self.recompute == AUTO and self.memory_per_rank is None:
+            raise RunError(
+                'recompute="auto" recomputes as little as fits memory_per_rank=, which is not given; write '
+                "memory_per_rank=40e9, in bytes, or recompute=True"
+            )
         if not 0 < self.timeout < 10**7:
             raise RunError(f"timeout={self.timeout}; write a number of seconds above 0, such as timeout=300")
         if self.precision is not None and not isinstance(self.precision, Precision):
@@ -185,6 +196,10 @@ _KINDS: Mapping[str, Expected] = {
     "zero": Expected(is_whole, "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"),
     "bucket_cap_mb": Expected(is_number, "a size in MiB"),
     "loss_weight": Expected(callable, "a function of a micro-batch's inputs"),
+    "recompute": Expected(
+        lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
+        'True, False, "auto" or a list of stage names',
+    ),
     "memory_per_rank": Expected(is_number, "a number of bytes"),
     "init_fn": Expected(callable, "a function (module) -> None"),
     "parallelize": Expected(callable, "a function (stage_module, mesh) -> None"),

@@ -13,6 +13,7 @@ from fxpipe.passes.analysis.blocks import blocks
 from fxpipe.passes.chain import Pass
 from fxpipe.passes.erase_boundaries import erase_boundaries
 from fxpipe.passes.follow import follow
+from fxpipe.passes.gather import gather
 from fxpipe.passes.mark_copies import mark_copies
 from fxpipe.passes.name_stages import name_stages
 from fxpipe.passes.order_writes import order_writes
@@ -22,7 +23,7 @@ from fxpipe.passes.split import split
 
 def default() -> tuple[Pass, ...]:
     """The pass pipeline, in order. What it returns can be given to ``compile(passes=...)``, changed or not."""
-    return order_writes, alias_groups, mark_copies, partition, name_stages
+    return order_writes, alias_groups, mark_copies, partition, name_stages, gather
 
 
 def before_balance() -> tuple[Pass, ...]:
@@ -37,6 +38,7 @@ __all__ = [
     "default",
     "erase_boundaries",
     "follow",
+    "gather",
     "mark_copies",
     "name_stages",
     "order_writes",

@@ -23,6 +23,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.graph.program import (
     Program,
     before_boundary,
+    gather_of,
     is_assertion,
     is_boundary,
     is_boundary_value,
@@ -80,7 +81,7 @@ def partition(program: Program) -> Program:
 class _Flow:
     """What the rule looks at: the nodes to place, the edges between them, the boundaries on and before those.
 
-    A shape query belongs to what it asks, also behind a boundary: it is the number that crosses then.
+    A shape query belongs to what it asks, also behind a boundary, unless that gathers: it is the number that crosses.
     """
 
     def __init__(self, program: Program) -> None:
@@ -129,7 +130,7 @@ class _Flow:
 
     def _add_boundary(self, marker: fx.Node) -> None:
         marked = [self._resolve(operand) for operand in marker.all_input_nodes]
-        if not any(source in self.units for source, _ in marked):
+        if gather_of(marker) is None and not any(source in self.units for source, _ in marked):
             raise PartitionError(
                 f"{marker.name}{where(marker)} marks only values that depend on inputs alone, or on parameters "
                 "alone; each stage computes those for itself, so there is nothing to cut. Mark what is computed "
@@ -146,7 +147,7 @@ class _Flow:
             self._add_arrows(node, [(source, frozenset()) for source in sources])
         elif node not in self.units:
             self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
-        elif is_number(node) and len({self.units.find(source) for source in sources}) == 1:
+        elif is_number(node) and len({self.units.find(s) for s in sources}) == 1 and not _gathered(operands):
             self._join([node, *sources])
             self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
         else:
@@ -196,6 +197,11 @@ class _Flow:
             if not (apart and edge.source in separated and edge.target in separated):
                 pieces.join(edge.source, edge.target)
         return pieces
+
+
+def _gathered(operands: Iterable[tuple[fx.Node, frozenset[fx.Node]]]) -> bool:
+    """Whether a boundary that gathers is in front of one of them: how many rows there are is known behind it alone."""
+    return any(gather_of(marker) is not None for _, crossed in operands for marker in crossed)
 
 
 def _checks(nodes: list[fx.Node]) -> set[fx.Node]:

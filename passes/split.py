@@ -9,12 +9,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxpipe.errors import PartitionError
+from fxpipe.graph.boundary import Gather, Mode
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
 from fxpipe.graph.operators import handoff, private
-from fxpipe.graph.program import Program, is_boundary_value, is_compute, made_by
+from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_value, is_compute, made_by
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.passes.analysis.effects import is_number, is_random, writes_apart
+from fxpipe.passes.gather import crossed, entering, way
 
 _Use = tuple[int, int]
 """A value's use: (program position, stage)."""
@@ -22,6 +24,10 @@ _Use = tuple[int, int]
 
 def split(program: Program) -> StageGraph:
     """Program with stages → StageGraph. A value goes straight from the stage that makes it to all that use it."""
+    if not program.gathered and any(is_boundary(node) and gather_of(node) for node in program.graph.nodes):
+        raise PartitionError(
+            "a boundary gathers, and passes= leaves out the pass that sees to it: gather, the last one"
+        )
     whole = _WholeProgram(program)
     builders = [_Builder(whole, stage) for stage in range(len(program.stage_names))]
     stages: list[Stage] = []
@@ -38,6 +44,8 @@ def split(program: Program) -> StageGraph:
                 result=program.result if builder.stage == whole.output_stage else None,
                 tensors=builder.tensors(),
                 draws_random=builder.draws_random,
+                gathered=program.gathered.get(builder.stage),
+                ways=tuple(builder.ways) if builder.stage in program.gathered else (),
             )
         )
     lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
@@ -112,6 +120,7 @@ class _Builder:
     stage: int
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: list[str | Edge] = field(default_factory=list)
+    ways: list[Mode | None] = field(default_factory=list)
     outputs: list[Edge] = field(default_factory=list)
     draws_random: bool = False
 
@@ -120,6 +129,9 @@ class _Builder:
         self._built: dict[fx.Node, fx.Node] = {}
         self._as_now: dict[fx.Node, fx.Node] = {}
         self._handed_off: dict[tuple[str, int | None], fx.Node] = {}
+        self._arrived: dict[tuple[fx.Node, Mode | None], fx.Node] = {}
+        self._way_of: dict[tuple[fx.Node, fx.Node, Gather | None], Mode | None] = {}  # (reader, value, gather) → how
+        self._in_two_ways: set[fx.Node] = set()
         self._modes: Modes | None = None
         self._entered: fx.Node | None = None
         self._members = self._needed()
@@ -175,23 +187,30 @@ class _Builder:
     def _result_operands(self) -> list[fx.Node]:
         return self.whole.program.graph.output_node().all_input_nodes
 
-    def _operands(self) -> set[fx.Node]:
-        found = {made_by(o) for node in self._members for o in node.all_input_nodes}
-        if self.stage == self.whole.output_stage:
-            found |= {made_by(o) for o in self._result_operands()}
-        return found
-
     def _add_inputs(self) -> None:
-        """Placeholders: batch inputs in call order, then what arrives, by stage and program order."""
-        operands = self._operands()
-        batch = [n for n in self.whole.nodes if n.op == "placeholder" and n in operands]
-        arriving = [n for n in self.whole.nodes if is_compute(n) and n in operands and n not in self._members]
-        for node in [*batch, *sorted(arriving, key=lambda n: self.whole.stage_of(n) or 0)]:
-            source = self.whole.stage_of(node)
-            self.inputs.append(str(node.target) if source is None else Edge(source, self.stage, node.name))
-            self._built[node] = self.graph.placeholder(node.name)
+        """Placeholders: batch inputs in call order, then what arrives, by stage and program order; one for each way in
+        which a value is gathered."""
+        ways: dict[fx.Node, dict[Mode | None, None]] = {}
+        for arrival in entering(self.whole.program, self.stage):
+            mode = way(self.whole.program, self.stage, arrival)
+            ways.setdefault(arrival.value, {})[mode] = None
+            self._way_of[arrival.reader, arrival.value, arrival.gather] = mode
+        order = {node: (self.whole.stage_of(node) or 0, self.whole.position[node]) for node in ways}
+        batch = sorted((node for node in ways if node.op == "placeholder"), key=lambda node: order[node])
+        arriving = sorted((node for node in ways if node.op != "placeholder"), key=lambda node: order[node])
         for node in [*batch, *arriving]:
+            source = self.whole.stage_of(node)
+            if len(ways[node]) > 1:
+                self._in_two_ways.add(node)
+            for mode in sorted(ways[node], key=str):
+                self.inputs.append(str(node.target) if source is None else Edge(source, self.stage, node.name))
+                self.ways.append(mode)
+                name = f"{node.name}_{mode}" if len(ways[node]) > 1 else node.name
+                self._arrived[node, mode] = self.graph.placeholder(name)
+        for node, mode in list(self._arrived):
+            self._built[node] = self._arrived[node, mode]
             self._make_private(node)
+            self._arrived[node, mode] = self._built[node]
 
     def _make_private(self, value: fx.Node) -> None:
         """Where this stage writes into a value that it was given, it gets a copy of its own."""
@@ -220,6 +239,8 @@ class _Builder:
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
         value = made_by(operand)
+        if value in self._in_two_ways:
+            return self._arrived[value, self._way_of[reader, value, crossed(operand)[0]]]
         return self._built[value] if reader.name in self.whole.kept or is_number(reader) else self._now(value)
 
     def _now(self, value: fx.Node) -> fx.Node:

@@ -16,8 +16,8 @@ from fxpipe.schedules.schedule import Schedule, Timeline
 
 Pairs = tuple[tuple[int, int], ...]
 
-FAMILIES = [name for name in SCHEDULES if name not in GATHERED]
-"""The families that take any stage graph; the others are for stages that are gathered."""
+FAMILIES = [name for name in SCHEDULES if name not in GATHERED and name != "zb_v"]
+"""The families that take any stage graph; the others are for stages that are gathered, or for a folded chain."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline
 distributed/transport: distributed/strict_transport distributed/torch_transport
 formats/words: formats/svg_picture formats/html_page
+graph/gathering: run/group_inputs
 graph/like: trace/operations whole/bugs_values
 graph/modes: whole/autocast trace/record
 graph/program: passes/partition trace/symbolic
@@ -45,6 +46,7 @@ plan/batch: whole/refusals plan/signatures
 plan/captures: plan/signatures
 plan/closeness: plan/capture_check
 plan/example: plan/planner
+plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/pattern: plan/signatures
 plan/replay: plan/capture_check
@@ -58,6 +60,7 @@ run/random_state: whole/save_load
 run/run_state: whole/save_load run/loading
 run/rank_state: parameters/meta parameters/materialise
 run/replicas: run/evaluate
+run/side_effects: run/recompute
 run/step: whole/transparency run/executor
 run/step_outcome: run/finite graph/loss
 run/timeline_recorder: run/measured_timeline

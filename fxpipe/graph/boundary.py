@@ -5,20 +5,45 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from fxpipe.errors import TraceError
-from fxpipe.kinds import shown
+from fxpipe.kinds import is_whole, shown
 
 T = TypeVar("T")
+Mode = Literal["batch", "global"]
 
-_NO_TENSOR = (int, float, complex, str, bytes)
-_recorder: Callable[[Any, str | None], Any] | None = None
+
+class Gather(NamedTuple):
+    """What a boundary gathers. ``mode``: the rows of a group of micro-batches, or those of every replica's, too.
+
+    ``group``: how many micro-batches; None for all.
+    """
+
+    mode: Mode
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A stage that runs once for a group of micro-batches. ``group``: how many of them; None for all.
+
+    ``modes``: what it, and such stages before it, gather.
+    """
+
+    group: int | None
+    modes: frozenset[Mode]
+
+
+_NO_TENSOR = (bool, int, float, complex, str, bytes)
+Recorder = Callable[[Any, str | None, Gather | None], Any]
+_recorder: Recorder | None = None
 _recording_thread = 0
 _ignored = False
 
 
-def stage_boundary(value: T, *, name: str | None = None) -> T:
+def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = None, group: int | None = None) -> T:
     """Marks a place where the model may be cut into pipeline stages.
 
     Outside a capture the very same object comes back, at the cost of a function call. In a compiled model the
@@ -28,27 +53,51 @@ def stage_boundary(value: T, *, name: str | None = None) -> T:
         value: a tensor, or any tuple, list or dict that holds tensors: one boundary carries them all, and what is no
             tensor passes through unchanged.
         name: names the stage that the boundary opens, the code behind it.
+        gather: "batch": the stage behind it, and all that come after, run once for a group of micro-batches, on what
+            these send concatenated along ``batch_dim``; gradients are cut, and sent back to each. "global": and on
+            what those of every replica send, in the order of the data axis. None: once for each micro-batch.
+        group: how many micro-batches to a group, a divisor of their number; None: all of them.
 
     Raises:
-        TraceError: the value is a number or a text (in a capture: it holds no tensor), or the name is none.
+        TraceError: the value is a number or a text (in a capture: it holds no tensor), the name is none, or what is to
+            be gathered is not said as above.
     """
-    return value if _recorder is None and not isinstance(value, _NO_TENSOR) else _record(value, name)
+    return _record(value, name, gather, group) if _recorder or gather or group or type(value) in _NO_TENSOR else value
 
 
-def _record(value: T, name: str | None) -> T:
+def _record(value: T, name: str | None, mode: Mode | None, group: int | None) -> T:
     if not (name is None or (isinstance(name, str) and name)):
         raise TraceError(f"stage_boundary is given name={shown(name)}; it is the name of the stage behind it, a text")
-    if _recorder is None or _ignored or threading.get_ident() != _recording_thread:
+    gather = checked_gather("stage_boundary is given", mode, group)
+    if _recorder is None or threading.get_ident() != _recording_thread:
         if isinstance(value, _NO_TENSOR):
             raise TraceError(f"stage_boundary is given {shown(value)}; give it the tensors that cross the cut")
         return value  # or another thread's eager call while this process captures a model
-    captured: T = _recorder(value, name)
+    if _ignored:
+        if gather is not None:
+            raise TraceError(
+                f'a boundary gathers "{gather.mode}", and boundaries="auto" looks for cuts of its own, which gather '
+                "nothing: the loss would be another; name the cuts"
+            )
+        return value
+    captured: T = _recorder(value, name, gather)
     return captured
 
 
+def checked_gather(given: str, mode: Any, group: Any) -> Gather | None:
+    """What a boundary gathers; TraceError, which begins with the fact ``given``, for what is no way to say it."""
+    if mode is None and group is not None:
+        raise TraceError(f'{given} group={shown(group)} and no gather; write gather="batch" beside it, or "global"')
+    if mode is not None and not (isinstance(mode, str) and mode in get_args(Mode)):
+        raise TraceError(f'{given} gather={shown(mode)}; write "batch", or "global" for the rows of all replicas')
+    if group is not None and not (is_whole(group) and group >= 1):
+        raise TraceError(f"{given} group={shown(group)}; write how many micro-batches make a group, 1 or more")
+    return None if mode is None else Gather("global" if mode == "global" else "batch", group)
+
+
 @contextlib.contextmanager
-def recording(recorder: Callable[[Any, str | None], Any]) -> Iterator[None]:
-    """While it is open, boundaries met by this thread are handed to ``recorder(value, name)``."""
+def recording(recorder: Recorder) -> Iterator[None]:
+    """While it is open, boundaries met by this thread are handed to ``recorder(value, name, gather)``."""
     global _recorder, _recording_thread
     previous = _recorder, _recording_thread
     _recorder, _recording_thread = recorder, threading.get_ident()
@@ -69,9 +118,16 @@ def ignored(on: bool = True) -> Iterator[None]:
         _ignored = before
 
 
-def boundary(values: Sequence[Any], name: str | None = None) -> list[Any]:
+def boundary(
+    values: Sequence[Any], name: str | None = None, gather: Mode | None = None, group: int | None = None
+) -> list[Any]:
     """The operator that a boundary becomes in a captured graph: its values, each behind the cut.
 
     Never executed after the split; here so that an uncut graph runs and prints.
     """
     return list(values)
+
+
+def words(name: str | None, gather: Gather | None) -> tuple[Any, ...]:
+    """What a boundary's operator is given behind its values."""
+    return (name,) if gather is None else (name, *gather)

@@ -98,6 +98,11 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.80}"
 
 
+def root_of(part: MicrobatchLoss, share: float) -> Tensor:
+    """What to call backward on for a micro-batch whose share of the step's weight is ``share``."""
+    return part.value * share if part.count is None else part.value
+
+
 class StepLoss:
     """Accumulates the micro-batch losses of one step, on their device and without waiting for it.
 
@@ -126,7 +131,7 @@ class StepLoss:
         self.is_sum, self.dtype, self.metric_names = part.count is not None, part.value.dtype, tuple(part.metrics)
         if not share:
             return part.value
-        root = part.value if self.is_sum else part.value * share
+        root = root_of(part, share)
         self._value = root.detach() if self._value is None else self._value + root.detach()
         if self.is_sum:
             count = _number(part.count, part.value, torch.float64)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxpipe.graph.boundary import boundary
+from fxpipe.graph.boundary import Gather, Gathered, boundary
 from fxpipe.torch_compat import CHECKS, pytree
 
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
@@ -61,6 +61,8 @@ class Program:
     stage_of: Mapping[str, int] = field(default_factory=dict)
     """Node name → stage, in topological order of the stages; copied nodes have none."""
     stage_names: tuple[str, ...] = ()
+    gathered: Mapping[int, Gathered] = field(default_factory=dict)
+    """The stages that run once for a group of micro-batches."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -108,6 +110,11 @@ def is_boundary_value(node: fx.Node) -> bool:
         and isinstance(node.args[0], fx.Node)
         and is_boundary(node.args[0])
     )
+
+
+def gather_of(marker: fx.Node) -> Gather | None:
+    """What a boundary gathers; None where it is an ordinary one."""
+    return Gather(*marker.args[2:]) if len(marker.args) > 2 else None  # type: ignore[arg-type]
 
 
 def before_boundary(node: fx.Node) -> fx.Node:

@@ -14,6 +14,7 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
+from fxpipe.graph.boundary import Gathered, Mode
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_calls import Backward, Forward
@@ -57,6 +58,10 @@ class Stage:
     tables that have its backward as I and W; None where there is none."""
     in_input: tuple[str, ...] = ()
     """The parameters whose gradients I makes all the same, where the table has I and W."""
+    gathered: Gathered | None = None
+    """For how many micro-batches it runs at once, if it does."""
+    ways: tuple[Mode | None, ...] = ()
+    """How each input is gathered then; None for what is the group's already."""
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """One value per outgoing edge, and on the output stage the model's result."""
@@ -122,6 +127,8 @@ class StageGraph:
     """Bytes of each edge's value for one micro-batch, once a step has shown them."""
     origin: str = ""
     """Where the graph comes from: which tracer, or the user's callables."""
+    recomputed: frozenset[str] = frozenset()
+    """The names of the stages whose forward runs again for their backward."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -151,6 +158,27 @@ class StageGraph:
     def names(self) -> tuple[str, ...]:
         """The stages' names, in order."""
         return tuple(stage.name for stage in self.stages)
+
+    def groups(self, microbatches: int) -> tuple[int, ...]:
+        """For each stage how many of so many micro-batches it runs for at once; PartitionError where none can be."""
+        sizes = [1 if stage.gathered is None else stage.gathered.group or microbatches for stage in self.stages]
+        for stage, size in zip(self.stages, sizes, strict=True):
+            if microbatches % size:
+                raise PartitionError(
+                    f"stage {stage.name!r} gathers groups of {size} micro-batches, which do not divide the "
+                    f"{microbatches} of this batch; write another group=, or microbatches= a multiple of it"
+                )
+        return tuple(sizes)
+
+    @property
+    def gathers(self) -> dict[int, int | None]:
+        """Stage → how many micro-batches it runs for at once, None for all; of those that gather."""
+        return {stage.index: stage.gathered.group for stage in self.stages if stage.gathered is not None}
+
+    @property
+    def sees_replicas(self) -> bool:
+        """Whether a stage is given the rows of other replicas."""
+        return any("global" in stage.ways for stage in self.stages)
 
     def with_backward(self) -> StageGraph:
         """The same graph; each stage has a backward if it, or one before it, has a trainable parameter now."""
@@ -203,9 +231,11 @@ class StageGraph:
             )
         headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
-        notes = [f"captured by {self.origin}"] if self.origin else []
-        notes += [_told_in_input(stage) for stage in self.stages if stage.in_input]
-        return "\n".join([grid, *notes])
+        runs = [f"{s.name} runs once for {_size(s.gathered)}" for s in self.stages if s.gathered is not None]
+        again = ", ".join(name for name in self.names if name in self.recomputed)
+        origin = f"captured by {self.origin}" if self.origin else ""
+        kept = [_told_in_input(stage) for stage in self.stages if stage.in_input]
+        return "\n".join([grid, *runs, *[f"recomputed: {again}"] * bool(again), *filter(None, [origin]), *kept])
 
     def _bytes(self, edges: Sequence[Edge]) -> str:
         if not edges:
@@ -286,9 +316,15 @@ class StageGraph:
 def _told_in_input(stage: Stage) -> str:
     """What of a stage's backward W cannot do."""
     names = list(stage.in_input)
-    shown_names = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
+    first = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
     share = sum(stage.parameters[name].numel() for name in names) / sum(p.numel() for p in stage.parameters.values())
-    return f"{stage.name}: I makes the gradients of {shown_names}, too ({share:.0%} of its parameters)"
+    return f"{stage.name}: I makes the gradients of {first}, too ({share:.0%} of its parameters)"
+
+
+def _size(gathered: Gathered) -> str:
+    """What a gathered stage runs for, in words."""
+    what = "all micro-batches" if gathered.group is None else f"a group of {gathered.group} micro-batches"
+    return what + " of all replicas" * ("global" in gathered.modes)
 
 
 def _is_pair(value: Any) -> bool:

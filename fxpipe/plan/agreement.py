@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
@@ -64,13 +64,22 @@ class _Offer:
     error: str = ""
 
 
+class _Together(NamedTuple):
+    """What a pipe group was told of a call: all offers, the micro-batches put together, or the batch, and its rows."""
+
+    offers: tuple[_Offer, ...]
+    merged: list[Description]
+    sizes: tuple[int, ...]
+
+
 class Agreement:
     """Settles calls, and remembers: for a kind of batch met before, only one number per rank travels."""
 
     def __init__(self, planner: Planner, transport: Transport) -> None:
         self._planner, self._transport, self._options = planner, transport, planner.options
         self._numbers: dict[_Offer, int] = {}
-        self._settled: dict[tuple[int, ...], Agreed] = {}
+        self._told: dict[tuple[int, ...], _Together] = {}
+        self._settled: dict[tuple[tuple[int, ...], tuple[int, ...]], Agreed] = {}
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
@@ -94,10 +103,14 @@ class Agreement:
         """The same decision on every rank, or an error on every rank. A collective call."""
         number = self._numbers.setdefault(offer, len(self._numbers))
         key = self._transport.gather_int("pipe", number)
-        if key not in self._settled:
+        if key not in self._told:
             told = dataclasses.replace(offer, given=tuple(map(sendable, offer.given)))
-            self._settled[key] = self._decide(self._transport.gather("pipe", told), offer)
-        return self._settled[key]
+            self._told[key] = self._merged(self._transport.gather("pipe", told), offer)
+        together = self._told[key]
+        everyone = self._rows_of_everyone(together.sizes)
+        if (key, everyone) not in self._settled:
+            self._settled[key, everyone] = self._decide(together, everyone)
+        return self._settled[key, everyone]
 
     def replan(self, planner: Planner) -> None:
         """Takes up another planner's plans, for the kinds of batch that are settled, too."""
@@ -110,11 +123,13 @@ class Agreement:
         return split(given[0], self._options.batch_dim, agreed.sizes) if offer.split_evenly else given
 
     def check_rows(self, agreed: Agreed, zero: int) -> None:
-        """With zero=2 replicas sum after each micro-batch, and with 3 behind each stage: they must run the same row.
+        """With zero=2 replicas sum after each micro-batch, with 3 behind each stage, and they gather where a stage sees
+        all replicas' rows: they must run the same row.
 
         RunError where they do not. A collective call of the data axis.
         """
-        if zero < 2 or self._transport.data_size == 1:
+        gathers = agreed.plan.graph.sees_replicas
+        if (zero < 2 and not gathers) or self._transport.data_size == 1:
             return
         if zero == 2:
             counts = self._transport.gather_int("data", len(agreed.sizes))
@@ -123,8 +138,14 @@ class Agreement:
                     f"zero=2 sums gradients after each micro-batch, but the replicas have {list(counts)} of them; "
                     "give all as many (drop_last=True in a DataLoader), or write zero=1"
                 )
-        digests = agreed.plan.row_digests if zero == 2 else agreed.plan.pass_digests
+        digests = agreed.plan.row_digests if zero == 2 or gathers else agreed.plan.pass_digests
         if len(set(self._transport.gather_int("data", digests[self._transport.pipe_rank or 0]))) > 1:
+            if gathers:
+                raise RunError(
+                    'a stage gathers "global", in the order of the table, but the replicas run tables of their own; '
+                    f"this one has {len(agreed.sizes)} micro-batches. Give all replicas batches of one kind, that are "
+                    "cut into as many"
+                )
             raise RunError(
                 f"zero={zero} sums gradients in the order of the table, but the replicas' batches are of kinds with "
                 "tables of their own; give all replicas batches of one kind, or write zero=1"
@@ -152,21 +173,40 @@ class Agreement:
         parameters = [p.replace(default=None) if p.name == "target" else p for p in signature.parameters.values()]
         return signature.replace(parameters=parameters)
 
-    def _decide(self, offers: Sequence[_Offer], mine: _Offer) -> Agreed:
+    def _rows_of_everyone(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The rows of each micro-batch on all replicas together, where captures depend on them; else nothing.
+
+        A collective call of the data axis.
+        """
+        planner = self._planner
+        if self._transport.data_size == 1 or not (planner.first.graph.sees_replicas and planner.needs_shapes):
+            return ()
+        everyone = self._transport.gather("data", list(sizes))
+        return tuple(map(sum, zip(*everyone, strict=True))) if len({*map(len, everyone)}) == 1 else ()
+
+    def _merged(self, offers: Sequence[_Offer], mine: _Offer) -> _Together:
         """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
         _check_same_call(offers, partial(member, self._transport, "pipe"))
         first = offers[0]
         told = zip(*(offer.given for offer in offers), strict=True)
         merged = [with_own(merge(each), own) for each, own in zip(told, mine.given, strict=True)]
         sizes = self._sizes(merged, first)
+        return _Together(tuple(offers), merged, sizes)
+
+    def _decide(self, together: _Together, everyone: tuple[int, ...]) -> Agreed:
+        offers, merged, sizes = together
+        first = offers[0]
         if first.split_evenly:
             merged = [cut_description(merged[0], self._options.batch_dim, size) for size in sizes]
         items = self._planner.items
         if items is not None:
             merged = [items.described(description) for description in merged]
         pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
+        pattern = dataclasses.replace(pattern, everyone=everyone)
         with phase("capture"):
             plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
+        if len(sizes) > 1 and all(row_count(one, self._options.batch_dim) is None for one in merged):
+            _check_nothing_gathered(plan)
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
         return Agreed(len(self._settled), pattern, plan, sizes, has_loss)
@@ -187,6 +227,16 @@ class Agreement:
                 if missing:
                     who = member(self._transport, "pipe", rank)
                     raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
+
+
+def _check_nothing_gathered(plan: Plan) -> None:
+    """RunError where a group would hold the whole batch once for each micro-batch."""
+    gathered = [stage.name for stage in plan.graph if stage.gathered is not None]
+    if gathered:
+        raise RunError(
+            f"stage {gathered[0]!r} runs once for a group of micro-batches, but no input of this batch is cut into "
+            "them: each has all of it, and a group would have it several times; see batch_dim=, or write microbatches=1"
+        )
 
 
 def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.gathering import added
 from fxpipe.graph.loss import MicrobatchLoss, read_loss
 from fxpipe.graph.modes import within
 from fxpipe.graph.packing import duplicate
@@ -228,7 +229,8 @@ class _Trial:
         saved: list[Saved] = []
         result = None
         for stage in self.graph:
-            inputs = [batch[entry] if isinstance(entry, str) else arrived.pop(entry) for entry in stage.inputs]
+            inputs = [batch[entry] if isinstance(entry, str) else arrived[entry] for entry in stage.inputs]
+            arrived = {edge: value for edge, value in arrived.items() if edge not in stage.inputs}
             with within(self.request.autocast):
                 outputs, kept = stage.forward(*inputs)
             saved.append(kept)
@@ -246,8 +248,9 @@ class _Trial:
         for stage, kept in reversed(list(zip(self.graph, saved, strict=True))):
             given = [returned.pop(edge, None) for edge in stage.outputs] + [True] * stage.returns_result
             arrivals, gradients = stage.backward.apart(kept, given, parameters)
-            pairs = zip(stage.inputs, arrivals, strict=True)
-            returned |= {entry: gradient for entry, gradient in pairs if isinstance(entry, Edge)}
+            for entry, gradient in zip(stage.inputs, arrivals, strict=True):
+                if isinstance(entry, Edge):  # it may come in two ways, as a value gathered as "batch" and as "global"
+                    returned[entry] = added(returned[entry], gradient) if entry in returned else gradient
             found = [b if a is None else a if b is None else a + b for a, b in zip(found, gradients, strict=True)]
         return found
 

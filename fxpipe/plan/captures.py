@@ -7,7 +7,7 @@ import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,14 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.replay import checkpoints_that_keep
 from fxpipe.progress import progress, tell
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
 from fxpipe.trace.cuts_by_name import AUTO, resolve
+
+if TYPE_CHECKING:
+    from fxpipe.plan.balance import StageWork
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Captures:
         return found
 
     def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Captured:
-        this = dataclasses.replace(pattern, microbatches=1, shapes=() if shape is None else (shape,))
+        this = dataclasses.replace(pattern, microbatches=1, shapes=() if shape is None else (shape,), everyone=())
         known = self.kept.get(this) or self.kept.get(this.for_any_shape())
         if known is not None:
             return known
@@ -209,6 +213,28 @@ class Captures:
             tell(f"stages are placed by the number of their parameters: {error}")
             return None
 
+    def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+        """What the stages take, told from the shapes of a pattern; None where these, or the costs, are not known."""
+        from fxpipe.plan.balance import BlockGraph, CostUnknown, StageWork, costs_from_shapes, work_of_stages
+
+        program = self.first
+        if program is None or not pattern.shapes:
+            return None
+        example = _example(pattern, pattern.shapes[0])
+
+        def work() -> BlockGraph:
+            costs = costs_from_shapes(program, example, self.device, pattern.autocast, compute=self.compute)
+            return work_of_stages(program, costs)
+
+        try:
+            with progress("costing the stages"):
+                plain = work()
+                with checkpoints_that_keep():
+                    return StageWork(plain, work(), placement, pattern.microbatches)
+        except CostUnknown as error:
+            tell(f"what the stages take is not known: {error}")
+            return None
+
     def _searched(
         self, program: Program, pattern: Pattern, shape: Description | None
     ) -> tuple[Program, tuple[int, ...]]:
@@ -223,9 +249,13 @@ class Captures:
         with progress("balancing the stages"):
             example = _example(pattern, shape)
             costs = costs_from_shapes(program, example, self.device, pattern.autocast, compute=self.compute)
-            search = balance if self.finds_cuts else place_stages
-            family, memory = self.options.schedule, self.options.memory_per_rank
-            found = search(program, self.ranks, pattern.microbatches, costs, family, memory)
+            given = (program, self.ranks, pattern.microbatches, costs, self.options.schedule)
+            memory, again = self.options.memory_per_rank, self.options.recompute
+            if self.finds_cuts:
+                found = balance(*given, memory, bool(again))
+            else:
+                every = program.stage_names if again else ()
+                found = place_stages(*given, memory, again if isinstance(again, tuple) else every)
         if found.others:
             tell(str(found))
         return found.program, found.placement

@@ -47,10 +47,12 @@ class Pattern:
     """Each micro-batch, described, for tracers that need it; () where no batch has been seen yet."""
     autocast: tuple[Autocast, ...] = ()
     """What is on around the call."""
+    everyone: tuple[int, ...] = ()
+    """The rows of each micro-batch on all replicas together, where stages see them; () where that is not known yet."""
 
     def for_any_shape(self) -> Pattern:
         """The pattern without what only tracers that need shapes depend on."""
-        return dataclasses.replace(self, shapes=(), autocast=())
+        return dataclasses.replace(self, shapes=(), autocast=(), everyone=())
 
 
 def pattern_of(

@@ -7,7 +7,8 @@ import hashlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,9 +19,11 @@ from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.captures import LATER, Captured, Captures
+from fxpipe.plan.groups import for_groups
 from fxpipe.plan.label_count import Items
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.placement import place
+from fxpipe.plan.recomputation import Flags, Make, recomputed, told
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.stage_compiler import compiled_lazily
 from fxpipe.schedules import Limited, build
@@ -28,6 +31,9 @@ from fxpipe.schedules.lower import Instruction, lower, pairs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step, execution_order
 from fxpipe.trace import Request
+
+if TYPE_CHECKING:
+    from fxpipe.plan.balance import StageWork
 
 WORTH_IT = 0.01
 """The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
@@ -47,6 +53,8 @@ class Plan:
     """All ranks' instructions in one order that a single process can run."""
     program: str
     """What was compiled, in words: the program and compile's options."""
+    saving: str = ""
+    """What recomputation saves, in words, where that was asked for."""
 
     @property
     def description(self) -> str:
@@ -54,12 +62,17 @@ class Plan:
         return "\n".join([self.program, *(" ".join(map(str, row)) for row in self.schedule.rows)])
 
     @property
+    def group(self) -> int:
+        """Of how many micro-batches a loss is: 1, or as many as a group of the stage that returns it has."""
+        return self.graph.groups(len(self.graphs))[self.graph.output_stage]
+
+    @property
     def output_rank(self) -> int:
         """The pipe rank that has the loss."""
         return self.graph.placement[self.graph.output_stage]
 
     def __str__(self) -> str:
-        return f"{self.graph}\n{self.schedule}"
+        return "\n".join([str(self.graph), str(self.schedule), *filter(None, [self.saving])])
 
     @cached_property
     def row_digests(self) -> tuple[int, ...]:
@@ -92,6 +105,8 @@ class Planner:
     """Where the stages of a model come from; None for the user's own."""
     adopt: Callable[[StageGraph], StageGraph] | None = None
     """Puts the modules that ``parallelize`` has made into a graph's stages, once there are any."""
+    again: frozenset[str] | None = None
+    """The names of the stages that are recomputed, once that is decided."""
     plans: dict[Pattern, Plan] = field(default_factory=dict)
 
     @staticmethod
@@ -159,7 +174,8 @@ class Planner:
         if isinstance(self.model, StageGraph):
             return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
         assert self.captures is not None
-        return self.captures.of(pattern, sample)
+        captured = self.captures.of(pattern, sample)
+        return for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
 
     def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
@@ -188,7 +204,8 @@ class Planner:
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
-        planner = dataclasses.replace(self, options=dataclasses.replace(self.options, schedule=family), plans={})
+        options = dataclasses.replace(self.options, schedule=family)
+        planner = dataclasses.replace(self, options=options, again=self.first.graph.recomputed, plans={})
         for pattern, plan in self.plans.items():
             again = planner._scheduled(plan.graphs, pattern, plan.program) if pattern.training else plan
             planner.plans[pattern] = again
@@ -243,7 +260,9 @@ class Planner:
             graph = graphs[0]
         instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
         order = execution_order(instructions, graph.edges, schedule.backward)
-        return Plan(graph, graphs, schedule, instructions, tuple(order), program)
+        again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
+        graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
+        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
@@ -258,6 +277,7 @@ class Planner:
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
+        groups = graph.groups(microbatches)  # which are to divide them
         table = self.options.schedule
         tied = self.first.graph.tied if self.plans else graph.tied  # who holds a copy must hear of its gradient
         if self.plans and pattern.training:
@@ -265,25 +285,72 @@ class Planner:
             if known is not None:
                 return known
         if not isinstance(table, Schedule) or not pattern.training:
-            return build(
-                "1f1b" if isinstance(table, Schedule) else table,
-                graph.stage_edges,
-                microbatches,
-                graph.placement,
-                backward=backward,
-                names=graph.names,
-                tied=tied,
+            make = partial(self._built, graph, microbatches, backward, tied)
+            return make(self._recomputed(graph, pattern, make))
+        if self.options.recompute:
+            raise ScheduleError(
+                "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
+                "name a family"
             )
         if table.microbatches != microbatches:
             raise ScheduleError(
                 f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
                 f"pass microbatches={table.microbatches}"
             )
+        if table.groups != groups:
+            raise ScheduleError(
+                f"the schedule has actions of {list(table.groups)} micro-batches for the stages {list(graph.names)}, "
+                f"which run for {list(groups)} at once: write F0-3 for a group of four"
+            )
         schedule = dataclasses.replace(
             table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied
         )
         schedule.verify()
         return schedule
+
+    def _built(
+        self,
+        graph: StageGraph,
+        microbatches: int,
+        backward: tuple[bool, ...],
+        tied: tuple[tuple[int, ...], ...],
+        recompute: Flags,
+    ) -> Schedule:
+        table = self.options.schedule
+        return build(
+            "1f1b" if isinstance(table, Schedule) else table,
+            graph.stage_edges,
+            microbatches,
+            graph.placement,
+            backward=backward,
+            names=graph.names,
+            tied=tied,
+            gather=graph.gathers or None,
+            recompute=recompute,
+        )
+
+    def _recomputed(self, graph: StageGraph, pattern: Pattern, make: Make) -> Flags:
+        """The stages whose forward runs again: as in the first plan, for others of its kind."""
+        if not pattern.training:
+            return (False,) * len(graph)
+        known = self.first.graph.recomputed if self.plans else self.again
+        if known is not None:
+            return tuple(stage.has_backward and stage.name in known for stage in graph)
+        options = self.options
+        work = partial(self._stage_work, pattern, graph.placement)
+        return recomputed(graph, options.recompute, make, work, options.memory_per_rank)
+
+    def _stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+        return None if self.captures is None else self.captures.stage_work(pattern, placement)
+
+    def told_of(self, plan: Plan, pattern: Pattern) -> Plan:
+        """The plan, with a word on what recomputation saves."""
+        if self.options.recompute is False:
+            return plan
+        graph, tied = plan.graph, plan.schedule.tied
+        without = self._built(graph, pattern.microbatches, plan.schedule.backward, tied, (False,) * len(graph))
+        saving = told(graph, without, plan.schedule, self._stage_work(pattern, graph.placement))
+        return dataclasses.replace(plan, saving=saving)
 
     def _known_table(self, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
         """The first plan's table, where it will do: replicas whose batches differ then reduce in one order."""

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from fxpipe.torch_compat import TorchDispatchMode, pytree
+from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree
 from fxpipe.trace.patching import patched
 from fxpipe.trace.snapshot import RandomState, Snapshot
 
@@ -58,6 +58,18 @@ def without_reentrant_checkpoints() -> Iterator[None]:
 
     with patched(torch.utils.checkpoint.CheckpointFunction, "apply", run):
         yield
+
+
+@contextlib.contextmanager
+def checkpoints_that_keep() -> Iterator[None]:
+    """Functions given to any checkpoint run once and keep all: what runs a second time here would run a third."""
+    with without_reentrant_checkpoints(), patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, _only_run):
+        yield
+
+
+def _only_run(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """What torch runs before a checkpointed function, up to ``yield``, and behind it: nothing."""
+    yield
 
 
 @contextlib.contextmanager

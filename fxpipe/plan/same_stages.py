@@ -58,7 +58,10 @@ def _pair(edge: Edge) -> tuple[int, int]:
 def _facts(graph: StageGraph) -> list[tuple[object, ...]]:
     """What the table and the messages of a graph depend on."""
     return [
-        (s.name, sorted(map(_pair, s.outputs)), s.batch_inputs, s.returns_result, s.has_backward, sorted(s.tensors))
+        (
+            *(s.name, s.gathered, s.ways, sorted(map(_pair, s.outputs)), s.batch_inputs),
+            *(s.returns_result, s.has_backward, sorted(s.tensors)),
+        )
         for s in graph
     ]
 
@@ -101,6 +104,7 @@ def _idle(stage: Stage) -> Stage:
         module=_nothing,
         function=_nothing,
         inputs=(),
+        ways=(),
         outputs=(),
         returns_result=False,
         tensors={},

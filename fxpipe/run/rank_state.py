@@ -19,6 +19,7 @@ from fxpipe.parameters.ownership import Ownership, RankModule, release
 from fxpipe.parameters.weights import Weights
 from fxpipe.plan.planner import Plan, Planner
 from fxpipe.precision import cast_parameters
+from fxpipe.run.group_inputs import SCOPE
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import check_ties, data_groups, way_of
 from fxpipe.sharding.gradients import Gradients
@@ -55,6 +56,8 @@ def open_groups(plan: Plan, options: Options, owners: Ownership, topology: Topol
     if transport.pipe_rank is None:
         return
     groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
+    if plan.graph.sees_replicas:
+        groups[SCOPE] = topology.groups("data")
     transport.open(pairs(plan.instructions), list(owners.tied), groups)
     if transport.data_size > 1:
         check_ties(topology, transport, owners)

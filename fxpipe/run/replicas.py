@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,19 @@ from fxpipe.graph.loss import Sum
 from fxpipe.torch_compat import pytree
 
 
-def over_replicas(transport: Transport, output: Any) -> Any:
+def over_replicas(transport: Transport, output: Any, is_of_all: bool = False) -> Any:
     """A replica's output with the whole batch's numbers in it. A collective call of the replicas that have an output.
 
     A 0-dimensional tensor of fractions is this replica's part of a mean, weighted already by its share of the whole
-    batch, so that the parts only add up; and so do counts (integers), and the total and count of a ``Sum``. RunError
-    on all of them alike where they have different numbers.
+    batch, so that the parts only add up; and so do counts (integers), and the total and count of a ``Sum``.
+    ``is_of_all``: each replica's output is that of all rows, so that counts and sums are the whole batch's as they are.
+    RunError on all of them alike where they have different numbers.
     """
     if transport.data_size == 1:
         return output
     leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum))
+    if is_of_all:
+        leaves = [leaf if _is_mean(leaf) else _Whole(leaf) for leaf in leaves]
     numbers = [number for leaf in leaves for number in _numbers_in(leaf)]
     _check_alike(transport, f"{spec} of {', '.join(map(_kind, numbers))}" if numbers else "none")
     summed = iter(_summed(transport, numbers))
@@ -38,7 +41,19 @@ def _numbers_in(leaf: Any) -> list[Any]:
     return [leaf] if isinstance(leaf, Tensor) and not leaf.dim() else []
 
 
+def _is_mean(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.dim() and (leaf.is_floating_point() or leaf.is_complex())
+
+
+class _Whole(NamedTuple):
+    """What needs no summing."""
+
+    leaf: Any
+
+
 def _with_sums(leaf: Any, sums: Sequence[Any]) -> Any:
+    if isinstance(leaf, _Whole):
+        return leaf.leaf
     return Sum(*sums) if isinstance(leaf, Sum) else sums[0] if sums else leaf
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
@@ -39,6 +39,16 @@ def _weighed(loss_weight: LossWeight, batches: Sequence[Mapping[str, Any]]) -> t
     if not all(0 <= weight < float("inf") for weight in weights):
         return f"loss_weight returned {shown(given)}; weights are finite and not negative"
     return weights
+
+
+N = TypeVar("N", int, float)
+
+
+def of_groups(numbers: Sequence[N], size: int) -> tuple[N, ...]:
+    """The sum of each group of so many."""
+    if size == 1:
+        return tuple(numbers)
+    return tuple(sum(numbers[start : start + size]) for start in range(0, len(numbers), size))
 
 
 def shares_of(transport: Transport, weights: Sequence[float], training: bool, over_replicas: bool) -> tuple[float, ...]:

@@ -27,11 +27,13 @@ from fxpipe.run.exchange import Exchange
 from fxpipe.run.executor import Executor, StepInput
 from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
+from fxpipe.run.group_inputs import GroupInputs
 from fxpipe.run.item_numbers import ItemNumbers
 from fxpipe.run.outputs import from_rank, join
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
-from fxpipe.run.shares import shares_of, weights_of
+from fxpipe.run.shares import of_groups, shares_of, weights_of
+from fxpipe.run.side_effects import EffectsOf
 from fxpipe.run.step_outcome import StepOutcome, check_kind, conclude
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
@@ -72,6 +74,7 @@ class Steps:
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
+        self._effects = EffectsOf()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
     # the course of a step
@@ -90,7 +93,8 @@ class Steps:
         with self._failing.together():
             known = self._outcomes.get(agreed.kind)
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
-            executors = self._play(agreed, self._input(agreed, batches, shares, training=True))
+            step = self._input(agreed, batches, shares, split_evenly, training=True, proves=known is None)
+            executors = self._play(agreed, step)
             self._gradients.flush()
             outcome = self._outcome(agreed, executors, known)
             self._gradients.end(outcome.factor)
@@ -106,9 +110,10 @@ class Steps:
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")
+                self.agreement.check_rows(agreed, 0)
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
-                    executors = self._play(agreed, self._input(agreed, batches, shares, training=False))
+                    executors = self._play(agreed, self._input(agreed, batches, shares, True, training=False))
                 return self._output(agreed, executors, shares, everywhere)
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
@@ -130,10 +135,20 @@ class Steps:
 
     def _shares(self, agreed: Agreed, batches: Sequence[Mapping[str, Any]], training: bool) -> tuple[float, ...]:
         """Each micro-batch's part of the weight of the step, over all replicas where it is more than whether it is 0:
-        where the loss is made, or an input is weighted by it."""
+        where the loss is made, or an input is weighted by it. Where the loss is of a group, its micro-batches have the
+        group's."""
         weights = weights_of(self._transport, agreed, self._options.loss_weight, batches)
+        weights = of_groups(weights, agreed.plan.group)
         matters = self._transport.pipe_rank == agreed.plan.output_rank or self._items.items is not None
-        return shares_of(self._transport, weights, training, over_replicas=matters)
+        shares = shares_of(self._transport, weights, training, over_replicas=matters)
+        return tuple(share for share in shares for _ in range(agreed.plan.group))
+
+    def _runs(self, agreed: Agreed, shares: Sequence[float]) -> Sequence[bool]:
+        """Which micro-batches get a backward. A collective call of the data axis where stages see other replicas'."""
+        mine = [share != 0 for share in shares]
+        if not agreed.plan.graph.sees_replicas or self._options.loss_weight is None:
+            return mine
+        return [any(runs) for runs in zip(*self._transport.gather("data", mine), strict=True)]
 
     def _row(self, plan: Plan) -> Sequence[Action]:
         """What this process runs of the table."""
@@ -141,7 +156,13 @@ class Steps:
         return rows[rank] if rank is not None else tuple(itertools.chain(*rows))
 
     def _input(
-        self, agreed: Agreed, batches: list[dict[str, Any]], shares: Sequence[float], training: bool
+        self,
+        agreed: Agreed,
+        batches: list[dict[str, Any]],
+        shares: Sequence[float],
+        is_cut: bool,
+        training: bool,
+        proves: bool = False,
     ) -> StepInput:
         number, replica, precision = self.number, self._transport.data_rank, self._options.precision
         if precision is not None:
@@ -149,11 +170,14 @@ class Steps:
         return StepInput(
             self._items.add(agreed.plan.graph, batches, shares),
             shares,
+            self._runs(agreed, shares),
+            GroupInputs(self._transport, self._options.batch_dim, agreed.sizes, is_cut),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             training,
             agreed.pattern.autocast,
             number,
             self.watch.begin() if training else None,
+            proves,
         )
 
     def _play(self, agreed: Agreed, step: StepInput) -> list[Executor]:
@@ -174,8 +198,9 @@ class Steps:
         stopwatch = self.recorder.stopwatch()
         if step.training:
             self._gradients.watch(stopwatch)
-        halves = plan.schedule.dependencies.halves
-        return Executor(plan.graphs, rank, self._exchange, self._state.device, step, self._gradients, stopwatch, halves)
+        known = plan.schedule.dependencies
+        of_step = (self._state.device, step, self._gradients, stopwatch, known.recomputed, self._effects, known.halves)
+        return Executor(plan.graphs, rank, self._exchange, *of_step)
 
     def _outcome(self, agreed: Agreed, executors: Sequence[Executor], known: StepOutcome | None) -> StepOutcome:
         """The loss of the step, the same on every rank."""
@@ -197,9 +222,15 @@ class Steps:
         results = {place: result for executor in executors for place, result in executor.results.items()}
         output = None
         if results:
-            ordered = [results[place] for place in range(len(results))]
-            joined = join(ordered, shares, agreed.sizes, self._options.batch_dim)
-            output = over_replicas(self._transport, joined)
+            places = sorted(results)  # one for each group, where a group makes it
+            sizes = of_groups(agreed.sizes, agreed.plan.group)
+            ordered, shares = [results[place] for place in places], [shares[place] for place in places]
+            made_by = agreed.plan.graph[agreed.plan.graph.output_stage].gathered
+            is_of_all = made_by is not None and made_by.modes == {"global"}
+            if is_of_all:
+                sizes = tuple(map(sum, zip(*self._transport.gather("data", list(sizes)), strict=True)))
+            joined = join(ordered, shares, sizes, self._options.batch_dim)
+            output = over_replicas(self._transport, joined, is_of_all)
         if not everywhere or self._transport.pipe_rank is None:
             return output
         return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)

@@ -23,6 +23,7 @@ from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.recompute import solved
 from fxpipe.schedules.families.shortest import Chosen
 from fxpipe.schedules.families.zb_h1 import zb_h1
+from fxpipe.schedules.families.zb_v import zb_v
 from fxpipe.schedules.given import KINDS, check_given, check_size, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Row, Schedule
@@ -37,9 +38,11 @@ SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
         "store_all": store_all,
         "group_interleaved": group_interleaved,
         "cached": cached,
+        "zb_v": zb_v,
     }
 )
-"""Name → family. Every family takes any stage graph and any placement, the last three what has a gathered stage."""
+"""Name → family. Each takes any stage graph and any placement; but for ``store_all``, ``group_interleaved`` and
+``cached``, which want a gathered stage, and ``zb_v``, which wants a chain on a placement that folds."""
 
 
 @paused()

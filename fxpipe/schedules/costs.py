@@ -141,6 +141,11 @@ class Costs:
         missing = {name: getattr(other, name) for name in _BYTES if getattr(self, name) is None}
         return dataclasses.replace(self, **missing)
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether F, I and W take one time at all stages, and a hop none."""
+        return len({*self.forward, *self.input, *self.weight}) <= 1 and not self.comm
+
     @cached_property
     def input(self) -> tuple[float, ...]:
         """What an action I takes, per stage."""

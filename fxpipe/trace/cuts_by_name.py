@@ -9,19 +9,22 @@ from typing import Any, TypeAlias, get_args
 
 from torch import nn
 
-from fxpipe.errors import PartitionError, nearest, noted
-from fxpipe.trace.request import Cut
+from fxpipe.errors import PartitionError, TraceError, nearest, noted
+from fxpipe.graph.boundary import Gather, checked_gather
+from fxpipe.kinds import shown
+from fxpipe.trace.request import Cut, GatheredCut, Side
 
 Boundaries: TypeAlias = (
     str
     | Sequence[str]
     | Set[str]
-    | Mapping[str, Cut | Mapping[str, int | Cut]]
+    | Mapping[str, Side | Mapping[str, int | str]]
     | Callable[[dict[str, nn.Module]], "Boundaries"]
 )
 AUTO = "auto"
 _EXAMPLES = (
-    'a list of names, ["encoder.block.2"], a dict, {"head": "after"} or {"model.layers.*": {"every": 4}}, or a '
+    'a list of names, ["encoder.block.2"], a dict, {"head": "after"}, {"model.layers.*": {"every": 4}} or '
+    '{"projection": {"cut": "after", "gather": "batch"}}, or a '
     "function of dict(model.named_modules()) that returns one of them"
 )
 
@@ -30,9 +33,11 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
     """Submodule path → where a boundary is put, in the order of the model.
 
     ``boundaries``: one or several names, each cut before; a dict of name → ``"before"``, ``"after"``, ``"both"``, or
-    ``{"every": n, "cut": "before"}``, which cuts between groups of n; or a function from the dict of all submodules to
-    either. A name may be a pattern, ``"model.layers.*"``: each part of it matches one part of a path. What is said of
-    a submodule twice adds up. ``"auto"`` names nothing. PartitionError for what names no submodule that can be cut.
+    ``{"every": n, "cut": "before"}``, which cuts between groups of n, or ``{"cut": "after", "gather": "batch"}``, whose
+    boundary gathers as that of ``stage_boundary`` does, a ``"group"`` beside it; or a function from the dict of all
+    submodules to one of these. A name may be a pattern, ``"model.layers.*"``: each part of it matches one part of a
+    path. What is said of a submodule twice adds up. ``"auto"`` names nothing. PartitionError for what names no
+    submodule that can be cut.
 
     >>> resolve(nn.Sequential(*(nn.Identity() for _ in range(6))), {"*": {"every": 2}})
     {'2': 'before', '4': 'before'}
@@ -41,13 +46,23 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
     if callable(boundaries):
         with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
             boundaries = boundaries(dict(modules))
-    found: dict[str, set[Cut]] = {}
+    found: dict[str, dict[Side, Gather | None]] = {}
     for name, rule in _rules(boundaries):
-        for path, cut in _cuts(name, rule, _matching(modules, name)):
-            found.setdefault(path, set()).add(cut)
+        for path, side, gather in _cuts(name, rule, _matching(modules, name)):
+            sides = found.setdefault(path, {})
+            if sides.get(side) not in (None, gather):
+                raise PartitionError(f"boundaries= gathers {side} {path!r} in two ways; write one")
+            sides[side] = sides.get(side) or gather
     for path in found:
         _check_called(path, modules[path])
-    return {path: found[path].pop() if len(found[path]) == 1 else "both" for path in modules if path in found}
+    return {path: _cut(found[path]) for path in modules if path in found}
+
+
+def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
+    side = next(iter(sides)) if len(sides) == 1 else "both"
+    if all(gather is None for gather in sides.values()):
+        return side
+    return GatheredCut(side, sides.get("before"), sides.get("after"))
 
 
 def _rules(boundaries: Any) -> Iterator[tuple[str, Any]]:
@@ -94,19 +109,41 @@ def _hint(modules: Mapping[str, nn.Module], name: str) -> str:
     return (nearest("", islice(children, 12)) or f'; "{owner}" has no submodules') + more
 
 
-def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[tuple[str, Cut]]:
+_SidedCut = tuple[str, Side, Gather | None]
+"""(path, side, what its boundary gathers)."""
+
+
+def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[_SidedCut]:
     """Where the submodules of one name are cut."""
+    gather = None
+    if isinstance(rule, Mapping) and "every" not in rule and {"gather", "group"} & set(rule):
+        rule, gather = _gathered(name, rule)
     if isinstance(rule, Mapping):
         return _cuts_between_groups(name, rule, paths)
-    if rule not in get_args(Cut):
+    if not isinstance(rule, str) or rule not in get_args(Side):
         raise PartitionError(
-            f'boundaries= gives {rule!r:.80} for {name!r}; give "before", "after", "both" or {{"every": 4}}'
+            f'boundaries= gives {rule!r:.80} for {name!r}; give "before", "after", "both", {{"every": 4}} or '
+            '{"cut": "after", "gather": "batch"}'
         )
-    sides: tuple[Cut, ...] = ("before", "after") if rule == "both" else (rule,)
-    return [(path, side) for path in paths for side in sides]
+    sides: list[Side] = [side for side in ("before", "after") if rule in (side, "both")]
+    return [(path, side, gather) for path in paths for side in sides]
 
 
-def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str]) -> Iterable[tuple[str, Cut]]:
+def _gathered(name: str, rule: Mapping[str, Any]) -> tuple[Any, Gather | None]:
+    """Where a rule such as ``{"cut": "after", "gather": "batch", "group": 4}`` cuts, and what it gathers."""
+    unknown = [key for key in rule if key not in ("cut", "gather", "group")]
+    if unknown:
+        raise PartitionError(
+            f'boundaries= gives {shown(unknown[0])} for {name!r}; beside gather= there may be "cut" and "group"'
+        )
+    try:
+        gather = checked_gather(f"boundaries= gives {name!r}", rule.get("gather"), rule.get("group"))
+    except TraceError as error:
+        raise PartitionError(str(error)) from None
+    return rule.get("cut", "before"), gather
+
+
+def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str]) -> Iterable[_SidedCut]:
     """``{"every": n}``: before the first submodule of each group of n but the first; or after the last of each but the
     last."""
     every, cut = rule.get("every"), rule.get("cut", "before")
@@ -122,7 +159,7 @@ def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str
             f"boundaries= cuts between groups of {every} submodules that match {name!r}, and there are {len(paths)}: "
             f'that cuts nothing; give a smaller "every"'
         )
-    return [(paths[first if cut == "before" else first - 1], cut) for first in firsts]
+    return [(paths[first if cut == "before" else first - 1], cut, None) for first in firsts]
 
 
 def _check_called(path: str, module: nn.Module) -> None:

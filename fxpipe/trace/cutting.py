@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.boundary import stage_boundary
+from fxpipe.graph.boundary import Gather, stage_boundary
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.patching import patched, refuse
-from fxpipe.trace.request import Cut
+from fxpipe.trace.request import Cut, GatheredCut
 
 
 @contextlib.contextmanager
@@ -45,6 +45,7 @@ class _Named:
     module: nn.Module
     before: bool = False
     after: bool = False
+    gathers: GatheredCut = field(default_factory=lambda: GatheredCut("both"))
     calls: int = 0
 
 
@@ -65,8 +66,11 @@ class _CutCalls:
         for path, cut in self.cuts.items():
             submodule = modules[path]
             named = self._named.setdefault(id(vars(submodule)), _Named(path, submodule))
-            named.before |= cut in ("before", "both")
-            named.after |= cut in ("after", "both")
+            sides = cut if isinstance(cut, GatheredCut) else GatheredCut(cut)
+            named.before |= sides.side in ("before", "both")
+            named.after |= sides.side in ("after", "both")
+            before, after = named.gathers.before or sides.before, named.gathers.after or sides.after
+            named.gathers = GatheredCut("both", before, after)
 
     @property
     def classes(self) -> list[type[nn.Module]]:
@@ -92,21 +96,27 @@ class _CutCalls:
             output = inner(*args, **kwargs)
         else:
             given = tuple(args), dict(kwargs)
-            behind = pytree.tree_unflatten(*self._cross(given, named.path, f"{named.path} is given"))
+            behind = pytree.tree_unflatten(
+                *self._cross(given, named.path, named.gathers.before, f"{named.path} is given")
+            )
             passed = _Passed(given, behind, named.path)
             output = inner(*behind[0], **behind[1])
             passed.hand_back()
         if not named.after:
             return output
-        return pytree.tree_unflatten(*self._cross(output, None, f"{named.path} returns"))
+        return pytree.tree_unflatten(*self._cross(output, None, named.gathers.after, f"{named.path} returns"))
 
-    def _cross(self, value: Any, name: str | None, fact: str) -> tuple[list[Any], pytree.TreeSpec]:
+    def _cross(
+        self, value: Any, name: str | None, gather: Gather | None, fact: str
+    ) -> tuple[list[Any], pytree.TreeSpec]:
         """The leaves of ``value``, its tensors behind one boundary, and how they are put together."""
         leaves, spec = pytree.tree_flatten(value, is_leaf=_is_leaf)
         places = [place for place, leaf in enumerate(leaves) if self._may_cross(leaf)]
         if not places:
             raise refuse(f"{fact} no tensor that could cross a boundary", "name another submodule in boundaries=")
-        for place, behind in zip(places, stage_boundary([leaves[i] for i in places], name=name), strict=True):
+        mode, group = gather if gather is not None else (None, None)
+        crossed = stage_boundary([leaves[i] for i in places], name=name, gather=mode, group=group)
+        for place, behind in zip(places, crossed, strict=True):
             leaves[place] = behind
         return leaves, spec
 

@@ -8,15 +8,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.boundary import Gather
 from fxpipe.graph.modes import Autocast
 
-Cut = Literal["before", "after", "both"]
+Side = Literal["before", "after", "both"]
+
+
+class GatheredCut(NamedTuple):
+    """Where a submodule is cut, and what its boundaries gather."""
+
+    side: Side
+    before: Gather | None = None
+    after: Gather | None = None
+
+
+Cut = Side | GatheredCut
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,11 @@ class Snapshot:
         found = {storage_of(state.tensor): state.name for state in reversed(self._tensors.values())}
         return {storage: name for storage, name in found.items() if storage}
 
+    @property
+    def has_generators(self) -> bool:
+        """Whether the model holds generators of random numbers: whether one has moved, ``changes`` does not tell."""
+        return bool(self._rewind)
+
     def tensors(self) -> list[Tensor]:
         """Every tensor that the model holds."""
         return [state.tensor for state in self._tensors.values()]

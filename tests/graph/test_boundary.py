@@ -52,6 +52,27 @@ def test_outside_a_capture_it_costs_one_function_call() -> None:
     assert steps(fxpipe.stage_boundary, x) == steps(empty, x)
 
 
+def test_what_is_gathered_is_the_same_object_outside_a_capture() -> None:
+    value = torch.ones(2)
+    assert fxpipe.stage_boundary(value, gather="batch") is value
+    assert fxpipe.stage_boundary(value, gather="global", group=4) is value
+
+
+@pytest.mark.parametrize(
+    ("given", "fact"),
+    [
+        ({"gather": "all"}, r"gather='all'; write \"batch\", or \"global\" for the rows of all replicas"),
+        ({"gather": True}, r"gather=True; write \"batch\""),
+        ({"group": 4}, r"group=4 and no gather; write gather=\"batch\" beside it"),
+        ({"gather": "batch", "group": 0}, r"group=0; write how many micro-batches make a group, 1 or more"),
+        ({"gather": "batch", "group": 2.0}, r"group=2.0; write how many"),
+    ],
+)
+def test_no_way_to_gather_is_refused(given: dict[str, Any], fact: str) -> None:
+    with pytest.raises(fxpipe.TraceError, match=fact):
+        fxpipe.stage_boundary(torch.ones(2), **given)
+
+
 @pytest.mark.parametrize("value", [3, 3.5, True, "x", b"x"])
 def test_a_number_or_a_text_is_refused(value: Any) -> None:
     with pytest.raises(fxpipe.TraceError, match=r"stage_boundary is given .*; give it the tensors that cross the cut"):
@@ -66,7 +87,7 @@ def test_a_type_checker_sees_the_type_of_its_argument() -> None:
 
 def test_another_thread_runs_eagerly_while_this_one_captures() -> None:
     x, seen = torch.ones(1), []
-    with recording(lambda value, name: "captured"):
+    with recording(lambda value, name, gather: "captured"):
         thread = threading.Thread(target=lambda: seen.append(fxpipe.stage_boundary(x)))
         thread.start()
         thread.join()
@@ -77,7 +98,7 @@ def test_another_thread_runs_eagerly_while_this_one_captures() -> None:
 
 def test_recording_ends_with_an_error_inside_it() -> None:
     x = torch.ones(1)
-    with pytest.raises(ZeroDivisionError), recording(lambda value, name: 1 / 0):
+    with pytest.raises(ZeroDivisionError), recording(lambda value, name, gather: 1 / 0):
         fxpipe.stage_boundary(x)
     assert fxpipe.stage_boundary(x) is x
 

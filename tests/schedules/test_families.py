@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.zb_h1 import in_halves
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
 from tests.graphs import FAMILIES, WORKED, Bare, bare, before, branches, chain, random_bare
@@ -420,3 +422,66 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert Costs.of(3, np.float32(1), np.array([1, 2, 3]), comm=np.int64(1)) == Costs.of(3, 1, [1, 2, 3], comm=1)
     limited = build("greedy", chain(3), 4, np.array([0, 1, 2]), in_flight=np.array([1, 1, 1]))  # type: ignore[arg-type]
     assert limited.simulate().peak_in_flight == (1, 1, 1)
+
+
+# --- backwards in halves at costs of their own ---
+
+
+def test_zb_h1_at_uneven_costs_is_no_slower_than_its_order_and_holds_no_more() -> None:
+    shorter = 0
+    for seed in range(120):
+        draw = random.Random(seed)
+        graph = random_bare(seed)
+        n = graph.stages
+        backward = [draw.choice([1, 2, 2, 4]) for _ in range(n)]
+        weight = [draw.choice([0.25, 0.5, 0.75]) * whole for whole in backward]
+        costs = Costs.of(n, [draw.choice([1, 1, 2, 3]) for _ in range(n)], backward, weight, draw.choice([0, 0.5]))
+        order, made = (
+            build(family, graph.edges, 6, graph.placement, n, costs=costs).planned() for family in (in_halves, "zb_h1")
+        )
+        assert made.makespan <= order.makespan
+        assert max(made.peak_in_flight) <= max(graph.depth(stage) for stage in range(n))
+        shorter += made.makespan < order.makespan
+    assert shorter > 20
+
+
+def test_zb_h1_keeps_its_order_where_f_i_and_w_are_alike() -> None:
+    alike = Costs.of(4, forward=3, backward=6)
+    assert build("zb_h1", chain(4), 8, costs=alike).rows == build("zb_h1", chain(4), 8).rows
+
+
+def test_greedy_puts_w_off_within_memory_where_the_costs_tell_what_that_holds() -> None:
+    """1F1B's peak of 4 · 10 bytes is room enough for ZB-H1's time; with less it takes longer."""
+    costs = Costs.of(4, activation_bytes=10, deferred_bytes=4)
+    plain = build("greedy", chain(4), 8, costs=Costs.of(4, activation_bytes=10), memory=40)
+    assert plain.planned().makespan == 33
+    assert Op.W not in {action.op for row in plain.rows for action in row}
+    assert Op.W not in {action.op for row in build("greedy", chain(4), 8, costs=costs).rows for action in row}
+    times = []
+    for memory in (40, 30, 20, 10):
+        plan = build("greedy", chain(4), 8, costs=costs, memory=memory).planned()
+        assert max(plan.peak_bytes or ()) <= memory
+        times.append(plan.makespan)
+    assert times[0] == 27 == 8 * 3 + 3
+    assert times == sorted(times)
+
+
+def test_greedy_with_halves_is_never_slower_within_the_same_memory() -> None:
+    shorter = 0
+    for seed in range(100):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 3 == 0)
+        n = graph.stages
+        sizes = [draw.choice([4, 10, 20]) for _ in range(n)]
+        deferred = [size * draw.choice([0.25, 0.5, 1, 1.5]) for size in sizes]
+        options = {"forward": [draw.choice([1, 2]) for _ in range(n)], "activation_bytes": sizes}
+        whole, split = Costs.of(n, **options), Costs.of(n, **options, deferred_bytes=deferred)  # type: ignore[arg-type]
+        memory = [sum(sizes) * draw.choice([1, 2]) for _ in range(graph.ranks)]
+        plans = [
+            build("greedy", graph.edges, 5, graph.placement, n, graph.backward, costs=costs, memory=memory).planned()
+            for costs in (whole, split)
+        ]
+        assert plans[1].makespan <= plans[0].makespan
+        assert all(held <= room for held, room in zip(plans[1].peak_bytes or (), memory, strict=True))
+        shorter += plans[1].makespan < plans[0].makespan
+    assert shorter > 20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import SCHEDULES, Problem, build
+from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
@@ -19,7 +19,7 @@ from fxpipe.schedules.schedule import Row, Schedule, Timeline
 from fxpipe.schedules.verify import execution_order
 from tests.graphs import FAMILIES, WORKED, Bare, chain, random_bare
 
-every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+every_schedule = pytest.mark.parametrize("name", [*FAMILIES, *GATHERED])
 
 
 def worked(name: str, m: int, size: int | None = None, **options: Any) -> Timeline:

@@ -9,8 +9,10 @@ import pytest
 from torch import Tensor, nn
 
 from fxpipe import PartitionError
+from fxpipe.graph.boundary import Gather
 from fxpipe.trace import Cut
 from fxpipe.trace.cuts_by_name import resolve
+from fxpipe.trace.request import GatheredCut
 
 
 class Tree(nn.Module):
@@ -55,6 +57,18 @@ GIVEN: dict[str, tuple[Any, dict[str, Cut]]] = {
         {"image.layers.*": {"every": 3, "cut": "after"}},
         {"image.layers.2": "after"},
     ),
+    "gathered": (
+        {"head": {"cut": "after", "gather": "batch"}},
+        {"head": GatheredCut("after", after=Gather("batch"))},
+    ),
+    "gathered in groups, and cut on the other side": (
+        {"head": {"gather": "global", "group": 4}, "hea?": "after"},
+        {"head": GatheredCut("both", before=Gather("global", 4))},
+    ),
+    "gathered on both sides": (
+        {"head": {"cut": "both", "gather": "batch"}},
+        {"head": GatheredCut("both", Gather("batch"), Gather("batch"))},
+    ),
     "a function that gives a list": (all_heads, {"head": "before"}),
     "a function that gives a dict": (lambda modules: dict.fromkeys(all_heads(modules), "after"), {"head": "after"}),
 }
@@ -88,6 +102,15 @@ WRONG: dict[str, tuple[Any, str]] = {
     "every what": ({"image.layers.*": {"cut": "after"}}, r"gives {'cut': 'after'}"),
     "every both": ({"image.layers.*": {"every": 2, "cut": "both"}}, r"'cut': 'both'}"),
     "every and more": ({"image.layers.*": {"every": 2, "form": 1}}, r"'form': 1}"),
+    "gathers what": ({"head": {"gather": "all"}}, "gives 'head' gather='all'; write \"batch\", or \"global\""),
+    "a group of nothing": ({"head": {"group": 2}}, "gives 'head' group=2 and no gather"),
+    "gathers and more": ({"head": {"gather": "batch", "form": 1}}, "gives 'form' for 'head'; beside gather="),
+    "gathers nowhere": ({"head": {"gather": "batch", "cut": "behind"}}, "gives 'behind' for 'head'"),
+    "gathers every": ({"image.layers.*": {"every": 2, "gather": "batch"}}, "'gather': 'batch'}"),
+    "gathers in two ways": (
+        {"head": {"gather": "batch"}, "hea?": {"gather": "global"}},
+        "gathers before 'head' in two ways",
+    ),
     "every too many": (
         {"image.layers.*": {"every": 6}},
         "groups of 6 submodules that match 'image.layers.*'",

@@ -246,3 +246,13 @@ def test_megatrons_order_is_the_one_in_the_paper() -> None:
 @pytest.mark.parametrize(("ranks", "m"), [(2, 1), (2, 5), (4, 8), (5, 3)])
 def test_gpipe_is_torchs(ranks: int, m: int) -> None:
     assert cells(in_turns("gpipe", ranks, 1, m)) == computes(torchs("GPipe", ranks, m, 1))
+
+
+@pytest.mark.parametrize(("ranks", "m"), [(1, 3), (2, 1), (2, 3), (2, 8), (3, 4), (3, 5), (4, 7), (4, 16), (6, 12)])
+def test_zb_v_takes_as_long_and_holds_as_much_as_torchs(ranks: int, m: int, tmp_path: Path) -> None:
+    """The same order, too; so that nothing is lost where the costs are others."""
+    schedule = build("zb_v", chain(2 * ranks), m, [*range(ranks), *reversed(range(ranks))])
+    theirs = as_torch_writes_it(torchs("ZBVZeroBubble", ranks, m, 2), tmp_path / "torch.csv")
+    ours, its = schedule.simulate(activation_bytes=1), theirs.simulate(activation_bytes=1)
+    assert (ours.makespan, ours.peak_bytes) == (its.makespan, its.peak_bytes)
+    assert schedule.rows == theirs.rows

@@ -56,6 +56,8 @@ class BlockGraph:
     held: Mapping[int, HeldParameter]
     """The parameters, by key."""
     hardware: Hardware = field(default_factory=Hardware)
+    gather: Mapping[int, int | None] = field(default_factory=dict)
+    """Blocks that run for several micro-batches at once → for how many, None for all; each is a stage then."""
 
     def __len__(self) -> int:
         return len(self.blocks)

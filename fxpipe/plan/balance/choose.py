@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -72,11 +74,13 @@ def balance(
     costs: NodeCosts,
     schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
+    recompute: bool = False,
 ) -> Balanced:
     """The program cut into stages for so many ranks, and placed, for the least makespan by simulation.
 
-    ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. PartitionError
-    where the program has fewer pieces than there are ranks, or none of the layouts fits the memory.
+    ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. ``recompute``:
+    whether stages may be recomputed to fit. PartitionError where the program has fewer pieces than there are ranks, or
+    none of the layouts fits the memory.
     """
     fine = work_of_program(program, costs)
     if len(fine) < ranks:
@@ -84,7 +88,9 @@ def balance(
             f"{ranks} pipe ranks, but the program has {len(fine)} pieces that a cut may separate; use fewer ranks"
         )
     piece_of = coarsened(fine, ranks)
-    found = search(fine.merged(piece_of), ranks, microbatches, with_costs(schedule), memory_per_rank, keep=False)
+    work = fine.merged(piece_of)
+    again = (recompute,) * len(work)
+    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=False, again=again)
     stage_of = [found.best.layout.stage_of[piece] for piece in piece_of]
     layout = without_gaps(stage_of, found.best.layout.rank_of, found.best.layout.origin)
     stages = {name: layout.stage_of[number] for number, block in enumerate(fine.blocks) for name in block.nodes}
@@ -99,15 +105,19 @@ def place_stages(
     costs: NodeCosts,
     schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
+    recompute: Collection[str] = (),
 ) -> Balanced:
     """The ranks of a program's given stages, of which there are at least as many, for the least makespan.
 
-    ``program``: after ``partition``. PartitionError where there are fewer stages than ranks, or no placement fits.
+    ``program``: after ``partition``. ``recompute``: the stages that may be recomputed to fit. PartitionError where
+    there are fewer stages than ranks, or no placement fits.
     """
     work = work_of_stages(program, costs)
     if len(work) < ranks:
         raise PartitionError(f"{ranks} pipe ranks, but the model has {len(work)} stages; use fewer ranks")
-    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=True)
+    work = dataclasses.replace(work, gather={stage: one.group for stage, one in program.gathered.items()})
+    again = tuple(name in recompute for name in program.stage_names)
+    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=True, again=again)
     return _balanced(program, found.best.layout, found, costs)
 
 

@@ -39,18 +39,30 @@ class Found:
     others: tuple[LayoutOutcome, ...]
 
 
-def search(work: BlockGraph, ranks: int, microbatches: int, family: Limited, memory: float | None, keep: bool) -> Found:
-    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open.
+def search(
+    work: BlockGraph,
+    ranks: int,
+    microbatches: int,
+    family: Limited,
+    memory: float | None,
+    keep: bool,
+    again: Sequence[bool] = (),
+) -> Found:
+    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open. ``again``: whether
+    each block is recomputed, where no layout fits the memory without.
 
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
     table for any.
     """
-    few = min(microbatches, 4 * ranks)
+    few = microbatches if work.gather else min(microbatches, 4 * ranks)
     judge = Judge(work, family, few, memory)
     room = Room(memory, few) if memory is not None else None
     rules = Rules(ranks, keep, room)
     made = {layout_of(work, recipe, keep): recipe for recipe in _tried(work, rules)}
     outcomes = _simulated(judge, made)
+    if not outcomes and any(again):
+        judge = Judge(work, family, few, memory, again)
+        outcomes = _simulated(judge, made)
     if not outcomes:
         raise _no_fit(judge, memory)
     better = list(outcomes)
@@ -227,7 +239,7 @@ def _by_origin(ranked: Iterable[LayoutOutcome]) -> list[LayoutOutcome]:
 
 def _finally(judge: Judge, ranked: list[LayoutOutcome], microbatches: int) -> Found:
     """The best with all micro-batches, where they were chosen with fewer; its table verified."""
-    exact = Judge(judge.work, judge.family, microbatches, judge.memory)
+    exact = Judge(judge.work, judge.family, microbatches, judge.memory, judge.again)
     again = [exact.outcome(outcome.layout) for outcome in ranked[: 1 + RUNNERS_UP]]
     kept = sorted((outcome for outcome in again if outcome is not None and exact.fits(outcome)), key=_merit)
     if not kept:

@@ -54,10 +54,15 @@ class LayoutOutcome:
 
 
 class Staged:
-    """A layout with what each of its stages takes."""
+    """A layout with what each of its stages takes. ``again``: whether each block is in a stage that is recomputed, if
+    all of that stage's are; None: none is."""
 
-    def __init__(self, work: BlockGraph, layout: StageLayout, microbatches: int) -> None:
+    def __init__(
+        self, work: BlockGraph, layout: StageLayout, microbatches: int, again: Sequence[bool] | None = None
+    ) -> None:
         self.work, self.layout, self.microbatches = work, layout, microbatches
+        kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again[block]}
+        self.recomputed = tuple(stage not in kept for stage in range(layout.stages))
         count = layout.stages
         self.forward, self.backward_seconds, self.weight = [0.0] * count, [0.0] * count, [0.0] * count
         self.saved: list[set[int]] = [set() for _ in range(count)]
@@ -95,18 +100,37 @@ class Staged:
         return tuple(found)
 
     @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """For how many micro-batches each stage runs at once."""
+        wanted = {self.layout.stage_of[block]: size or self.microbatches for block, size in self.work.gather.items()}
+        return tuple(wanted.get(stage, 1) for stage in range(self.layout.stages))
+
+    def _at_once(self, seconds: Sequence[float]) -> list[float]:
+        """What a micro-batch takes, as what an action does."""
+        return [one * size for one, size in zip(seconds, self.groups, strict=True)]
+
+    @cached_property
     def costs(self) -> Costs:
         """The stages' costs; every hop is taken to be as long as the longest."""
         rank_of, hop = self.layout.rank_of, self.work.hardware.hop
         hops = [hop(size) for (a, b), size in self.messages.items() if rank_of[a] != rank_of[b]]
         return Costs.of(
             self.layout.stages,
-            self.forward,
-            self.backward_seconds,
-            [min(pair) for pair in zip(self.weight, self.backward_seconds, strict=True)],
+            self._at_once(self.forward),
+            self._at_once(self.backward_seconds),
+            self._at_once([min(pair) for pair in zip(self.weight, self.backward_seconds, strict=True)]),
             max(hops, default=0.0),
             [float(self.work.saved_bytes(keys)) for keys in self.saved],
+            self.input_bytes,
         )
+
+    @cached_property
+    def input_bytes(self) -> list[float]:
+        """What arrives at each stage of a micro-batch; the batch's own inputs are held anyway."""
+        sizes = [0.0] * self.layout.stages
+        for (_, target), size in self.messages.items():
+            sizes[target] += size
+        return sizes
 
     @cached_property
     def link_seconds(self) -> float:
@@ -140,14 +164,23 @@ class Staged:
 
     @cached_property
     def problem(self) -> Problem:
-        return Problem(self.edges, self.microbatches, self.layout.rank_of, self.backward, self.costs)
+        recompute = tuple(map(all, zip(self.recomputed, self.backward, strict=True)))
+        return Problem(
+            self.edges,
+            self.microbatches,
+            self.layout.rank_of,
+            self.backward,
+            self.costs,
+            groups=self.groups if max(self.groups) > 1 else None,
+            recompute=recompute,
+        )
 
     @cached_property
     def lower_bound(self) -> float:
         """What no table of this layout could undercut."""
         empty: tuple[tuple[()], ...] = ((),) * (1 + max(self.layout.rank_of))
         table = Schedule(empty, self.edges, self.layout.rank_of, self.backward, self.microbatches)
-        return self.whole(lower_bound(table, self.costs))
+        return self.whole(lower_bound(table, self.costs, self.problem.groups))
 
     def whole(self, makespan: float) -> float:
         """A step's seconds: no less than its busiest link takes, and then the sums of tied gradients."""
@@ -157,11 +190,20 @@ class Staged:
 class Judge:
     """Simulates layouts with the family that is going to run; remembers what it has seen.
 
-    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to.
+    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to. ``again``: as
+    ``Staged`` has it.
     """
 
-    def __init__(self, work: BlockGraph, family: Limited, microbatches: int, memory: float | None) -> None:
+    def __init__(
+        self,
+        work: BlockGraph,
+        family: Limited,
+        microbatches: int,
+        memory: float | None,
+        again: Sequence[bool] | None = None,
+    ) -> None:
         self.work, self.family, self.microbatches, self.memory = work, family, microbatches, memory
+        self.again = again
         self.least_bytes = float("inf")
         self.actions = 0
         """How many actions have been simulated, a measure of the work done that is the same on every machine."""
@@ -172,7 +214,7 @@ class Judge:
 
     def staged(self, layout: StageLayout) -> Staged:
         if layout not in self._staged:
-            self._staged[layout] = Staged(self.work, layout, self.microbatches)
+            self._staged[layout] = Staged(self.work, layout, self.microbatches, self.again)
         return self._staged[layout]
 
     def fits(self, outcome: LayoutOutcome) -> bool:

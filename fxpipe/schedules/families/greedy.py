@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fxpipe.schedules.families.caps import Caps, caps, round_trip_caps
@@ -11,7 +11,7 @@ from fxpipe.schedules.families.gathered import fastest
 from fxpipe.schedules.families.list_scheduling import PRIORITIES, Priority, list_schedule
 from fxpipe.schedules.families.one_f_one_b import with_caps
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.shortest import Maker, shortest
+from fxpipe.schedules.families.shortest import Choice, Maker, shortest, shortest_within_limits
 from fxpipe.schedules.schedule import Row
 
 MANY = 10_000
@@ -23,17 +23,31 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
 
     A stage holds at most d(s) or ⌈round trip / bottleneck period⌉ micro-batches, whichever is more, or else what
     ``in_flight`` and ``memory`` say. 1F1B is among the tables: greedy is never slower within the same limits. Which of
-    the others to make for very many micro-batches is found out with fewer: steady work repeats.
+    the others to make for very many micro-batches is found out with fewer: steady work repeats. Where ``memory`` is
+    given, and the costs tell what a W that is put off holds, ``deferred_bytes``, backwards may come in halves, each W
+    anywhere that memory allows.
     """
     if problem.is_grouped:
         return fastest(problem)
     limits = caps(problem)
     lean, usual = (tuple(map(min, wanted, limits)) for wanted in (round_trip_caps(problem), problem.depth))
-    makers = [maker for held in dict.fromkeys([lean, usual, limits]) for maker in _makers(held)]
+    tried = tuple(dict.fromkeys([lean, usual, limits]))
+    makers = [maker for held in tried for maker in _makers(held)]
     few = _with_fewer_microbatches(problem)
     if few is not problem:
         makers = [partial(with_caps, caps=usual), shortest(few, makers, problem.costs).maker]
-    return shortest(problem, makers, problem.costs).rows
+    whole = shortest(problem, makers, problem.costs)
+    halves = None if problem.memory is None or problem.costs.deferred_bytes is None else _in_halves(problem, few, tried)
+    return halves.rows if halves is not None and halves.makespan < whole.makespan else whole.rows
+
+
+def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Choice | None:
+    """The shortest with backwards in halves; None where all hold too much, as a W may that needs more than its I."""
+    makers = [partial(_split, caps=held, priority=one) for held in tried for one in PRIORITIES.values()]
+    if few is problem:
+        return shortest_within_limits(problem, makers)
+    best = shortest_within_limits(few, makers)
+    return best and shortest_within_limits(problem, [best.maker])
 
 
 def _makers(held: Caps) -> Iterator[Maker]:
@@ -45,6 +59,10 @@ def _makers(held: Caps) -> Iterator[Maker]:
 
 def _listed(problem: Problem, caps: Caps, priority: Priority) -> tuple[Row, ...]:
     return list_schedule(problem, problem.costs, caps, priority)
+
+
+def _split(problem: Problem, caps: Caps, priority: Priority) -> tuple[Row, ...]:
+    return list_schedule(problem, problem.costs, caps, priority, room=problem.memory)
 
 
 def _with_fewer_microbatches(problem: Problem) -> Problem:

@@ -16,7 +16,7 @@ from fxpipe.schedules.schedule import Schedule
 T = TypeVar("T", int, float)
 
 ScheduleName = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy", "store_all", "group_interleaved", "cached"
+    "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy", "store_all", "group_interleaved", "cached", "zb_v"
 ]
 """A name out of ``SCHEDULES``, for editors and type checkers."""
 

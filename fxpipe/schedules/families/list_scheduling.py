@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.caps import Caps
+from fxpipe.schedules.families.caps import Caps, exceeds
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
 
@@ -61,16 +61,24 @@ def _way_to_go(problem: Problem) -> Mapping[bool, Sequence[int]]:
 
 
 def list_schedule(
-    problem: Problem, costs: Costs, caps: Caps, priority: Priority, held: Caps | None = None
+    problem: Problem,
+    costs: Costs,
+    caps: Caps,
+    priority: Priority,
+    held: Caps | None = None,
+    room: Sequence[float] | None = None,
 ) -> tuple[Row, ...]:
     """Rows in which no stage holds more than ``caps`` micro-batches between forward and backward.
 
     ``held``: splits backwards into I and W, and limits what is held from forward to W; ``caps`` then ends with I.
+    ``room``: limits the bytes that each rank holds from forward to W, the costs' ``activation_bytes`` and
+    ``deferred_bytes``; as many micro-batches as ``caps`` allows must fit.
 
     It comes to no halt: take the first micro-batch that is not done. Nothing before it is in flight, so the first
-    stage's forward that is missing may run; and when all forwards have run, so may the last stage's backward.
+    stage's forward that is missing may run; and when all forwards have run, so may the last stage's backward. What
+    W's hold keeps nothing waiting for long: they are ready.
     """
-    return _Listing(problem, costs, caps, priority(problem), held).run()
+    return _Listing(problem, costs, caps, priority(problem), held, room).run()
 
 
 class _Listing:
@@ -83,13 +91,17 @@ class _Listing:
         caps: Caps,
         key: Callable[[Action], tuple[float, ...]],
         held: Caps | None,
+        room: Sequence[float] | None,
     ) -> None:
-        self.problem, self.costs, self.caps, self.key, self.held = problem, costs, caps, key, held
-        self.gradient = Op.B if held is None else Op.I
+        self.problem, self.costs, self.caps, self.key = problem, costs, caps, key
+        self.held, self.room = held, room
+        self.bytes = [0.0] * problem.ranks
+        self.split = held is not None or room is not None
+        self.gradient = Op.I if self.split else Op.B
         self.sizes = [problem.group(stage) for stage in range(len(problem.placement))]
         stages = range(len(problem.placement))
         every = ((stage, j) for stage in stages for j in range(problem.microbatches))
-        halves = frozenset(every if held is not None else ())
+        halves = frozenset(every if self.split else ())
         self.dependencies = dataclasses.replace(problem.dependencies, halves=halves)
         sources = [self.dependencies.sources.get(stage, ()) for stage in stages]
         waiting = ((Op.F, problem.targets), (self.gradient, sources))
@@ -116,6 +128,8 @@ class _Listing:
             action = min(ready, key=lambda a: (a.op is Op.W, self.key(a))) if len(ready) > 1 else ready[0]
             rows[rank].append(action)
             self.begun[action.op][action.stage] += action.count
+            if self.room is not None and self.problem.backward[action.stage]:
+                self.bytes[rank] += self.costs.held(action)
             end = free[rank] = self.ends[action] = now + self.costs.time(action)
             heapq.heappush(moments, (end, rank))
             for user in self.users.get((action.stage, action.op), ()):
@@ -130,16 +144,24 @@ class _Listing:
             return [Action(stage, Op.F, forwards, size)] if forwards < self.problem.microbatches else []
         actions = []
         below = forwards - gradients + size <= self.caps[stage]
-        if self.held is not None:
+        if self.split:
             weights = self.begun[Op.W][stage]
-            below = below and forwards - weights + size <= self.held[stage]
+            below = below and (self.held is None or forwards - weights + size <= self.held[stage])
             if weights < gradients:
                 actions.append(Action(stage, Op.W, weights, size))
         if below and forwards < self.problem.microbatches:
             actions.append(Action(stage, Op.F, forwards, size))
         if gradients < forwards:
             actions.append(Action(stage, self.gradient, gradients, size))
-        return actions
+        return actions if self.room is None else [action for action in actions if self._fits(action, self.room)]
+
+    def _fits(self, action: Action, room: Sequence[float]) -> bool:
+        """Whether its rank has room for it, or would have none sooner: with no W put off."""
+        rank = self.problem.placement[action.stage]
+        change = self.costs.held(action)
+        if change <= 0 or not exceeds(self.bytes[rank] + change, room[rank]):
+            return True
+        return all(self.begun[Op.W][stage] == self.begun[Op.I][stage] for stage in self.problem.stages_of[rank])
 
     def _is_ready(self, action: Action, now: float) -> bool:
         rank, placement, ends = self.problem.placement[action.stage], self.problem.placement, self.ends

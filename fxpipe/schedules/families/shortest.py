@@ -15,10 +15,11 @@ Maker = Callable[[Problem], tuple[Row, ...]]
 
 
 class Choice(NamedTuple):
-    """A table, and what made it."""
+    """A table, what made it, and how long it takes."""
 
     maker: Maker
     rows: tuple[Row, ...]
+    makespan: float
 
 
 class Chosen(tuple[Row, ...]):
@@ -56,7 +57,7 @@ def _shortest(problem: Problem, makers: Iterable[Maker], costs: Costs, limited: 
             continue
         plan = schedule.simulate(costs)
         if best is None or plan.makespan < least:
-            best, least = Choice(maker, rows), plan.makespan
+            best, least = Choice(maker, rows, plan.makespan), plan.makespan
         if least <= plan.lower_bound:
             break
     return best

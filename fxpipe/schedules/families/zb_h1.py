@@ -14,8 +14,9 @@ from __future__ import annotations
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
-from fxpipe.schedules.families.list_scheduling import backward_first, list_schedule
+from fxpipe.schedules.families.list_scheduling import PRIORITIES, Priority, backward_first, list_schedule
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.families.shortest import Maker, shortest
 from fxpipe.schedules.schedule import Row
 
 
@@ -23,17 +24,39 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
     """Rows with d(s) warm-up forwards, then I_j, W_{j − (D − d(s))} and the next F; peak D at every stage.
 
     On a balanced chain of p stages with W ≤ min(F, I) the makespan is m(F + I + W) + (p − 1)(F + I − W). Where a rank
-    has several stages, list scheduling with the same limits, for F = I = W = 1. With a
-    gathered stage, ``group_interleaved`` with its backwards in halves.
+    has several stages, list scheduling with the same limits, for F = I = W = 1. At other
+    costs the shortest of that and list schedules that hold no more; with a gathered stage, ``group_interleaved`` in
+    halves.
     """
     if problem.is_grouped:
         return interleaved_groups(problem, split=True)
-    trained = [depth for depth, has_backward in zip(problem.depth, problem.backward, strict=True) if has_backward]
-    deepest = max(trained, default=1)
+    if problem.costs.are_alike:
+        return in_halves(problem)
+    return shortest(problem, [in_halves, *map(_at_costs, PRIORITIES.values())], problem.costs).rows
+
+
+def in_halves(problem: Problem) -> tuple[Row, ...]:
+    """The order above, whatever the costs."""
+    deepest = _deepest(problem)
     if problem.one_stage_a_rank:
         return tuple(_row(problem, stage, deepest) for (stage,) in problem.stages_of)
     stages = len(problem.placement)
     return list_schedule(problem, Costs.of(stages), problem.depth, backward_first, held=(deepest,) * stages)
+
+
+def _at_costs(priority: Priority) -> Maker:
+    """List schedules that hold no more than ZB-H1 does, at any stage D."""
+
+    def made(problem: Problem) -> tuple[Row, ...]:
+        limits = (_deepest(problem),) * len(problem.placement)
+        return list_schedule(problem, problem.costs, limits, priority, held=limits)
+
+    return made
+
+
+def _deepest(problem: Problem) -> int:
+    trained = [depth for depth, has_backward in zip(problem.depth, problem.backward, strict=True) if has_backward]
+    return max(trained, default=1)
 
 
 def _row(problem: Problem, stage: int, deepest: int) -> Row:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.boundary import recording
+from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
@@ -125,10 +125,10 @@ class _ExportedCall:
         with recording(self._record), cuts, self.guard.forward():
             return request.wanted(request.call(values))
 
-    def _record(self, value: Any, name: str | None) -> Any:
+    def _record(self, value: Any, name: str | None, gather: Gather | None) -> Any:
         def carry(tensors: list[Tensor]) -> Sequence[Tensor]:
             self.boundaries += 1
-            behind: Sequence[Tensor] = marked(tensors, name)
+            behind: Sequence[Tensor] = marked(tensors, *words(name, gather))
             return behind
 
         return crossing(value, lambda leaf: isinstance(leaf, Tensor), carry)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.boundary import boundary
+from fxpipe.graph.boundary import Gather, boundary, words
 from fxpipe.graph.program import Effects
 from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.crossing import crossing
@@ -337,7 +337,7 @@ class Recorder:
 
     # boundaries
 
-    def record_boundary(self, value: Any, name: str | None) -> Any:
+    def record_boundary(self, value: Any, name: str | None, gather: Gather | None) -> Any:
         """The value behind a boundary; one at the very edge of a checkpointed part lies outside of it.
 
         It is in front of ``checkpoint(layer, x)`` where nothing was computed in it yet, and behind it where nothing
@@ -346,7 +346,7 @@ class Recorder:
         around, self.checkpoints = self.checkpoints, ()
         self._ended |= dict.fromkeys(self._begun(around), name or "an unnamed one")
         try:
-            return crossing(value, lambda leaf: isinstance(leaf, Tensor), partial(self._behind, name))
+            return crossing(value, lambda leaf: isinstance(leaf, Tensor), partial(self._behind, words(name, gather)))
         finally:
             self.checkpoints = around
 
@@ -355,7 +355,7 @@ class Recorder:
         begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
         return [part for part in parts if part in begun]
 
-    def _behind(self, name: str | None, given: list[Tensor]) -> list[Tensor]:
+    def _behind(self, told: tuple[Any, ...], given: list[Tensor]) -> list[Tensor]:
         """Tensors as they are behind a boundary."""
         self.boundaries += 1
         if self.paused:
@@ -363,7 +363,7 @@ class Recorder:
         with no_function_modes(), torch.enable_grad():
             behind = [tensor.view_as(tensor) for tensor in given]
         values = [self.value_of(tensor) for tensor in given]
-        operation = self.append("call_function", boundary, (values, name), {}, behind, Touched())
+        operation = self.append("call_function", boundary, (values, *told), {}, behind, Touched())
         operation.kept = True
         for index, tensor in enumerate(behind):
             self.name(tensor, TapeValue(operation, (index,)))

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.boundary import boundary, recording, stage_boundary
+from fxpipe.graph.boundary import Gather, boundary, recording, stage_boundary, words
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
@@ -215,10 +215,10 @@ class _Tracer(fx.Tracer):
 
     # boundaries
 
-    def record_boundary(self, value: Any, name: str | None) -> Any:
+    def record_boundary(self, value: Any, name: str | None, gather: Gather | None) -> Any:
         def carry(proxies: list[Any]) -> list[Any]:
             self.boundaries += 1
-            behind: Any = self.create_proxy("call_function", boundary, (proxies, name), {})
+            behind: Any = self.create_proxy("call_function", boundary, (proxies, *words(name, gather)), {})
             return [behind[position] for position in range(len(proxies))]
 
         return crossing(value, lambda leaf: isinstance(leaf, fx.Proxy), carry)

@@ -1,0 +1,40 @@
+"""Gathering: values of several micro-batches, or replicas, put together as those of a group; and cut up again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.torch_compat import pytree
+
+
+def rows_along(parts: Sequence[Tensor], rows: Sequence[int], along: int) -> int | None:
+    """The dimension in which each part has its own number of rows: that of the inputs, or else the first; or None."""
+    for place in (along, 0):
+        if all(
+            -part.dim() <= place < part.dim() and part.shape[place] == n for part, n in zip(parts, rows, strict=True)
+        ):
+            return place
+    return None
+
+
+def concatenated(parts: Sequence[Tensor], along: int) -> Tensor:
+    """The parts in a row, cut from where they came from; it requires a gradient if one of them does."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = torch.cat([part.detach() for part in parts], along)
+    return whole.requires_grad_(any(part.requires_grad for part in parts))
+
+
+def added(one: Any, other: Any) -> Any:
+    """The sum of a value's gradients by two ways; None is no gradient."""
+    if one is None or other is None:
+        return other if one is None else one
+    leaves, spec = pytree.tree_flatten(one)
+    sums = [
+        b if a is None else a if b is None else a + b for a, b in zip(leaves, pytree.tree_leaves(other), strict=True)
+    ]
+    return pytree.tree_unflatten(sums, spec)

@@ -1,0 +1,55 @@
+"""Stage work: what the stages of a cut program take, with and without recomputation, told from shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.plan.balance.block_graph import BlockGraph
+from fxpipe.plan.balance.simulated_layouts import Staged, StageLayout
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.in_flight import peak_bytes
+from fxpipe.schedules.schedule import Schedule, Timeline
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """``plain``: a block for each stage. ``keeping``: the same where what the model checkpoints keeps its activations,
+    as it does in an R."""
+
+    plain: BlockGraph
+    keeping: BlockGraph
+    placement: tuple[int, ...]
+    microbatches: int
+
+    def simulated(self, schedule: Schedule, recomputed: Sequence[bool]) -> Timeline:
+        """When each action of a table would run."""
+        return schedule.planned(self.costs(recomputed))
+
+    def costs(self, recomputed: Sequence[bool]) -> Costs:
+        """Those of the stages, of which some are recomputed."""
+        one, other = self._plain.costs, self._staged(self.keeping).costs
+
+        def chosen(name: str) -> list[float]:
+            pairs = zip(getattr(one, name), getattr(other, name), recomputed, strict=True)
+            return [again if is_again else plain for plain, again, is_again in pairs]
+
+        return dataclasses.replace(
+            one,
+            backward=tuple(chosen("backward")),
+            activation_bytes=tuple(chosen("activation_bytes")),
+        )
+
+    def peaks(self, plan: Timeline) -> tuple[float, ...]:
+        """Per rank the most bytes of parameters with gradients and optimizer state, and of activations."""
+        held = peak_bytes(plan.schedule, plan.costs)
+        return tuple(a + b for a, b in zip(self._plain.static_bytes, held, strict=True))
+
+    @cached_property
+    def _plain(self) -> Staged:
+        return self._staged(self.plain)
+
+    def _staged(self, work: BlockGraph) -> Staged:
+        return Staged(work, StageLayout(tuple(range(len(work))), self.placement), self.microbatches)

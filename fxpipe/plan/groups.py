@@ -1,0 +1,112 @@
+"""Groups: the stages that run once for several micro-batches, captured for as many rows.
+
+A tracer that needs shapes captures the model a second time, for the rows of a group, and the stages behind the gather
+come from there: an ``arange(n)`` in them is the group's. Both captures must have the same stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.errors import PartitionError, TraceError
+from fxpipe.graph.gathering import concatenated
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.options import BatchDim
+from fxpipe.plan.batch import cut_description, dimension, row_count
+from fxpipe.plan.capture_check import Sample
+from fxpipe.plan.captures import Captured
+from fxpipe.plan.pattern import Pattern
+from fxpipe.torch_compat import pytree
+
+Capture = Callable[[Pattern, Sample | str], list[Captured]]
+
+
+def for_groups(
+    captured: list[Captured], capture: Capture, pattern: Pattern, sample: Sample | str, batch_dim: BatchDim
+) -> list[Captured]:
+    """The captures of the micro-batches, with the gathered stages as ``capture`` has them for the rows of a group."""
+    first = captured[0]
+    sizes = first.graph.groups(pattern.microbatches)
+    if not first.of_one_shape:
+        return captured
+    for gathered in dict.fromkeys(stage.gathered for stage in first.graph):
+        if gathered is None:
+            continue
+        stages = {stage.index for stage in first.graph if stage.gathered == gathered}
+        size, rows = sizes[min(stages)], _rows_of(pattern, gathered.modes, batch_dim)
+        whole = capture(_pattern(pattern, rows, size, batch_dim), _sample(sample, size, batch_dim))
+        made: dict[tuple[int, int], Captured] = {}
+        for place, one in enumerate(captured):
+            group = whole[place // size]
+            key = (id(one), id(group))
+            made[key] = made.get(key) or _with_stages(one, group, stages)
+            captured = [*captured[:place], made[key], *captured[place + 1 :]]
+    return captured
+
+
+def _rows_of(pattern: Pattern, modes: Collection[str], batch_dim: BatchDim) -> Sequence[int]:
+    """How many rows of each micro-batch are in a group's stage: its own, or those of all replicas."""
+    if len(modes) > 1:
+        raise TraceError(
+            'a stage is given values that are gathered as "batch" and as "global", of different numbers of rows, which '
+            'the tracers "export" and "record" cannot tell apart; write tracer="symbolic"'
+        )
+    if "global" in modes and pattern.everyone:
+        return pattern.everyone
+    return [row_count(one, batch_dim) or 0 for one in pattern.shapes]
+
+
+def _pattern(pattern: Pattern, rows: Sequence[int], size: int, batch_dim: BatchDim) -> Pattern:
+    """The pattern of a batch whose micro-batches are the groups."""
+    shapes = tuple(
+        cut_description(pattern.shapes[start], batch_dim, sum(rows[start : start + size]))
+        for start in range(0, pattern.microbatches, size)
+    )
+    return dataclasses.replace(pattern, microbatches=len(shapes), shapes=shapes, everyone=())
+
+
+def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | str:
+    if isinstance(sample, str):
+        return sample
+    batches = sample.batches
+    groups = [_joined(batches[start : start + size], batch_dim) for start in range(0, len(batches), size)]
+    return Sample(groups, batch_dim)
+
+
+def _joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
+    """The inputs of a group, out of those of its micro-batches."""
+    return {name: joined_input([batch[name] for batch in batches], dimension(batch_dim, name)) for name in batches[0]}
+
+
+def joined_input(parts: Sequence[Any], along: int | None) -> Any:
+    """An input's rows in a row; what has none, or is given whole, is the same in all, and is the first."""
+    flat = [pytree.tree_flatten(part) for part in parts]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    leaves = [
+        concatenated(column, along)
+        if isinstance(column[0], Tensor) and column[0].dim() and along is not None
+        else column[0]
+        for column in columns
+    ]
+    return pytree.tree_unflatten(leaves, flat[0][1])
+
+
+def _with_stages(one: Captured, group: Captured, stages: set[int]) -> Captured:
+    """``one`` with these stages of ``group``. PartitionError where they would not be sent the same values."""
+    if _messages(one.graph) != _messages(group.graph):
+        raise PartitionError(
+            "the stages captured for the rows of a micro-batch and for those of a group exchange different values, so "
+            f"what is gathered is not what the group's stage takes:\n{one.graph}\n{group.graph}\nkeep code that "
+            "depends on how many rows there are out of the stages before it"
+        )
+    merged = tuple(group.graph[stage.index] if stage.index in stages else stage for stage in one.graph)
+    graph = dataclasses.replace(one.graph, stages=merged)
+    return dataclasses.replace(one, graph=graph, text=f"{one.text}\nfor a group: {group.text}")
+
+
+def _messages(graph: StageGraph) -> list[object]:
+    return [(stage.name, stage.inputs, stage.ways, stage.outputs, stage.has_backward) for stage in graph]

@@ -1,0 +1,192 @@
+"""Group inputs: what a stage is given that runs once for a group of micro-batches, and where its gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
+from fxpipe.graph.boundary import Mode
+from fxpipe.graph.gathering import concatenated, rows_along
+from fxpipe.graph.like import ITEMS
+from fxpipe.options import BatchDim
+from fxpipe.plan.batch import dimension
+from fxpipe.torch_compat import pytree
+
+SCOPE = "rows"
+"""The data axis, in groups of its own: nothing waits there for gradients that are being summed."""
+
+
+class Like(NamedTuple):
+    """A tensor that gets a gradient, as it is before it is joined with those of other replicas."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How a value was put together. ``places``: each tensor's dimension of rows, None for what has none.
+
+    ``likes``: None for what gets no gradient. ``rows``: of each part; ``everyone``: of each replica, where the value is
+    of all of them, else empty.
+    """
+
+    places: tuple[int | None, ...]
+    likes: tuple[Like | None, ...]
+    spec: pytree.TreeSpec
+    rows: tuple[int, ...]
+    everyone: tuple[int, ...]
+
+
+class GroupInputs:
+    """The inputs of a step's gathered stages.
+
+    ``rows``: of each micro-batch. ``is_cut``: whether the micro-batches were cut from one batch, so that what they were
+    given whole is the same.
+    """
+
+    def __init__(self, transport: Transport, batch_dim: BatchDim, rows: Sequence[int], is_cut: bool) -> None:
+        self._transport, self._batch_dim, self._rows, self._is_cut = transport, batch_dim, rows, is_cut
+        self._everyone: dict[range, tuple[int, ...]] = {}
+
+    def of_batch(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> Any:
+        """A batch input of a group: its rows; what is given whole must be the same for all, and is the first's."""
+        along = dimension(self._batch_dim, name)
+        flat = [pytree.tree_flatten(part) for part in parts]
+        leaves = []
+        for column in zip(*(leaves for leaves, _ in flat), strict=True):
+            if isinstance(column[0], Tensor) and column[0].dim() and along is not None:
+                leaf = concatenated(column, along)
+                leaves.append(self._with_others(leaf, along, microbatches) if mode == "global" else leaf)
+            else:
+                if not self._is_cut:
+                    _check_whole(name, column)
+                leaves.append(column[0])
+        return pytree.tree_unflatten(leaves, flat[0][1])
+
+    def of_stage(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> tuple[Any, Joined]:
+        """A value that each micro-batch, or a group as a whole, has sent; and how it was put together."""
+        along = self._batch_dim if isinstance(self._batch_dim, int) else 0
+        rows = tuple(self._rows[place] for place in microbatches)
+        rows = rows if len(parts) == len(rows) else (sum(rows),)
+        everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
+        flat = [pytree.tree_flatten(part) for part in parts]
+        leaves, places, likes = [], [], []
+        for column in zip(*(leaves for leaves, _ in flat), strict=True):
+            place = _place(name, column, rows, along)
+            leaf = column[0] if place is None else concatenated(column, place)
+            needs = isinstance(leaf, Tensor) and leaf.requires_grad
+            likes.append(Like(leaf.shape, leaf.dtype, leaf.device) if needs else None)
+            leaves.append(leaf if place is None or not everyone else self._with_others(leaf, place, microbatches))
+            places.append(place)
+        spec = flat[0][1]
+        return pytree.tree_unflatten(leaves, spec), Joined(tuple(places), tuple(likes), spec, rows, everyone)
+
+    def cut(self, joined: Joined, gradient: Any) -> list[Any]:
+        """The gradient of each part. Where the value is of all replicas, a collective call of them: their sum."""
+        leaves: list[Any] = [None] * len(joined.places) if gradient is None else pytree.tree_leaves(gradient)
+        columns = [
+            self._cut_leaf(joined, leaf, like, place)
+            for leaf, like, place in zip(leaves, joined.likes, joined.places, strict=True)
+        ]
+        if all(part is None for column in columns for part in column):
+            return [None] * len(joined.rows)
+        return [pytree.tree_unflatten(list(parts), joined.spec) for parts in zip(*columns, strict=True)]
+
+    def _cut_leaf(self, joined: Joined, leaf: Tensor | None, like: Like | None, place: int | None) -> list[Any]:
+        if like is None or place is None:
+            return [None] * len(joined.rows)
+        if joined.everyone and self._transport.data_size > 1:
+            leaf = self._summed(leaf, like, place, joined.everyone)
+        return [None] * len(joined.rows) if leaf is None else list(torch.split(leaf, list(joined.rows), place))
+
+    # over the replicas
+
+    def _rows_of_everyone(self, microbatches: range) -> tuple[int, ...]:
+        """Each replica's rows of a group; a collective call of them, once for each group."""
+        if microbatches not in self._everyone:
+            mine = sum(self._rows[place] for place in microbatches)
+            self._everyone[microbatches] = self._transport.gather_int("data", mine)
+        return self._everyone[microbatches]
+
+    def _with_others(self, tensor: Tensor, place: int, microbatches: range) -> Tensor:
+        """The rows of all replicas, in the order of the data axis."""
+        everyone = self._rows_of_everyone(microbatches)
+        if self._transport.data_size == 1:
+            return tensor
+        padded = _padded(tensor.detach(), place, max(everyone))
+        mine = padded.flatten().view(torch.uint8)
+        given = mine.new_empty(len(everyone) * mine.numel())
+        self._perform("all_gather", given, mine)
+        pieces = given.view(tensor.dtype).view(len(everyone), *padded.shape)
+        parts = [piece[:count].movedim(0, place) for piece, count in zip(pieces, everyone, strict=True)]
+        return torch.cat(parts, place).requires_grad_(tensor.requires_grad)
+
+    def _summed(self, gradient: Tensor | None, like: Like, place: int, everyone: tuple[int, ...]) -> Tensor:
+        """The own rows of a gradient, summed over the replicas."""
+        own, longest = everyone[self._transport.data_rank], max(everyone)
+        if gradient is None:  # nothing here came of it, and the others wait for that
+            shape = [sum(everyone) if i == place % len(like.shape) else n for i, n in enumerate(like.shape)]
+            gradient = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        padded = [_padded(part, place, longest) for part in torch.split(gradient, list(everyone), place)]
+        total = torch.empty_like(padded[0])
+        self._perform("reduce_scatter", total.view(-1), torch.stack(padded).view(-1))
+        return total[:own].movedim(0, place)
+
+    def _perform(self, operation: str, output: Tensor, given: Tensor) -> None:
+        self._transport.start([Collective(operation, SCOPE, output, given)], "what a stage gathers").wait()
+
+
+def _padded(tensor: Tensor, place: int, rows: int) -> Tensor:
+    """A tensor with its rows in front, in a row in memory, and zeros behind them up to so many."""
+    tensor = tensor.movedim(place, 0)
+    if len(tensor) == rows:
+        return tensor.contiguous()
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded
+
+
+def _place(name: str, column: Sequence[Any], rows: Sequence[int], along: int) -> int | None:
+    """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
+    if all(part is None for part in column):
+        return None
+    if not all(isinstance(part, Tensor) and part.dim() for part in column):
+        raise RunError(
+            f"{name} is gathered, and is one number for each micro-batch, which has no rows to be put in a row; gather "
+            "what it is computed from, and compute it behind the boundary, or make it a mean there"
+        )
+    place = rows_along(column, rows, along)
+    if place is None:
+        shapes = ", ".join(str(list(part.shape)) for part in column)
+        raise RunError(
+            f"{name} is gathered, and has shapes {shapes} for micro-batches of {list(rows)} rows: none in dimension "
+            f"{along}{' or 0' if along else ''}; give it a row for each of the batch in front of the boundary"
+        )
+    return place
+
+
+def _check_whole(name: str, column: Sequence[Any]) -> None:
+    """RunError where micro-batches were given other values of what a group takes once."""
+    first = column[0]
+    if name != ITEMS and not all(_is_same(part, first) for part in column[1:]):
+        raise RunError(
+            f"input {name!r} has no rows and is not the same for all micro-batches, but a stage that runs once for all "
+            "of them takes it; pass one value for all, or one with a row for each row of the batch"
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

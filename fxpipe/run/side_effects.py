@@ -1,0 +1,130 @@
+"""Side effects: what a stage's forward changes beside its result, so that running it again can leave all as it was."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import RunError
+from fxpipe.graph.stage_graph import Stage
+from fxpipe.parameters.dtensors import local
+from fxpipe.torch_compat import BATCH_STATISTICS, version_of
+from fxpipe.trace.snapshot import RandomState, Snapshot
+
+
+class SideEffects:
+    """What the forward of a module changes of what the module holds, found out in its first one.
+
+    Tensors that it writes, attributes, containers and generators of random numbers. A later forward that writes a
+    tensor which the first one did not is an error: its numbers were not kept.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.is_known = module, False
+        self.writes = _plain_tensors(Snapshot(module))
+        """All of them until the first forward has shown it; and so for what is no tensor."""
+        self.others: list[Tensor] = []
+        self.keeps_python = True
+
+    def learn(self, before: StageState) -> None:
+        """The first forward is over, which began at ``before``."""
+        assert before.snapshot is not None
+        self.keeps_python = before.snapshot.has_generators or any(before.snapshot.changes())
+        statistics = {
+            id(buffer)
+            for part in self.module.modules()
+            if isinstance(part, BATCH_STATISTICS)  # which it may begin to write when the user unfreezes them
+            for buffer in part.buffers(recurse=False)
+        }
+        before.numbers = [one for one in before.numbers if one.was_written or id(one.tensor) in statistics]
+        written = {id(one.tensor): one.tensor for one in before.numbers}
+        self.others = [tensor for tensor in self.writes if id(tensor) not in written]
+        self.writes, self.is_known = list(written.values()), True
+
+    def check(self, before: StageState, stage: str) -> None:
+        """RunError where a forward that began at ``before`` has written what the first one did not."""
+        for tensor, version in zip(self.others, before.versions, strict=True):
+            if version_of(tensor) != version:
+                raise RunError(
+                    f"stage {stage!r} has written a tensor of shape {list(tensor.shape)} that its module holds, and "
+                    "did not in its first forward, so that it cannot be recomputed from where it began; leave it out "
+                    "of recompute="
+                )
+
+
+class _Numbers(NamedTuple):
+    """A tensor as it was."""
+
+    tensor: Tensor
+    copy: Tensor
+    version: int
+
+    @property
+    def was_bumped(self) -> bool:
+        """Whether autograd has seen that it was written: a batch norm writes its statistics behind its back."""
+        return version_of(self.tensor) != self.version
+
+    @property
+    def was_written(self) -> bool:
+        return self.was_bumped or not torch.equal(self.tensor, self.copy)
+
+
+class StageState:
+    """What of a stage's surroundings its forward changes, as it is now: to be put back. ``effects``: None for a stage
+    that is no module, of which only random numbers are known."""
+
+    def __init__(self, effects: SideEffects | None, device: torch.device) -> None:
+        self._random, self._device = RandomState(), device
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.snapshot = Snapshot(effects.module) if effects is not None and effects.keeps_python else None
+        tensors = effects.writes if effects is not None else []
+        self.numbers = [_Numbers(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors]
+        self.versions = [version_of(tensor) for tensor in effects.others] if effects is not None else []
+
+    def bumped(self) -> frozenset[int]:
+        """The tensors that autograd has seen written since."""
+        return frozenset(id(one.tensor) for one in self.numbers if one.was_bumped)
+
+    def restore(self, bumped: frozenset[int]) -> None:
+        """Puts all back. ``bumped``: the tensors that forward writes before autograd's eyes: so are they here, and a
+        graph that needs one as it was fails in place of taking other numbers."""
+        self._random.restore()
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        if self.snapshot is not None:
+            self.snapshot.restore()
+        with torch.no_grad():
+            for tensor, copy, _ in self.numbers:
+                (tensor if id(tensor) in bumped else tensor.data).copy_(copy)
+
+
+def _plain_tensors(snapshot: Snapshot) -> list[Tensor]:
+    """What a module holds beside its parameters."""
+    return [
+        tensor
+        for tensor in snapshot.tensors()
+        if not isinstance(tensor, nn.Parameter)
+        and type(local(tensor)) is type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_inference() or tensor.is_quantized)
+    ]
+
+
+class EffectsOf:
+    """The side effects of the stages that this process runs, from step to step."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[nn.Module, SideEffects] = WeakKeyDictionary()
+        self.needing_graphs: dict[int, object] = {}
+        """By identity, those whose code differentiates in forward."""
+
+    def of(self, stage: Stage) -> SideEffects | None:
+        """None for a stage that is no module."""
+        if not isinstance(stage.module, nn.Module):
+            return None
+        if stage.module not in self._known:
+            self._known[stage.module] = SideEffects(stage.module)
+        return self._known[stage.module]

@@ -1,0 +1,93 @@
+"""How many bytes of activations each stage holds: what autograd saves, and what recomputed stages keep, counted.
+
+A tensor's memory counts once for a stage, whole; parameters, buffers and the batch itself do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.run.executor import Executor
+from fxpipe.run.recompute import Kept
+from fxpipe.schedules.lower import Compute, Instruction
+
+
+class _Saved:
+    """What a graph holds in a saved tensor's place; when it goes, the tensor is let go of."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@dataclass
+class Held:
+    """Per stage: the bytes that it holds now, and the most that it has held."""
+
+    left_out: set[int] = field(default_factory=set)
+    now: Counter[int] = field(default_factory=Counter)
+    peak: Counter[int] = field(default_factory=Counter)
+    _stage: int = -1
+    _counts: dict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    _seen: weakref.WeakSet[Kept] = field(default_factory=weakref.WeakSet)
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._take(self._stage, tensor, saved)
+        return saved
+
+    def _take(self, stage: int, tensor: Tensor, holder: object) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key in self.left_out or not size:
+            return
+        counts = self._counts[stage]
+        self.now[stage] += size * (not counts[key])
+        counts[key] += 1
+        self.peak[stage] = max(self.peak[stage], self.now[stage])
+        weakref.finalize(holder, self._let_go, stage, key, size)
+
+    def _let_go(self, stage: int, key: int, size: int) -> None:
+        counts = self._counts[stage]
+        counts[key] -= 1
+        self.now[stage] -= size * (not counts[key])
+
+    def ran(self, executor: Executor) -> None:
+        """An action is over: what its stage keeps for a recomputation counts from now on."""
+        for (stage, _), kept in executor._kept.items():
+            for leaf in pytree.tree_leaves(kept.inputs) if kept not in self._seen else ():
+                if isinstance(leaf, Tensor):
+                    self._take(stage, leaf, kept)
+            self._seen.add(kept)
+
+
+@contextlib.contextmanager
+def counted(forward_backward: fxpipe.ForwardBackward, batch: Mapping[str, Any]) -> Iterator[Held]:
+    """Counts, for the steps inside, on the local engine."""
+    held = Held()
+    tensors = [*forward_backward.module.parameters(), *forward_backward.module.buffers()]
+    tensors += [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
+    held.left_out = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    execute = Executor.execute
+
+    def watched(executor: Executor, instruction: Instruction) -> None:
+        if isinstance(instruction, Compute):
+            held._stage = instruction.action.stage
+        execute(executor, instruction)
+        held.ran(executor)
+
+    with (
+        mock.patch.object(Executor, "execute", watched),
+        torch.autograd.graph.saved_tensors_hooks(held.pack, lambda saved: saved.tensor),
+    ):
+        yield held

@@ -1,0 +1,157 @@
+"""A loss over the whole batch: the stage behind a boundary that gathers runs once for a group of micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import Topology
+from tests.harness import Engine, engine_of, gradients_of, replica_of
+from tests.thinned import pairwise
+from tests.whole.gathered import (
+    AsSum,
+    Contrastive,
+    InADict,
+    InGroups,
+    LocalLoss,
+    OverReplicas,
+    batch,
+    by_hand,
+    cut,
+    model,
+    store_all,
+)
+
+TOLERANCE = 1e-12
+Gradients = dict[str, Tensor | None]
+Result = tuple[list[Tensor], Gradients]
+
+GATHERED = ["store_all", "group_interleaved", "cached"]
+PIPES = {4: (0, 1, 2, 3), 2: (0, 0, 1, 1)}
+"""Pipe ranks → placement."""
+
+
+def engine(name: str, request: pytest.FixtureRequest) -> Engine:
+    return engine_of(name, lambda: request.getfixturevalue("pool"))
+
+
+def step(
+    kind: type[nn.Module], topology: Topology, rows: tuple[int, ...], microbatches: int, options: dict[str, Any]
+) -> Result:
+    """A step on this replica's rows of the batch."""
+    built = model(kind)
+    group = getattr(built, "group", None)
+    forward_backward = fxpipe.compile(
+        built,
+        topology,
+        microbatches=microbatches,
+        **{"schedule": store_all(PIPES[topology.size("pipe")], microbatches, group), **options},
+    )
+    replica = replica_of(topology) if len(rows) > 1 else 0
+    mine = [tensor.split(list(rows))[replica] for tensor in batch(sum(rows))]
+    if kind is LocalLoss:
+        mine.append(torch.full((rows[replica],), replica))
+    loss = forward_backward(*mine)
+    metrics = [forward_backward.metrics[name] for name in sorted(forward_backward.metrics)]
+    return [loss, *metrics], gradients_of(forward_backward.named_parameters())
+
+
+def on_the_whole_batch(rows: int) -> Result:
+    plain = model(Contrastive)
+    loss = plain(*batch(rows))
+    loss.backward()
+    return [loss.detach()], gradients_of(plain.named_parameters())
+
+
+def assert_alike(results: list[Result], wanted: Result, tolerance: float = TOLERANCE) -> None:
+    losses, gradients = wanted
+    seen: set[str] = set()
+    for got, mine in results:
+        for one, other in zip(got, losses, strict=True):
+            assert abs(one - other) <= tolerance * abs(other), f"{one} and not {other}"
+        for name, gradient in mine.items():
+            other = gradients[name]
+            assert gradient is not None
+            assert other is not None
+            assert (gradient - other).abs().max() <= tolerance * other.abs().max(), name
+        seen |= mine.keys()
+    assert seen == gradients.keys()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "rows", "tracer", "on"),
+    pairwise(GATHERED, [1, 3, 8], [24, 11], ["symbolic", "export", "record"], ["local", "strict 0", "distributed"]),
+)
+def test_loss_and_gradients_are_the_whole_batchs(
+    schedule: str, microbatches: int, rows: int, tracer: str, on: str, request: pytest.FixtureRequest
+) -> None:
+    options = {"tracer": tracer, "example_args": batch(rows), "schedule": schedule}
+    results = engine(on, request)(4, step, Contrastive, Topology([("pipe", 4)]), (rows,), microbatches, options)
+    assert_alike(results, on_the_whole_batch(rows))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "rows", "on"),
+    [("store_all", 1, 7, "local"), ("group_interleaved", 3, 11, "distributed"), ("cached", 8, 24, "distributed")],
+)
+def test_bits_are_those_of_a_loop_that_concatenates(
+    schedule: str, microbatches: int, rows: int, on: str, request: pytest.FixtureRequest
+) -> None:
+    plain = model(Contrastive)
+    loss = by_hand(plain, cut(batch(rows), microbatches))
+    wanted = gradients_of(plain.named_parameters())
+    for got, mine in engine(on, request)(
+        4, step, Contrastive, Topology([("pipe", 4)]), (rows,), microbatches, {"schedule": schedule}
+    ):
+        assert torch.equal(got[0], loss)
+        assert all(torch.equal(gradient, wanted[name]) for name, gradient in mine.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "microbatches", "rows", "on"),
+    pairwise([OverReplicas, LocalLoss], GATHERED, [1, 3, 8], [(12, 12), (8, 11)], ["strict 1", "distributed"]),
+)
+def test_replicas_have_the_global_batchs_loss_and_gradients(
+    kind: type[nn.Module],
+    schedule: str,
+    microbatches: int,
+    rows: tuple[int, int],
+    on: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    topology = Topology([("pipe", 2), ("data", 2)])
+    results = engine(on, request)(4, step, kind, topology, rows, microbatches, {"schedule": schedule})
+    assert_alike(results, on_the_whole_batch(sum(rows)))
+
+
+@pytest.mark.parametrize("tracer", ["export", "record"])
+def test_what_is_captured_for_shapes_is_captured_for_all_replicas_rows(
+    tracer: str, request: pytest.FixtureRequest
+) -> None:
+    topology, rows = Topology([("pipe", 2), ("data", 2)]), (8, 11)
+    options = {"tracer": tracer, "example_args": batch(8)}
+    results = engine("strict 0", request)(4, step, OverReplicas, topology, rows, 3, options)
+    assert_alike(results, on_the_whole_batch(sum(rows)))
+
+
+@pytest.mark.parametrize("kind", [InGroups, AsSum, InADict])
+def test_the_loss_of_a_step_is_the_mean_over_groups_weighted_by_their_rows(
+    kind: type[nn.Module], request: pytest.FixtureRequest
+) -> None:
+    rows, microbatches = 11, 4
+    plain, wanted = model(Contrastive), []
+    parts = cut(batch(rows), microbatches)
+    for pair in (parts[:2], parts[2:]):
+        image, text = (torch.cat(side) for side in zip(*pair, strict=True))
+        loss = plain(image, text) * (len(image) / rows)
+        loss.backward()
+        wanted.append(loss.detach())
+    losses = [torch.stack(wanted).sum()]
+    if kind is InADict:  # metrics are averaged as the loss is
+        losses.append(2 * losses[0])
+    results = engine("strict 3", request)(4, step, kind, Topology([("pipe", 4)]), (rows,), microbatches, {})
+    assert_alike(results, (losses, gradients_of(plain.named_parameters())))
