@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from fxpipe.run.executor import Executor
 from fxpipe.run.recompute import Kept
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import Compute, Instruction
 
 
@@ -35,6 +36,8 @@ class Held:
     """Per stage: the bytes that it holds now, and the most that it has held."""
 
     left_out: set[int] = field(default_factory=set)
+    behind: dict[Action, int] = field(default_factory=dict)
+    """What an action's stage held when it had run, in the last step."""
     now: Counter[int] = field(default_factory=Counter)
     peak: Counter[int] = field(default_factory=Counter)
     _stage: int = -1
@@ -85,6 +88,8 @@ def counted(forward_backward: fxpipe.ForwardBackward, batch: Mapping[str, Any]) 
             held._stage = instruction.action.stage
         execute(executor, instruction)
         held.ran(executor)
+        if isinstance(instruction, Compute):
+            held.behind[instruction.action] = held.now[held._stage]
 
     with (
         mock.patch.object(Executor, "execute", watched),

@@ -233,9 +233,10 @@ class StageGraph:
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
         runs = [f"{s.name} runs once for {_size(s.gathered)}" for s in self.stages if s.gathered is not None]
         again = ", ".join(name for name in self.names if name in self.recomputed)
-        origin = f"captured by {self.origin}" if self.origin else ""
-        kept = [_told_in_input(stage) for stage in self.stages if stage.in_input]
-        return "\n".join([grid, *runs, *[f"recomputed: {again}"] * bool(again), *filter(None, [origin]), *kept])
+        notes = [*runs, *[f"recomputed: {again}"] * bool(again)]
+        notes += [f"captured by {self.origin}"] if self.origin else []
+        notes += [_told_in_input(stage) for stage in self.stages if stage.in_input]
+        return "\n".join([grid, *notes])
 
     def _bytes(self, edges: Sequence[Edge]) -> str:
         if not edges:
@@ -313,18 +314,18 @@ class StageGraph:
         return StageGraph(tuple(built), names, module, origin="the user's callables").with_backward()
 
 
-def _told_in_input(stage: Stage) -> str:
-    """What of a stage's backward W cannot do."""
-    names = list(stage.in_input)
-    first = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
-    share = sum(stage.parameters[name].numel() for name in names) / sum(p.numel() for p in stage.parameters.values())
-    return f"{stage.name}: I makes the gradients of {first}, too ({share:.0%} of its parameters)"
-
-
 def _size(gathered: Gathered) -> str:
     """What a gathered stage runs for, in words."""
     what = "all micro-batches" if gathered.group is None else f"a group of {gathered.group} micro-batches"
     return what + " of all replicas" * ("global" in gathered.modes)
+
+
+def _told_in_input(stage: Stage) -> str:
+    """What of a stage's backward W cannot do."""
+    names = list(stage.in_input)
+    shown_names = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
+    share = sum(stage.parameters[name].numel() for name in names) / sum(p.numel() for p in stage.parameters.values())
+    return f"{stage.name}: I makes the gradients of {shown_names}, too ({share:.0%} of its parameters)"
 
 
 def _is_pair(value: Any) -> bool:

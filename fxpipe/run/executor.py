@@ -68,11 +68,11 @@ class Executor:
     parameters: Gradients
     """What has to know when this rank uses its parameters."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    halves: Collection[Half] = ()
+    """The backwards that the table has as I and W."""
     recomputed: Collection[Half] = ()
     """(stage, micro-batch) whose forward keeps no graph, for an R to make it."""
     effects: EffectsOf = field(default_factory=EffectsOf)
-    halves: Collection[Half] = ()
-    """(stage, micro-batch) whose backward the table has as I and W."""
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
@@ -82,10 +82,10 @@ class Executor:
         self.graph = self.graphs[0]
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
         self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
-        self._saved: dict[tuple[int, int], Saved] = {}
-        self._deferred: dict[tuple[int, int], Deferred] = {}  # what I has left for W
-        self._joined: dict[tuple[int, int], list[Joined | None]] = {}  # how a group's inputs were put together
-        self._kept: dict[tuple[int, int], Kept] = {}  # what is still to be recomputed
+        self._saved: dict[Half, Saved] = {}
+        self._joined: dict[Half, list[Joined | None]] = {}  # how a group's inputs were put together
+        self._kept: dict[Half, Kept] = {}  # what is still to be recomputed
+        self._later: dict[Half, Deferred] = {}  # what I has left for W
         self._skipped = False  # whether the last action was not run, and so took no message
         self._grad = torch.enable_grad if self.step.training else torch.no_grad
 
@@ -95,21 +95,7 @@ class Executor:
             case Compute(action):
                 self._skipped = not self._runs(action.op, action.microbatch)
                 here.at(action)
-                if action.op is Op.F:
-                    self.parameters.settle(action.stage)
-                    self._forward(action)
-                elif action.op is Op.R:
-                    self.parameters.settle(action.stage)
-                    if not self._skipped:
-                        self._recompute(action)
-                elif action.op is Op.I:  # W tells of the gradients, of those that I has made, too
-                    if not self._skipped:
-                        self._backward(action)
-                else:
-                    self.parameters.before(action)
-                    if not self._skipped:
-                        self._weights(action) if action.op is Op.W else self._backward(action)
-                    self.parameters.after(action)
+                self._compute(action)
             case Release(message):  # it stands behind the action whose message tells that this one was received
                 if not self._skipped:  # otherwise a later action's message may tell, or the step's end waits for it
                     self.exchange.release(message)
@@ -119,6 +105,23 @@ class Executor:
                 self.exchange.send(message, self._values.pop((message.edge, message.op, message.microbatch)))
             case _:
                 pass  # a message about a micro-batch without weight, or a reduction, for which the step must be over
+
+    def _compute(self, action: Action) -> None:
+        if action.op is Op.F:
+            self.parameters.settle(action.stage)
+            self._forward(action)
+        elif action.op is Op.R:
+            self.parameters.settle(action.stage)
+            if not self._skipped:
+                self._recompute(action)
+        elif action.op is Op.I:
+            if not self._skipped:
+                self._backward(action)
+        else:
+            self.parameters.before(action)
+            if not self._skipped:
+                self._weights(action) if action.op is Op.W else self._backward(action)
+            self.parameters.after(action)
 
     def _runs(self, op: Op, microbatch: int) -> bool:
         return op is Op.F or self.step.runs[microbatch]
@@ -195,14 +198,15 @@ class Executor:
     def _run(self, action: Action, stage: Stage, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Saved]:
         """A stage's forward, its loss counted."""
         with self._running(action, stage, inputs):
-            outputs, saved = self._forward_of(stage, action.microbatch)(*inputs)
+            outputs, saved = self._call(action, stage)(*inputs)
             if stage.returns_result:
                 self._keep_result(stage, action.microbatch, outputs[-1], saved)
         return outputs, saved
 
-    def _forward_of(self, stage: Stage, microbatch: int) -> Forward:
-        is_halved = self.step.training and (stage.index, microbatch) in self.halves
-        return stage.forward_in_halves if is_halved else stage.forward
+    def _call(self, action: Action, stage: Stage) -> Forward:
+        """The forward whose backward is whole, or in two halves."""
+        halved = self.step.training and (action.stage, action.microbatch) in self.halves
+        return stage.forward_in_halves if halved else stage.forward
 
     @contextlib.contextmanager
     def _running(self, action: Action, stage: Stage, inputs: Sequence[Any]) -> Iterator[None]:
@@ -222,7 +226,7 @@ class Executor:
         self.stopwatch.mark()
         kept = self._kept.pop((stage.index, microbatch))
         with kept.again(), self._running(action, stage, kept.inputs):
-            outputs, saved = self._forward_of(stage, microbatch)(*kept.inputs)
+            outputs, saved = self._call(action, stage)(*kept.inputs)
             if stage.returns_result:
                 saved.take_root(root_of(read_loss(outputs[-1]), self.step.shares[microbatch]))
         with self._telling(action, stage):
@@ -270,8 +274,8 @@ class Executor:
         if not stage.returns_result or self.step.shares[microbatch]:  # else only other replicas' losses need it
             with self._telling(action, stage):
                 returned = stage.backward(saved, gradients)
-        if saved.deferred is not None:
-            self._deferred[stage.index, microbatch] = saved.deferred
+            if saved.deferred is not None:
+                self._later[stage.index, microbatch] = saved.deferred
         joined = self._joined.pop((stage.index, microbatch), [None] * len(returned))
         sent: dict[Edge, list[Any]] = {}
         for entry, gradient, how in zip(stage.inputs, returned, joined, strict=True):
@@ -284,13 +288,13 @@ class Executor:
                 self._values[self._index[edge], Op.B, place] = part
 
     def _weights(self, action: Action) -> None:
-        """W; of a stage that leaves nothing to it, nothing."""
-        stage, deferred = self._stage(action), self._deferred.pop((action.stage, action.microbatch), None)
+        """W; of a stage that cannot leave anything to it, nothing."""
+        stage, later = self._stage(action), self._later.pop((action.stage, action.microbatch), None)
         self.stopwatch.mark()
         self.stopwatch.mark()
         with self._telling(action, stage):
-            if deferred is not None:
-                stage.backward.weights(deferred)
+            if later is not None:
+                stage.backward.weights(later)
         self.stopwatch.end(action)
 
     def _take(self, edge: Edge, op: Op, microbatch: int, maker: int) -> Any:
@@ -298,8 +302,8 @@ class Executor:
         index = self._index[edge]
         if maker == self.rank:
             return self._values.pop((index, op, microbatch))
-        half = op is Op.B and (edge.target, microbatch) in self.halves
-        here.awaited = partial(_in_words, self.graph, edge, Op.I if half else op, microbatch)
+        maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.halves else op
+        here.awaited = partial(_in_words, self.graph, edge, maker_op, microbatch)
         try:
             return self.exchange.take(Message(index, op, microbatch, maker, self.rank))
         finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from types import CellType
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -117,14 +119,31 @@ class EffectsOf:
     """The side effects of the stages that this process runs, from step to step."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[nn.Module, SideEffects] = WeakKeyDictionary()
+        self._known: dict[int, tuple[object, SideEffects | None]] = {}  # by identity, with what must live as long
         self.needing_graphs: dict[int, object] = {}
         """By identity, those whose code differentiates in forward."""
 
     def of(self, stage: Stage) -> SideEffects | None:
-        """None for a stage that is no module."""
-        if not isinstance(stage.module, nn.Module):
-            return None
-        if stage.module not in self._known:
-            self._known[stage.module] = SideEffects(stage.module)
-        return self._known[stage.module]
+        """None for a stage that is a function and has no module at hand."""
+        if id(stage.module) not in self._known:
+            found = list(_modules_of(stage.module))
+            module = found[0] if len(found) == 1 else nn.ModuleList(found) if found else None
+            self._known[id(stage.module)] = stage.module, SideEffects(module) if module is not None else None
+        return self._known[id(stage.module)][1]
+
+
+def _modules_of(call: object) -> Iterator[nn.Module]:
+    """A module; of a function those that it is bound to, closes over or is given, as ``model.encode`` and partials."""
+    waiting, seen = [call], set[int]()
+    while waiting:
+        held = waiting.pop()
+        if id(held) in seen or not callable(held):
+            continue
+        seen.add(id(held))
+        if isinstance(held, nn.Module):
+            yield held
+            continue
+        cells = (cell for cell in getattr(held, "__closure__", None) or () if cell != CellType())  # an empty one
+        waiting += [getattr(held, "__self__", None), *(cell.cell_contents for cell in cells)]
+        if isinstance(held, partial):
+            waiting += [held.func, *held.args, *held.keywords.values()]

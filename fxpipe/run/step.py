@@ -198,8 +198,8 @@ class Steps:
         stopwatch = self.recorder.stopwatch()
         if step.training:
             self._gradients.watch(stopwatch)
-        known = plan.schedule.dependencies
-        of_step = (self._state.device, step, self._gradients, stopwatch, known.recomputed, self._effects, known.halves)
+        table = plan.schedule.dependencies
+        of_step = (self._state.device, step, self._gradients, stopwatch, table.halves, table.recomputed, self._effects)
         return Executor(plan.graphs, rank, self._exchange, *of_step)
 
     def _outcome(self, agreed: Agreed, executors: Sequence[Executor], known: StepOutcome | None) -> StepOutcome:

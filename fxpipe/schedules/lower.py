@@ -39,12 +39,8 @@ class Message(NamedTuple):
         return f"{kind} {self.edge} of micro-batch {self.microbatch} from rank {self.sender} to rank {self.receiver}"
 
 
-class Use(NamedTuple):
-    """What needs a message: the forward or the backward of a stage for a micro-batch, or a group by its first one."""
-
-    stage: int
-    microbatch: int
-    forward: bool
+Use = tuple[int, int, bool]
+"""What needs a message: a stage, a micro-batch, or a group by its first one, and whether it is in forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +101,10 @@ def lower(
     share a parameter. A receive is posted one action ahead of the action that needs it, or earlier: never later than
     a receive behind it in the sender's order, since messages between two ranks arrive in that order.
     """
-    sent = _sends(rows, edges, placement, backward)
+    sizes = groups_of(rows)
+    sent = _sends(rows, edges, placement, backward, sizes)
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
-    used_at = _uses(sent_at, rows, edges)
+    used_at = _uses(sent_at, rows, edges, sizes)
     arriving: list[list[Message]] = [[] for _ in rows]
     leaving: list[list[Message]] = [[] for _ in rows]
     for message in sent_at:
@@ -116,7 +113,7 @@ def lower(
     groups = sorted({tuple(sorted({placement[stage] for stage in stages})) for stages in tied})
     lowered = []
     for rank, row in enumerate(rows):
-        posts = _posts(arriving[rank], used_at, len(row))
+        posts = _posts(arriving[rank], used_at, edges, sizes, len(row))
         releases = _releases(leaving[rank], arriving[rank], sent_at, used_at)
         instructions: list[Instruction] = []
         for place, action in enumerate(row):
@@ -131,10 +128,9 @@ def lower(
 
 
 def _sends(
-    rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool]
+    rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool], groups: Groups
 ) -> list[list[Sequence[Message]]]:
     """Rank and place → the messages that the action there makes, in order."""
-    groups = groups_of(rows)
     makes: dict[tuple[int, Op], list[tuple[int, Op, int, int]]] = {}  # (stage, op) → its messages, less micro-batch
     for index, edge in enumerate(edges):
         here, there = placement[edge.source], placement[edge.target]
@@ -163,41 +159,53 @@ def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = Mappin
     """The use of the action that needs a message. ``groups``: those of the table."""
     edge = edges[message.edge]
     if message.op is Op.F:
-        return Use(edge.target, group_of(groups, edge.target, message.microbatch), True)
-    return Use(edge.source, message.microbatch, False)
+        return edge.target, group_of(groups, edge.target, message.microbatch), True
+    return edge.source, message.microbatch, False
 
 
 def use_of(action: Action) -> Use | None:
     """What an action uses messages as. An R has its inputs, a W what the I left."""
     if action.op is Op.R or action.op is Op.W:
         return None
-    return Use(action.stage, action.microbatch, action.op is Op.F)
+    return action.stage, action.microbatch, action.op is Op.F
 
 
-def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike]) -> dict[Message, int]:
+def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike], groups: Groups) -> dict[Message, int]:
     """Message → the place in its receiver's row of the first action that needs it; the row's end where none does."""
     places: list[dict[Use | None, int]] = [{} for _ in rows]
     for rank, row in enumerate(rows):
         for place, action in enumerate(row):
             places[rank].setdefault(use_of(action), place)
-    groups = groups_of(rows)
     return {
         message: places[message.receiver].get(user_of(message, edges, groups), len(rows[message.receiver]))
         for message in messages
     }
 
 
-def _posts(arriving: Sequence[Message], used_at: Mapping[Message, int], end: int) -> dict[int, list[Message]]:
-    """Place in the row → receives to post before it: an action ahead, and in each sender's own order."""
+def _posts(
+    arriving: Sequence[Message], used_at: Mapping[Message, int], edges: Sequence[EdgeLike], groups: Groups, end: int
+) -> dict[int, list[Message]]:
+    """Place in the row → receives to post before it: an action ahead, and in each sender's own order.
+
+    Those of a group are made one after another: the last is posted an action ahead, the one before it two.
+    """
     posts: dict[int, list[Message]] = {}
     for messages in _by(arriving, "sender").values():
         latest, placed = end, []
         for message in reversed(messages):
-            latest = min(latest, max(used_at[message] - 1, 0))
+            ahead = 1 + _behind(message, edges, groups) if groups else 1
+            latest = min(latest, max(used_at[message] - ahead, 0))
             placed.append((latest, message))
         for place, message in reversed(placed):
             posts.setdefault(place, []).append(message)
     return posts
+
+
+def _behind(message: Message, edges: Sequence[EdgeLike], groups: Groups) -> int:
+    """How many micro-batches come behind it in the group that it is used in."""
+    edge = edges[message.edge]
+    used, made = groups.get(edge.target, 1), groups.get(edge.source, 1)
+    return used - made - message.microbatch % used if message.op is Op.F else 0
 
 
 def _releases(

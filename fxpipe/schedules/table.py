@@ -160,17 +160,14 @@ def _folds_by(shift: int, steps: Sequence[Step], places: dict[Action, int]) -> I
 def _period(step: Step, place: int, shift: int, steps: Sequence[Step], places: dict[Action, int]) -> int:
     """After how many steps a step comes again for micro-batches ``shift`` further on; 0 where it does not."""
     first = next(action for action in step if action is not None)
-    again = places.get(_later(first, shift), place)
+    again = places.get(Action(first.stage, first.op, first.microbatch + shift, first.count), place)
     same = again > place and all(
-        first is second if first is None or second is None else _later(first, shift) == second
+        first is second
+        if first is None or second is None
+        else (first.stage, first.op, first.microbatch + shift, first.count) == second
         for first, second in zip(step, steps[again], strict=True)
     )
     return again - place if same else 0
-
-
-def _later(action: Action, shift: int) -> Action:
-    """The same for micro-batches that are ``shift`` further on."""
-    return Action(action.stage, action.op, action.microbatch + shift, action.count)
 
 
 # --- drawing ---

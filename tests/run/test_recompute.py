@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import Schedule, StageGraph, Topology
+from fxpipe.parameters.dtensors import local
 from fxpipe.schedules.action import Op
-from tests.harness import Run, assert_run, assert_same, compiled, engine_of, reference, trained
+from tests.harness import Run, assert_run, assert_same, compiled, gradients_of, reference, strict, trained
 from tests.models import CASES, RANDOM, WIDTH
+from tests.pool import Pool
+from tests.sharding.test_parallelize import (
+    PIPE_DATA,
+    PIPE_TENSOR,
+    check_equal,
+    graph_of,
+    plain,
+    sharded_and_checkpointed,
+    tensor_parallel,
+)
+from tests.sharding.test_parallelize import trained as train_parallelized
 from tests.thinned import every
 from tests.whole.test_transparency import EVERY, batches_of
 
@@ -40,20 +54,23 @@ def train_again(name: str, schedule: str, **options: Any) -> Run:
     return trained(case, batches_of(case), **options | {"schedule": table, "placement": None})
 
 
+BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+
 # --- every model ---
 
 
-@pytest.mark.parametrize("name", every(2, list(CASES)))
+ALWAYS = ["BatchNorm", "dict loss", "tied", "frozen middle", "loss function", "callables"]
+
+
+@pytest.mark.parametrize("name", sorted({*ALWAYS, *every(4, list(CASES))}))
 def test_three_steps_equal_plain_pytorch(name: str) -> None:
     case = CASES[name]
     assert_run([train_again(name, "gpipe")], reference(case, batches_of(case))[0], case.tolerance)
 
 
-@pytest.mark.parametrize("of", ["strict 0", "distributed"])
-@pytest.mark.parametrize("name", ["BatchNorm", "two towers, image first"])
-def test_so_they_do_on_every_engine(name: str, of: str, request: pytest.FixtureRequest) -> None:
-    case, engine = CASES[name], engine_of(of, lambda: request.getfixturevalue("pool"))
-    runs = engine(case.ranks, train_again, name, "1f1b")
+def test_so_they_do_where_messages_rendezvous() -> None:
+    case = CASES["BatchNorm"]
+    runs = strict(0)(case.ranks, train_again, "BatchNorm", "1f1b")
     assert_run(runs, reference(case, batches_of(case))[0], case.tolerance)
 
 
@@ -187,8 +204,8 @@ def three_steps(kind: str, schedule: str, again: bool, microbatches: int = 4) ->
 def test_a_stage_that_does_more_than_compute_does_it_once(kind: str, schedule: str) -> None:
     wanted = three_steps(kind, schedule, again=False)
     once = RUNS[kind]
-    for got, plain in zip(three_steps(kind, schedule, again=True), wanted, strict=True):
-        assert_same(got, plain, kind)
+    for got, expected in zip(three_steps(kind, schedule, again=True), wanted, strict=True):
+        assert_same(got, expected, kind)
     assert once == 12
     assert RUNS[kind] in (24, 25), "12 forwards, and 12 again; one more where the graph was needed in the first"
 
@@ -202,5 +219,209 @@ def test_what_the_model_checkpoints_runs_twice_and_not_three_times(kind: str) ->
 
 
 def test_a_stage_that_cannot_be_run_again_is_refused_in_the_first_step() -> None:
-    with pytest.raises(fxpipe.RunError, match=r"stage 'amid' cannot be recomputed.*leave the stage out of recompute="):
+    told = r"stage 'amid' cannot be recomputed.*leave the stage out of recompute="
+    with pytest.raises(fxpipe.RunError, match=told) as caught:
         three_steps("counts outside", "1f1b", again=True)
+    assert "in the recomputation of stage 1 `amid`, micro-batch 0, step 0" in str(caught.value.__notes__)
+
+
+class BeginsToWrite(nn.Linear):
+    """Writes a buffer from its fifth call on."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 4:
+            self.scale.mul_(2.0)
+        return super().forward(x) * self.scale.clone()
+
+
+def test_a_stage_that_begins_to_write_later_is_refused_when_it_does() -> None:
+    graph, batch = three_stages(BeginsToWrite()), [torch.randn(8, WIDTH) for _ in range(2)]
+    forward_backward = fxpipe.compile(graph, Topology([("pipe", 3)]), microbatches=4, recompute=["amid"])
+    forward_backward(*batch)
+    with pytest.raises(fxpipe.RunError, match=r"'amid' has written a tensor of shape \[6\] .* leave it out of recomp"):
+        forward_backward(*batch)
+
+
+def test_an_input_that_is_written_meanwhile_is_refused() -> None:
+    """The first stage hands one tensor to both others, and the last writes it."""
+
+    def first(x: Tensor) -> Tensor:
+        return x * 1.0
+
+    def last(h: Tensor, again: Tensor) -> Tensor:
+        with torch.no_grad():
+            h.add_(1.0)
+        return again.sum()
+
+    stages = {"first": first, "amid": nn.Linear(WIDTH, WIDTH), "last": last}
+    edges = [("first", "amid"), ("first", "last"), ("amid", "last")]
+    graph = StageGraph.from_callables(stages, edges, {"first": ["x"]})
+    told = "stage 'amid' cannot be recomputed: what it was given was written in place"
+    topology = Topology([("pipe", 1)])
+    forward_backward = fxpipe.compile(graph, topology, microbatches=4, schedule="gpipe", recompute=["amid"])
+    with pytest.raises(fxpipe.RunError, match=told):
+        forward_backward(torch.randn(8, WIDTH))
+
+
+@pytest.mark.parametrize("way", [lambda norm: norm.forward, lambda norm: lambda x: norm(x), lambda norm: partial(norm)])
+def test_a_function_is_recomputed_with_what_its_module_was(way: Callable[[nn.Module], Any]) -> None:
+    """It is bound to a batch norm, closes over one, or is a partial of one, which trains nothing."""
+    seen = []
+    for recompute in (False, ["amid"]):
+        norm = nn.BatchNorm1d(WIDTH, affine=False)
+        forward_backward = fxpipe.compile(
+            three_stages(way(norm)), Topology([("pipe", 3)]), microbatches=4, schedule="gpipe", recompute=recompute
+        )
+        assert bool(forward_backward.stages.recomputed) == bool(recompute)
+        seen.append([forward_backward(BATCH, BATCH), *norm.buffers()])
+    for got, wanted in zip(*seen, strict=True):
+        assert_same(got, wanted, "loss and statistics")
+
+
+# --- a step's other sides ---
+
+
+def both(build: Callable[[], Any], batch: Sequence[Tensor], ranks: int, **options: Any) -> list[list[Any]]:
+    """Two steps without recomputation and with all of it: losses, metrics, gradients, buffers."""
+    seen = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        forward_backward = fxpipe.compile(
+            build(), Topology([("pipe", ranks)]), schedule="gpipe", recompute=recompute, **options
+        )
+        assert bool(forward_backward.stages.recomputed) == recompute
+        told: list[Any] = []
+        for _ in range(2):
+            told += [forward_backward(*batch), forward_backward.metrics]
+        seen.append([*told, gradients_of(forward_backward.named_parameters()), forward_backward.state_dict()])
+    return seen
+
+
+def assert_alike(seen: list[list[Any]]) -> None:
+    for wanted, got in zip(*map(pytree.tree_leaves, seen), strict=True):
+        assert_same(got, wanted, "with recomputation")
+
+
+class Dropped(nn.Module):
+    """Two stages with dropout; the loss is a ``Sum`` with a metric beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = fxpipe.stage_boundary(F.dropout(torch.tanh(self.one(x)), 0.3, self.training))
+        items = F.dropout(self.two(h), 0.3, self.training).square().mean(-1)
+        return {"loss": fxpipe.Sum(items.sum(), (x[:, 0] > 0).sum() + 1), "most": items.max()}
+
+
+def test_losses_counts_and_metrics_are_added_up_once() -> None:
+    assert_alike(both(Dropped, [BATCH], 2, microbatches=4))
+
+
+def test_a_micro_batch_without_weight_is_not_run_again() -> None:
+    batch = BATCH.clone()
+    batch[2:4] = 0
+    RUNS.clear()
+
+    def build() -> StageGraph:
+        torch.manual_seed(0)
+        return three_stages(Amid("counts in an attribute"))
+
+    assert_alike(both(build, [batch, batch], 3, microbatches=4, loss_weight=lambda x, y: float(x.any())))
+    assert RUNS["counts in an attribute"] == 2 * 4 + 2 * (4 + 3)
+
+
+def test_what_runs_under_autocast_does_so_again() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_alike(both(Dropped, [BATCH], 2, microbatches=4))
+
+
+def test_compiled_stages_are_recomputed() -> None:
+    compiler = partial(torch.compile, backend="aot_eager")
+    assert_alike(both(Dropped, [BATCH], 2, microbatches=4, stage_compiler=compiler))
+
+
+def test_an_evaluation_runs_forwards_alone() -> None:
+    graph, batch = three_stages(Amid("counts in an attribute")), [torch.randn(8, WIDTH) for _ in range(2)]
+    forward_backward = fxpipe.compile(graph, Topology([("pipe", 3)]), microbatches=4, recompute=True)
+    RUNS.clear()
+    forward_backward.evaluate(*batch)
+    assert RUNS["counts in an attribute"] == 4
+    forward_backward(*batch)
+    assert RUNS["counts in an attribute"] == 4 + 8
+
+
+def test_an_r_may_come_long_before_its_gradient() -> None:
+    """Right behind its forward."""
+    case = RANDOM["dropout"]
+    table = with_recomputation(compiled(case, schedule="gpipe").schedule)
+    rows = [
+        [one for a in row if a.op is not Op.R for one in ([a, a._replace(op=Op.R)] if a.op is Op.F else [a])]
+        for row in table.rows
+    ]
+    early = dataclasses.replace(table, rows=tuple(map(tuple, rows)))
+    run, wanted = (trained(case, batches_of(case), schedule=one) for one in (early, "gpipe"))
+    for step, loss in enumerate(wanted.losses):
+        assert_same(run.losses[step], loss, "loss")
+        for name, gradient in wanted.gradients[step].items():
+            assert_same(run.gradients[step][name], gradient, name)
+
+
+# --- processes ---
+
+
+def train_dropouts(zero: Any, recompute: bool, axes: list[tuple[str, int]], schedule: Any) -> Run:
+    """Four stages in turn on the pipe ranks."""
+    case, topology = RANDOM["dropout"], Topology(axes)
+    placement = (
+        dict(zip(compiled(case).stages.names, [0, 1, 0, 1], strict=True)) if topology.size("pipe") == 2 else None
+    )
+    options = {"topology": topology, "zero": zero, "schedule": schedule, "placement": placement, "check_batches": False}
+    run = trained(case, batches_of(case), recompute=recompute, **options)
+    run.gradients = [{name: _part(gradient) for name, gradient in step.items()} for step in run.gradients]
+    return run
+
+
+def _part(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None else local(gradient)
+
+
+@pytest.mark.parametrize(
+    ("zero", "axes", "schedule"),
+    [
+        (0, [("pipe", 4)], "1f1b"),
+        (0, [("pipe", 2), ("data", 2)], "gpipe"),
+        (1, [("pipe", 2), ("data", 2)], "interleaved_1f1b"),
+        (2, [("pipe", 2), ("data", 2)], "1f1b"),
+        (3, [("pipe", 2), ("data", 2)], "gpipe"),
+    ],
+)
+def test_four_processes_train_bit_for_bit_as_without(
+    zero: int, axes: list[tuple[str, int]], schedule: str, pool: Pool
+) -> None:
+    plain, again = (pool.run(train_dropouts, zero, recompute, axes, schedule) for recompute in (False, True))
+    for run, wanted in zip(again, plain, strict=True):
+        for step, loss in enumerate(wanted.losses):
+            assert_same(run.losses[step], loss, "loss")
+        for name, tensor in wanted.state.items():
+            assert_same(run.state[name], tensor, f"{name} after the last step")
+        for name, gradient in wanted.gradients[0].items() if zero in (0, 3) else ():  # else it has no part in it
+            assert_same(run.gradients[0][name], gradient, name)
+
+
+@pytest.mark.parametrize("parallelize", [sharded_and_checkpointed, tensor_parallel])
+def test_what_parallelize_made_of_a_stage_is_recomputed(parallelize: Any, pool: Pool) -> None:
+    axes = PIPE_TENSOR if parallelize is tensor_parallel else PIPE_DATA
+    results = pool.run(train_in_parallel, axes, parallelize)
+    check_equal(results, plain(graph_of, 1 if axes is PIPE_TENSOR else 2))
+
+
+def train_in_parallel(axes: list[tuple[str, int]], parallelize: Any) -> Any:
+    return train_parallelized(graph_of, axes, parallelize, recompute=True, schedule="gpipe")

@@ -201,6 +201,20 @@ def test_a_gathered_stage_is_sent_each_micro_batch_and_sends_each_its_gradient()
     assert [type(step) for step in last[computes[1] + 1 :]] == [Send] * 8
 
 
+def test_the_receives_of_a_group_are_spread_over_the_actions_in_front_of_it() -> None:
+    """Stage 2 joins 0, on its own rank, and 1: micro-batch j is received while the rank's own forwards go on."""
+    rows = [row.split() for row in ("0F0 0F1 0F2 0F3 2F0-3 2B0-3 0B0 0B1 0B2 0B3", "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3")]
+    parsed = tuple(tuple(map(Action.parse, row)) for row in rows)
+    schedule = Schedule(parsed, ((0, 2), (1, 2)), (0, 1, 0), (True,) * 3, 4)
+    schedule.verify()
+    steps = [
+        f"get {step.message.microbatch}" if isinstance(step, Receive) else str(step.action)
+        for step in schedule.instructions[0]
+        if isinstance(step, Receive | Compute)
+    ]
+    assert steps[:9] == ["get 0", "0F0", "get 1", "0F1", "get 2", "0F2", "get 3", "0F3", "2F0-3"]
+
+
 def test_from_one_gathered_stage_to_another_there_is_a_message_for_each_group() -> None:
     rows = "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0-1 1F2-3 1B0-1 1B2-3\n2F0-1 2B0-1 2F2-3 2B2-3"
     _, gathered, behind = joined(rows, chain(3)).instructions

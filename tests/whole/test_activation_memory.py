@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
+from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from tests.activations import counted
-from tests.whole.test_schedules_run import RUNNABLE
+from tests.activations import Held, counted
+from tests.graphs import FAMILIES
 
 WIDTH, ROWS, MICROBATCHES = 32, 64, 8
 
@@ -46,42 +48,40 @@ def batch(rows: int) -> dict[str, Tensor]:
     return {name: torch.randn(rows, WIDTH, generator=generator) for name in "xy"}
 
 
-def peaks(rows: int, **options: Any) -> tuple[fxpipe.ForwardBackward, list[int]]:
-    """The compiled model, and each stage's most bytes in its second step."""
+def step(rows: int, **options: Any) -> tuple[fxpipe.ForwardBackward, Held]:
+    """The compiled model, and what was counted in its second step."""
     torch.manual_seed(0)
     forward_backward = fxpipe.compile(Towers(), **options)
     forward_backward(**(inputs := batch(rows)))
     with counted(forward_backward, inputs) as held:
         forward_backward(**inputs)
     assert not any(held.now.values()), "all is let go of when a step is over"
-    return forward_backward, [held.peak[stage.index] for stage in forward_backward.stages]
+    return forward_backward, held
 
 
-@pytest.fixture(scope="module")
-def bytes_of_one() -> tuple[list[int], list[int]]:
-    """What each stage holds of a micro-batch, with its graph and as its inputs alone."""
-    rows = ROWS // MICROBATCHES
-    forward_backward, whole = peaks(rows, topo=Topology([("pipe", 5)]), microbatches=1)
+@cache
+def costs_of_one(schedule: Any) -> Costs:
+    """What each stage holds of a micro-batch: with its graph, as its inputs alone, and between I and W."""
+    forward_backward, held = step(ROWS // MICROBATCHES, topo=Topology([("pipe", 5)]), microbatches=1, schedule=schedule)
     stages = forward_backward.stages
-    return whole, [sum(stages.bytes_of[edge] for edge in stages.edges if edge.target == s.index) for s in stages]
+    inputs = [sum(stages.bytes_of[edge] for edge in stages.edges if edge.target == stage.index) for stage in stages]
+    later = [held.behind.get(Action(stage.index, Op.I, 0), 0) for stage in stages]
+    whole = [held.peak[stage.index] for stage in stages]
+    assert all(whole)
+    return Costs.of(5, activation_bytes=whole, input_bytes=inputs, deferred_bytes=later)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("ranks", [5, 2])
-@pytest.mark.parametrize("schedule", RUNNABLE)
-def test_the_peak_of_each_stage_is_the_simulated_one(
-    schedule: Any, ranks: int, recompute: bool, bytes_of_one: tuple[list[int], list[int]]
-) -> None:
-    whole, inputs = bytes_of_one
-    topology = Topology([("pipe", ranks)])
-    forward_backward, measured = peaks(
-        ROWS, topo=topology, microbatches=MICROBATCHES, schedule=schedule, recompute=recompute
-    )
-    table, costs = forward_backward.schedule, Costs.of(5, activation_bytes=whole, input_bytes=inputs)
+@pytest.mark.parametrize("schedule", FAMILIES)
+def test_the_peak_of_each_stage_is_the_simulated_one(schedule: Any, ranks: int, recompute: bool) -> None:
+    options = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
+    forward_backward, held = step(ROWS, topo=Topology([("pipe", ranks)]), **options)
+    table, costs = forward_backward.schedule, costs_of_one(schedule)
     recomputed = table.dependencies.recomputed
     now, simulated = [0.0] * 5, [0.0] * 5
     for action in (action for row in table.rows for action in row):
         now[action.stage] += costs.held(action, (action.stage, action.microbatch) in recomputed)
         simulated[action.stage] = max(simulated[action.stage], now[action.stage])
-    assert measured == pytest.approx(simulated, rel=0.05)
+    assert [held.peak[stage] for stage in range(5)] == pytest.approx(simulated, rel=0.05)
     assert bool(recomputed) == recompute
