@@ -85,7 +85,7 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """8 layers; the cut is where the head's work makes the halves alike."""
 
-    def __init__(self, width: int = 256, vocabulary: int = 1024) -> None:
+    def __init__(self, width: int = 512, vocabulary: int = 1024) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
         self.layers = nn.ModuleList(Layer(width) for _ in range(8))

@@ -275,8 +275,8 @@ class Executor:
         if not stage.returns_result or self.step.shares[microbatch]:  # else only other replicas' losses need it
             with self._telling(action, stage):
                 returned = stage.backward(saved, gradients)
-            if saved.later is not None:
-                self._later[stage.index, microbatch] = saved.later
+            if saved.deferred is not None:
+                self._later[stage.index, microbatch] = saved.deferred
         joined = self._joined.pop((stage.index, microbatch), [None] * len(returned))
         sent: dict[Edge, list[Any]] = {}
         for entry, gradient, how in zip(stage.inputs, returned, joined, strict=True):

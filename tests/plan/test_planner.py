@@ -10,6 +10,7 @@ import fxpipe
 from fxpipe.options import Options
 from fxpipe.plan.example import first_pattern, with_first_plan
 from fxpipe.plan.planner import Planner
+from fxpipe.schedules import Costs, with_costs
 
 
 class Two(nn.Module):
@@ -60,3 +61,12 @@ def test_an_example_of_too_few_rows_is_each_micro_batch(rows: int) -> None:
     options = Options(microbatches=3, example_args=(torch.zeros(rows, 4),))
     shapes = first_pattern(planned(options), options).shapes
     assert [dict(shape)["x"].shapes for shape in shapes] == [[(rows, 4)]] * 3
+
+
+def test_a_new_table_splits_backwards_that_were_whole_and_joins_them_again() -> None:
+    planner = planned(Options())
+    split = planner.rescheduled(with_costs("zb_h1", Costs.of(2, 1, 2, 1)))
+    joined = split.rescheduled(with_costs("1f1b", Costs.of(2, 1, 2, 0.1), in_flight=[2, 1]))
+    assert [one.first.schedule.name for one in (planner, split, joined)] == ["1f1b", "zb_h1", "1f1b"]
+    for one, in_halves in ((planner, False), (split, True), (joined, False)):
+        assert [stage.deferring is not None for stage in one.first.graph] == [in_halves] * 2

@@ -123,6 +123,32 @@ def test_in_evaluation_no_step_is_counted() -> None:
     assert notes == ["in the forward of stage 1 `head`, micro-batch 2, in evaluate" + GIVEN]
 
 
+def refuse(gradient: Tensor) -> None:
+    if gradient.abs().max() > 100:
+        raise Refused("too large")
+
+
+def failed_in_weights() -> list[str]:
+    """The notes of a parameter's hook that fails in the second half of a backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[1].weight.register_hook(refuse)
+    forward_backward = fxpipe.compile(
+        model,
+        TWO,
+        microbatches=4,
+        boundaries=["1"],
+        schedule="zb_h1",
+        loss_fn=lambda y, target: (y - target).square().mean(),
+    )
+    with pytest.raises(Refused) as error:
+        forward_backward(batch(), target=torch.zeros(8, 1))
+    return error.value.__notes__
+
+
+def test_an_error_in_the_second_half_of_a_backward_says_so() -> None:
+    assert failed_in_weights() == ["in the weight gradients of stage 1 `1`, micro-batch 2, step 0"]
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, StopIteration, SystemExit, Slotted, MemoryError])
 def test_any_error_bears_it_and_remains_what_it_is(kind: type[BaseException]) -> None:
     name, _, notes, _ = failed("forward", kind)

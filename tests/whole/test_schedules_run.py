@@ -60,6 +60,20 @@ def test_a_table_edited_by_hand_runs_as_it_was_edited(pool: Pool) -> None:
     assert_trains(pool, "two towers, text first", edited)
 
 
+def test_a_table_with_whole_backwards_among_halves_runs() -> None:
+    """The first micro-batch's backwards are in one, but for the first stage's."""
+    name = "two towers, text first"
+    table = table_of(name, "zb_h1")
+    whole = [stage for stage in range(4) if stage != table.rows[0][0].stage]
+    rows = []
+    for row in table.rows:
+        kept = [action for action in row if action[:3] not in {(stage, Op.W, 0) for stage in whole}]
+        rows.append(tuple(Action(a.stage, Op.B, 0) if a[:3] in {(s, Op.I, 0) for s in whole} else a for a in kept))
+    mixed = replace(table, rows=tuple(rows))
+    assert sum(action.op is Op.B for row in mixed.rows for action in row) == 3
+    assert_run(strict(3)(4, train, name, mixed), reference(CASES[name], [CASES[name].batch(n) for n in range(2)])[0])
+
+
 @pytest.mark.parametrize("communication", [False, True])
 def test_a_table_from_a_file_runs(communication: bool, pool: Pool, tmp_path: Path) -> None:
     for name in MODELS:

@@ -430,23 +430,26 @@ def count_unmasked(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return mask.sum()
 
 
-def test_a_microbatch_of_weight_zero_adds_nothing_even_if_its_loss_is_nan(engine: Engine) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_microbatch_of_weight_zero_adds_nothing_even_if_its_loss_is_nan(engine: Engine, schedule: str) -> None:
     torch.manual_seed(0)
     model = MaskedMean()
     parts = cut(masked(), 4)
     assert model(**parts[1]).isnan()
     loss, _ = accumulate(lambda _, part: model(**part), parts, [float(part["mask"].sum()) for part in parts])
     wanted = dict(model.named_parameters())
-    for losses, gradients in engine(2, step_masked):
+    for losses, gradients in engine(2, step_masked, schedule):
         for got in losses:
             assert_same(got, loss, "loss")
         for name, gradient in gradients.items():
             assert_same(gradient, wanted[name].grad, name)
 
 
-def step_masked() -> tuple[list[Tensor], dict[str, Tensor | None]]:
+def step_masked(schedule: str) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     torch.manual_seed(0)
-    forward_backward = fxpipe.compile(MaskedMean(), Topology([("pipe", 2)]), microbatches=4, loss_weight=count_unmasked)
+    forward_backward = fxpipe.compile(
+        MaskedMean(), Topology([("pipe", 2)]), microbatches=4, loss_weight=count_unmasked, schedule=schedule
+    )
     losses = []
     for _ in range(2):
         forward_backward.zero_grad()
