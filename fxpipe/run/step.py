@@ -100,6 +100,7 @@ class Steps:
             known = self._outcomes.get(agreed.kind)
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=known is None)
+            self._effects.begin()
             executors = self._play(agreed, step)
             self._gradients.flush()
             outcome = self._outcome(agreed, executors, known)
