@@ -14,7 +14,7 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
-from fxpipe.graph.boundary import Gathered, Mode
+from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_calls import Backward, Forward
@@ -60,7 +60,7 @@ class Stage:
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """One value per outgoing edge, and on the output stage the model's result."""
-        with modes_restored():
+        with modes_restored(), running(self.name):
             outputs = self.function(*inputs)
         if self.result is None:
             return outputs
