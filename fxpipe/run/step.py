@@ -108,7 +108,8 @@ class Steps:
             self._unsummed = not self.sync
             bytes_of = self._bytes_of(executors) if known is None else None
             self.recorder.keep(self.number, agreed.plan.schedule, [e.stopwatch for e in executors])
-            broken = self.watch.end(self.number, outcome.loss, agreed.plan.graph.names)
+            graph = agreed.plan.graph
+            broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
             self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
 
