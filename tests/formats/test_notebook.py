@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from fxpipe.formats.notebook import MOST_CELLS
-from fxpipe.schedules import SCHEDULES, build
+from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import WORKED, chain
+from tests.graphs import FAMILIES, WORKED, chain
 
 
 def parts(shown: str) -> tuple[list[str], set[str]]:
@@ -21,7 +21,7 @@ def parts(shown: str) -> tuple[list[str], set[str]]:
     return tables, {cell.get("data-action", "") for cell in root.iter() if cell.get("data-action")}
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_schedule_and_its_timeline_show_every_action_and_the_printed_table(name: str) -> None:
     schedule = build(name, WORKED, 4, names=["<image>", "b", "c", "d & e", "loss"])
     for shown in (schedule, schedule.planned()):
@@ -47,7 +47,7 @@ def test_a_table_of_many_cells_says_where_its_picture_is_had() -> None:
     assert not cells
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_repr_is_one_short_line(name: str) -> None:
     schedule = build(name, chain(4), 64)
     assert repr(schedule) == f"<Schedule {schedule.name}: 4 stages on 4 ranks, 64 micro-batches>"
