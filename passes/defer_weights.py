@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.graph.deferred import deferring
+from fxpipe.graph.deferred import deferring, has_hooks
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.passes.analysis.effects import is_in_place, is_known, is_number, is_random, operator_name, written
-from fxpipe.torch_compat import MODULE_TABLES
 
 CALLS = frozenset(
     "linear bilinear conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d matmul mm bmm "
@@ -199,10 +198,6 @@ def _is_attention(module: Any) -> bool:
 
 
 def _is_listed_module(module: Any) -> bool:
-    if type(module) not in MODULES or "forward" in vars(module) or any(map(_has_hooks, module.modules())):
+    if type(module) not in MODULES or "forward" in vars(module) or has_hooks(module):
         return False
     return getattr(module, "max_norm", None) is None and getattr(module, "padding_mode", "zeros") == "zeros"
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(vars(module)[table] for table in MODULE_TABLES if table.endswith("_hooks"))

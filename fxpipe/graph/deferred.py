@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.errors import RunError
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import MODULE_TABLES, pytree
 
 
 class Deferred:
@@ -71,7 +71,8 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
 
     It is called with a ``Deferred``; a module to call in place of ``function``, or None; the parameters that it uses,
     but for the module's; those of its arguments that are parameters, or made from these alone; and its arguments. Given
-    one value twice, it stays as it is: autograd would add up what comes back in another order. ``is_attention``: of
+    one value twice, it stays as it is: autograd would add up what comes back in another order. So it does where hooks
+    were put on the module since: I and W would both call those that see gradients. ``is_attention``: of
     ``nn.MultiheadAttention``, which makes one thing of queries, keys and values that are one object.
     """
 
@@ -86,7 +87,8 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
     ) -> Any:
         run = function if module is None else module
         used = [*parameters, *(module.parameters() if module is not None else ())]
-        if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in used)):
+        is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in used)
+        if not is_trained or (module is not None and has_hooks(module)):
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = _given(leaves, pytree.tree_leaves(held))
@@ -108,6 +110,12 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calls of it, or of a part of it, run hooks."""
+    tables = [name for name in MODULE_TABLES if name.endswith("_hooks")]
+    return any(vars(part)[table] for part in module.modules() for table in tables)
 
 
 def _given(leaves: Sequence[Any], held: Sequence[Any]) -> dict[int, Tensor]:

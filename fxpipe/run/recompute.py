@@ -42,6 +42,8 @@ class Kept:
         self._stage, self._device, self._proves = stage, device, proves
         self.inputs = [without_graph(value) for value in inputs]
         self._versions = [_versions(value) for value in self.inputs]
+        self._weights = [parameter for parameter in stage.parameters.values() if parameter.requires_grad]
+        self._trained = _versions(self._weights)
         self._effects_of, self._effects = effects, effects.of(stage)
         self._start = StageState(self._effects, device)
         self._bumped = frozenset[int]()
@@ -64,6 +66,8 @@ class Kept:
 
     def first_is_over(self, outputs: Sequence[Any]) -> None:
         """The forward has run."""
+        if _versions(self._weights) != self._trained:  # as an embedding with max_norm= does, which changes them once
+            self._weights, self._trained = [], []
         self._bumped = self._start.bumped()
         if self._effects is not None and not self._effects.is_known:
             self._effects.learn(self._start)
@@ -80,6 +84,12 @@ class Kept:
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: what it was given was written in place since; write "
                 "it out of place (x = x + 1 for x += 1), or leave the stage out of recompute="
+            )
+        if _versions(self._weights) != self._trained:
+            raise RunError(
+                f"stage {self._stage.name!r} cannot be recomputed: its parameters were written since its forward, as a "
+                "hook does that makes an optimizer's step in backward; make it behind forward_backward(...), or leave "
+                "the stage out of recompute="
             )
         now = StageState(self._effects, self._device)
         self._start.restore(self._bumped)
@@ -119,7 +129,8 @@ def _versions(value: Any) -> list[int]:
 
 
 def _summed_up(outputs: Sequence[Any]) -> list[Tensor]:
-    """Of each plain tensor the sum, the norm and the unit in the last place of its type, on its device."""
+    """Of each plain tensor the sum, the norm, a sum in which places differ, and the unit in the last place of its type,
+    on its device."""
     return [_figures(leaf.detach()) for leaf in pytree.tree_leaves(list(outputs)) if _is_plain(leaf)]
 
 
@@ -138,12 +149,16 @@ def _figures(tensor: Tensor) -> Tensor:
         numbers = numbers.float()
     numbers = numbers if numbers.is_floating_point() else numbers.double()
     norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)
-    return torch.stack([numbers.sum(dtype=torch.float64), norm, norm.new_full((), eps)])
+    places = torch.arange(numbers.numel(), device=numbers.device, dtype=torch.float64).view(numbers.shape).cos_()
+    by_place = torch.linalg.vecdot(numbers.double().flatten(), places.flatten())
+    return torch.stack([numbers.sum(dtype=torch.float64), by_place, norm, norm.new_full((), eps)])
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     """Equal but for rounding, which on a GPU may differ from run to run; what is not finite is told elsewhere."""
-    (first, norm, eps), (second, other_norm, _) = one.tolist(), other.tolist()
-    if not all(map(math.isfinite, (first, norm, second, other_norm))):
-        return math.isfinite(norm) == math.isfinite(other_norm)
-    return bool(max(abs(first - second), abs(norm - other_norm)) <= math.sqrt(eps) * norm)
+    *first, eps = one.tolist()
+    *second, _ = other.tolist()
+    norm = first[-1]
+    if not all(map(math.isfinite, first + second)):
+        return math.isfinite(norm) == math.isfinite(second[-1])
+    return all(abs(mine - others) <= math.sqrt(eps) * norm for mine, others in zip(first, second, strict=True))

@@ -18,41 +18,46 @@ from fxpipe.trace.snapshot import RandomState, Snapshot
 
 
 class SideEffects:
-    """What the forward of a module changes of what the module holds, found out in its first one.
+    """What the forward of a module changes of what the module holds, found out in the first one of each step.
 
     Tensors that it writes, attributes, containers and generators of random numbers. A later forward that writes a
     tensor which the first one did not is an error: its numbers were not kept.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._forget(_plain_tensors(Snapshot(module)))
-
-    def _forget(self, held: list[Tensor]) -> None:
-        """All may be written until a forward has shown what is; and so for what is no tensor."""
-        self.is_known, self.keeps_python = False, True
-        self.writes, self.others = held, list[Tensor]()
+        self.module, self._written, self._changes_python = module, dict[int, Tensor](), False
+        self._is_new = True
+        self.begin()
 
     def begin(self) -> None:
-        """A step begins: of a module that holds other tensors than in the last one nothing is known."""
-        held = _plain_tensors(Snapshot(self.module))
-        if set(map(id, held)) != set(map(id, [*self.writes, *self.others])):
-            self._forget(held)
+        """A step begins: in between the user may have put other tensors in place, or set what forward goes by."""
+        self.is_known = False
+        self.writes = _plain_tensors(Snapshot(self.module))
+        """All of them until the step's first forward has shown it; and so for what is no tensor."""
+        self.others: list[Tensor] = []
+        self.keeps_python = True
 
     def learn(self, before: StageState) -> None:
         """The first forward is over, which began at ``before``."""
         assert before.snapshot is not None
-        self.keeps_python = before.snapshot.has_generators or any(before.snapshot.changes())
+        self._changes_python |= before.snapshot.has_generators or any(before.snapshot.changes())
+        self.keeps_python = self._changes_python
         statistics = {
             id(buffer)
             for part in self.module.modules()
             if isinstance(part, BATCH_STATISTICS)  # which it may begin to write when the user unfreezes them
             for buffer in part.buffers(recurse=False)
         }
-        before.numbers = [one for one in before.numbers if one.was_written or id(one.tensor) in statistics]
+        known = statistics | set(self._written)
+        before.numbers = [one for one in before.numbers if id(one.tensor) in known or self._shows(one)]
         written = {id(one.tensor): one.tensor for one in before.numbers}
         self.others = [tensor for tensor in self.writes if id(tensor) not in written]
-        self.writes, self.is_known = list(written.values()), True
+        self._written, self.writes, self.is_known = written, list(written.values()), True
+        self._is_new = False
+
+    def _shows(self, one: _Numbers) -> bool:
+        """Whether a tensor was written: on a GPU the numbers are looked at, which waits for them, in the first step."""
+        return one.was_bumped or ((self._is_new or one.tensor.is_cpu) and one.was_written)
 
     def check(self, before: StageState, stage: str) -> None:
         """RunError where a forward that began at ``before`` has written what the first one did not."""

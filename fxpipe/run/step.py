@@ -199,6 +199,8 @@ class Steps:
         plan, rank = agreed.plan, self._transport.pipe_rank
         ranks = range(len(plan.instructions)) if rank is None else [rank]
         order = plan.order if rank is None else [(rank, instruction) for instruction in plan.instructions[rank]]
+        if step.training:
+            self._effects.begin()
         with within([region._replace(enabled=False) for region in step.autocast]):
             self._exchange.begin(agreed.kind)
             executors = {one: self._executor(plan, one, step) for one in ranks}

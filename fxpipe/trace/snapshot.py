@@ -147,8 +147,9 @@ def generator_state(value: Any) -> tuple[Any, Callable[[], Any]] | None:
     if isinstance(value, torch.Generator):
         numbers = value.get_state()
         return bytes_of(numbers), lambda: value.set_state(numbers)
-    if hasattr(value, "bit_generator"):  # NumPy's
-        bits, where = value.bit_generator, value.bit_generator.state
+    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)  # NumPy's, and RandomState's
+    where = getattr(bits, "state", None)
+    if where is not None:
         return pickle.dumps(where), lambda: setattr(bits, "state", where)
     return None
 

@@ -253,6 +253,26 @@ def test_parameters_that_were_put_in_place_of_others_are_those_that_run() -> Non
     assert torch.equal(result, plain(*batch()))
 
 
+def test_a_hook_that_was_put_on_a_layer_later_is_called_as_often_as_in_a_whole_backward() -> None:
+    model = Model(lambda m, x, y: square(m.second(torch.tanh(m.linear(x)))), **norms())
+    plain = copy.deepcopy(model)
+    stage, calls = stage_of(model), [0, 0]
+    for place, held in enumerate((model, plain)):
+
+        def doubled(module: nn.Module, gradients: Any, place: int = place) -> Any:
+            calls[place] += 1
+            return tuple(gradient * 2 for gradient in gradients)
+
+        held.get_submodule("linear").register_full_backward_pre_hook(doubled)
+    plain(*batch()).backward()
+    _, saved = stage.forward_in_halves(*inputs_of(stage))
+    stage.backward(saved, [True])
+    assert saved.later is not None
+    stage.backward.weights(saved.later)
+    assert_same(given(model), given(plain))
+    assert calls == [1, 1]
+
+
 # --- what the lists claim ---
 
 
