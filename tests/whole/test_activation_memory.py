@@ -16,6 +16,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from tests.activations import Held, counted
 from tests.graphs import FAMILIES
+from tests.thinned import pairwise
 
 WIDTH, ROWS, MICROBATCHES = 32, 64, 8
 
@@ -71,9 +72,7 @@ def costs_of_one(schedule: Any) -> Costs:
     return Costs.of(5, activation_bytes=whole, input_bytes=inputs, deferred_bytes=later)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("ranks", [5, 2])
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize(("schedule", "ranks", "recompute"), pairwise(FAMILIES, [5, 2], [False, True]))
 def test_the_peak_of_each_stage_is_the_simulated_one(schedule: Any, ranks: int, recompute: bool) -> None:
     options = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
     forward_backward, held = step(ROWS, topo=Topology([("pipe", ranks)]), **options)
