@@ -17,9 +17,9 @@ tower is cut in two; the text tower runs beside it; the loss runs once, on what 
 
     --loss whole        over the whole batch of all replicas, which each of them computes
     --loss local        the same, each replica computing its own rows against all: O(rows) memory
-    --loss microbatch   over the rows of each micro-batch: another, weaker loss
+    --loss microbatch   over the rows of each micro-batch, which is another loss
 
-`examples/benchmarks/whole_batch.py` shows what that is worth. The trained weights then go into a plain `CLIP`, which
+`examples/benchmarks/whole_batch.py` compares the accuracies. The trained weights then go into a plain `CLIP`, which
 names held-out images by their nearest caption. The script needs scikit-learn, for the images, and tqdm.
 """
 

@@ -164,18 +164,18 @@ class _Deferrable:
     def rewritten(self) -> fx.Graph:
         """The graph, with the ``Deferred`` as its first argument; each call leaves its parameters' gradients to it."""
         graph = fx.Graph()
-        later = graph.placeholder("later")
+        deferred = graph.placeholder("deferred")
         copies: dict[fx.Node, fx.Node] = {}
         calls = set(self.calls)
         for node in self._nodes:
             if node in calls:
-                copies[node] = self._deferred(graph, node, later, copies)
+                copies[node] = self._deferred(graph, node, deferred, copies)
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.lint()
         return graph
 
-    def _deferred(self, graph: fx.Graph, node: fx.Node, later: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _deferred(self, graph: fx.Graph, node: fx.Node, deferred: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         module = graph.create_node("get_attr", str(node.target)) if node.op == "call_module" else None
         function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
         is_attention = module is not None and _is_attention(self._program.attribute(str(node.target)))
@@ -184,7 +184,7 @@ class _Deferrable:
         held = tuple(copies[operand] for operand in node.all_input_nodes if operand in self.made_from)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         made = graph.create_node(
-            "call_function", call, (later, module, roots, held, *args), dict(kwargs), name=node.name
+            "call_function", call, (deferred, module, roots, held, *args), dict(kwargs), name=node.name
         )
         made.meta = dict(node.meta)
         return made

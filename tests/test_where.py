@@ -54,6 +54,7 @@ plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/pattern: plan/signatures
 plan/replay: plan/capture_check
+plan/sizes: whole/lengths plan/signatures
 plan/same_stages: plan/signatures whole/absent
 plan/together: whole/refusals
 run/failing: whole/refusals whole/bugs_refusals

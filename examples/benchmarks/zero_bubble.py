@@ -4,7 +4,7 @@
     python examples/benchmarks/zero_bubble.py sleep     # the first of the two
 
 1. Two branches meet in a join, A1 → A2 → J ← B2 ← B1, on 5 ranks with 8 micro-batches. Stages sleep instead of
-   computing, 40 ms each for F, I and W: so 1F1B takes 30 of these units, ZB-H1 26.
+   computing, 60 ms each for F, I and W: so 1F1B takes 30 of these units, ZB-H1 26.
 2. A GPT of 8 layers on 2 ranks, with 2 to 8 micro-batches. ZB-H1 saves (p − 1)(2 W) of the bubble, if W = I, and pays
    for it: calls that are cut off, a second pass of autograd, what a cache has forgotten until W.
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fxpipe
 
-UNIT = 0.040  # seconds
+UNIT = 0.060  # seconds
 SCHEDULES = ("1f1b", "zb_h1")
 
 

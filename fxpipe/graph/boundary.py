@@ -40,6 +40,7 @@ _NO_TENSOR = (bool, int, float, complex, str, bytes)
 Recorder = Callable[[Any, str | None, Gather | None], Any]
 _recorder: Recorder | None = None
 _recording_thread = 0
+_running = threading.local()
 _ignored = False
 
 
@@ -69,6 +70,11 @@ def _record(value: T, name: str | None, mode: Mode | None, group: int | None) ->
     if not (name is None or (isinstance(name, str) and name)):
         raise TraceError(f"stage_boundary is given name={shown(name)}; it is the name of the stage behind it, a text")
     gather = checked_gather("stage_boundary is given", mode, group)
+    if gather is not None and getattr(_running, "stage", None) is not None and _recorder is None:
+        raise TraceError(
+            f"stage_boundary gathers {gather.mode!r} inside stage {_running.stage!r}, which runs as it is: nothing is "
+            "gathered there, and the loss would be another; compile the model itself, whose boundaries are captured"
+        )
     if _recorder is None or threading.get_ident() != _recording_thread:
         if isinstance(value, _NO_TENSOR):
             raise TraceError(f"stage_boundary is given {shown(value)}; give it the tensors that cross the cut")
@@ -105,6 +111,16 @@ def recording(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         _recorder, _recording_thread = previous
+
+
+@contextlib.contextmanager
+def running(stage: str) -> Iterator[None]:
+    """While it is open, code of a stage runs in this thread: what it says to gather would be lost, and is refused."""
+    before, _running.stage = getattr(_running, "stage", None), stage
+    try:
+        yield
+    finally:
+        _running.stage = before
 
 
 @contextlib.contextmanager

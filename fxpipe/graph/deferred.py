@@ -130,9 +130,9 @@ class _OwnGraph:
     """A call's own piece of autograd's graph."""
 
     def __init__(
-        self, later: Deferred, parameters: Sequence[Tensor], entered: Sequence[Tensor], results: Sequence[Tensor]
+        self, deferred: Deferred, parameters: Sequence[Tensor], entered: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
-        self._later, self._parameters, self._entered = later, parameters, entered
+        self._deferred, self._parameters, self._entered = deferred, parameters, entered
         self._roots = [get_gradient_edge(result) for result in results]
         self.results = [result.detach() for result in results]
 
@@ -140,7 +140,7 @@ class _OwnGraph:
         """I's part: the gradients of what the call was given."""
         arrived = [(root, one) for root, one in zip(self._roots, gradients, strict=True) if one is not None]
         roots, seeds = [root for root, _ in arrived], [one for _, one in arrived]
-        self._later.keep(roots, seeds, self._parameters)
+        self._deferred.keep(roots, seeds, self._parameters)
         if not self._entered:
             return ()
         # what W needs of the graph stays

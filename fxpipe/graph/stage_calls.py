@@ -21,13 +21,13 @@ class Saved:
     """What a forward leaves for its backward: the arrivals' gradients to be, and where backward begins.
 
     ``roots``: for each output the autograd edge of each of its tensors, None where one needs no gradient. An edge does
-    not keep the tensor itself: once it has been sent, its memory is free unless autograd saved it. ``later``: what its
-    backward leaves for W, where it is the first of two halves.
+    not keep the tensor itself: once it has been sent, its memory is free unless autograd saved it.
+    ``deferred``: what its backward leaves for W, where it is the first of two halves.
     """
 
     arrivals: list[_Arrival]
     roots: list[list[GradientEdge | None]]
-    later: Deferred | None = None
+    deferred: Deferred | None = None
 
     def take_root(self, output: Any) -> None:
         """Lets backward begin at ``output`` in place of the last output, which it was found in."""
@@ -113,9 +113,9 @@ class Forward:
         if len(inputs) != len(self.names):
             raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
         arrivals = [_Arrival(value) for value in inputs]
-        later = Deferred() if self.in_halves else None
-        outputs = self._function(*([later] if later else []), *[arrival.enter() for arrival in arrivals])
-        return outputs, Saved(arrivals, [edges(output) for output in outputs], later)
+        deferred = Deferred() if self.in_halves else None
+        outputs = self._function(*([deferred] if deferred else []), *[arrival.enter() for arrival in arrivals])
+        return outputs, Saved(arrivals, [edges(output) for output in outputs], deferred)
 
     def __str__(self) -> str:
         return f"# forward of stage {self.name}: ({', '.join(self.names)}) -> ({', '.join(self.outputs)})\n{self.code}"
@@ -135,15 +135,15 @@ class Backward:
 
     def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
         roots, seeds = _begin(saved, gradients)
-        with self._telling_of_writes(), saved.later.collecting() if saved.later else contextlib.nullcontext():
+        with self._telling_of_writes(), saved.deferred.collecting() if saved.deferred else contextlib.nullcontext():
             if roots:
                 torch.autograd.backward(roots, seeds)
         return [arrival.gradient() for arrival in saved.arrivals]
 
-    def weights(self, later: Deferred) -> None:
+    def weights(self, deferred: Deferred) -> None:
         """W: what a backward has left for it, where the forward was one ``in_halves``."""
         with self._telling_of_writes():
-            later.accumulate()
+            deferred.accumulate()
 
     @contextlib.contextmanager
     def _telling_of_writes(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
-from fxpipe.graph.boundary import Gathered, Mode
+from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_calls import Backward, Forward
@@ -69,7 +69,7 @@ class Stage:
         return self._returned(self.function, inputs)
 
     def _returned(self, function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any]) -> tuple[Any, ...]:
-        with modes_restored():
+        with modes_restored(), running(self.name):
             outputs = function(*inputs)
         if self.result is None:
             return outputs

@@ -144,7 +144,8 @@ class Executor:
         if (extremes := self._extremes(microbatch)) is not None:
             extremes.add_outputs(stage.index, microbatch, outputs[: len(stage.outputs)])
         if kept is not None:
-            kept.first_is_over(outputs)
+            with self._telling(action, stage):
+                kept.first_is_over(outputs)
             self._kept[stage.index, microbatch] = kept
             outputs = without_graph(outputs)
         elif self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
@@ -274,8 +275,8 @@ class Executor:
         if not stage.returns_result or self.step.shares[microbatch]:  # else only other replicas' losses need it
             with self._telling(action, stage):
                 returned = stage.backward(saved, gradients)
-            if saved.later is not None:
-                self._later[stage.index, microbatch] = saved.later
+            if saved.deferred is not None:
+                self._later[stage.index, microbatch] = saved.deferred
         joined = self._joined.pop((stage.index, microbatch), [None] * len(returned))
         sent: dict[Edge, list[Any]] = {}
         for entry, gradient, how in zip(stage.inputs, returned, joined, strict=True):

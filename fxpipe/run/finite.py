@@ -79,12 +79,25 @@ def _plain(tensor: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _FinishedStep:
-    """A step that is over. ``names``: of its stages."""
+    """A step that is over. ``names``: of its stages. ``group``: of how many micro-batches a loss is; ``sees_replicas``:
+    and of all replicas."""
 
     number: int
     loss: ToHost
     extremes: Extremes
     names: Sequence[str]
+    group: int = 1
+    sees_replicas: bool = False
+
+    def told(self, microbatch: int) -> str:
+        """Whose loss it is, in words."""
+        last = microbatch + self.group - 1
+        return f"micro-batch {microbatch}" if self.group == 1 else f"the group of micro-batches {microbatch}-{last}"
+
+    def feeds(self, one: Broken, loss: Broken) -> bool:
+        """Whether a loss is of the micro-batch that something was found in."""
+        alike = self.sees_replicas or one.replica == loss.replica
+        return alike and loss.microbatch <= one.microbatch < loss.microbatch + self.group
 
 
 class Watch:
@@ -107,7 +120,7 @@ class Watch:
         self._extremes = None if self._over else Extremes()
         return self._extremes
 
-    def end(self, number: int, loss: Tensor, names: Sequence[str]) -> str:
+    def end(self, number: int, loss: Tensor, names: Sequence[str], group: int = 1, sees_replicas: bool = False) -> str:
         """A step is over: looks at the loss of the one before. A collective call of all ranks.
 
         Where ``raises``, at this one's, and returns what is to be raised on all ranks; empty where it is finite.
@@ -115,7 +128,7 @@ class Watch:
         if not self._raises:
             self.tell("all")
         if self._extremes is not None:
-            self._last = _FinishedStep(number, ToHost(loss), self._extremes, names)
+            self._last = _FinishedStep(number, ToHost(loss), self._extremes, names, group, sees_replicas)
         return self._look("all") if self._raises else ""
 
     def tell(self, scope: str) -> None:
@@ -159,11 +172,13 @@ def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: 
     if not losses:
         return f"{head}, though that of each of its micro-batches is finite: their sum or its count is not"
     first = losses[0]
-    stage = min(one for one in broken if one[:2] == first[:2])
-    place = f"micro-batch {first.microbatch}" + f" of replica {first.replica}" * replicas
+    stage = min((one for one in broken if step.feeds(one, first)), key=lambda one: (one.stage, *one))
+    place = step.told(first.microbatch) + f" of replica {first.replica}" * replicas
+    within = f"micro-batch {stage.microbatch} of replica {stage.replica}" if step.sees_replicas else ""
+    within = within or (f"micro-batch {stage.microbatch}" if step.group > 1 else "it")
     where = f"stage {stage.stage} `{step.names[stage.stage]}`" + f", on rank {stage.rank}," * ranks
     others = len({one[:2] for one in losses}) - 1
     return (
         f"{head}: {place} is the first{f' of {others + 1}' if others else ''} whose loss is not finite, and the output "
-        f"of {where} is the first in it that is not (all counted from 0)"
+        f"of {where} is the first in {within} that is not (all counted from 0)"
     )

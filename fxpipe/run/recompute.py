@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
@@ -124,7 +124,9 @@ def _summed_up(outputs: Sequence[Any]) -> list[Tensor]:
 
 
 def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and type(local(leaf)) is Tensor and leaf.layout is torch.strided
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+        return False
+    return type(local(leaf)) in (Tensor, nn.Parameter)
 
 
 def _figures(tensor: Tensor) -> Tensor:

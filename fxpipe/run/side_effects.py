@@ -25,11 +25,19 @@ class SideEffects:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.is_known = module, False
-        self.writes = _plain_tensors(Snapshot(module))
-        """All of them until the first forward has shown it; and so for what is no tensor."""
-        self.others: list[Tensor] = []
-        self.keeps_python = True
+        self.module = module
+        self._forget(_plain_tensors(Snapshot(module)))
+
+    def _forget(self, held: list[Tensor]) -> None:
+        """All may be written until a forward has shown what is; and so for what is no tensor."""
+        self.is_known, self.keeps_python = False, True
+        self.writes, self.others = held, list[Tensor]()
+
+    def begin(self) -> None:
+        """A step begins: of a module that holds other tensors than in the last one nothing is known."""
+        held = _plain_tensors(Snapshot(self.module))
+        if set(map(id, held)) != set(map(id, [*self.writes, *self.others])):
+            self._forget(held)
 
     def learn(self, before: StageState) -> None:
         """The first forward is over, which began at ``before``."""
@@ -122,6 +130,12 @@ class EffectsOf:
         self._known: dict[int, tuple[object, SideEffects | None]] = {}  # by identity, with what must live as long
         self.needing_graphs: dict[int, object] = {}
         """By identity, those whose code differentiates in forward."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        for _, effects in self._known.values():
+            if effects is not None:
+                effects.begin()
 
     def of(self, stage: Stage) -> SideEffects | None:
         """None for a stage that is a function and has no module at hand."""

@@ -100,6 +100,7 @@ class Steps:
             known = self._outcomes.get(agreed.kind)
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=known is None)
+            self._effects.begin()
             executors = self._play(agreed, step)
             self._gradients.flush()
             outcome = self._outcome(agreed, executors, known)
@@ -107,7 +108,8 @@ class Steps:
             self._unsummed = not self.sync
             bytes_of = self._bytes_of(executors) if known is None else None
             self.recorder.keep(self.number, agreed.plan.schedule, [e.stopwatch for e in executors])
-            broken = self.watch.end(self.number, outcome.loss, agreed.plan.graph.names)
+            graph = agreed.plan.graph
+            broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
             self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
 

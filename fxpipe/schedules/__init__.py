@@ -112,7 +112,11 @@ def build(
     if gather is not None:
         given = dataclasses.replace(given, groups=groups_behind(gather, given))
     if gather_cost is not None:
-        costs = (limited.costs or given.costs).at_stages(gather or (), *gather_cost)
+        if gather is None:
+            raise ScheduleError(
+                "gather_cost= is of the stages of gather=, and there is none; write gather={stage: None}"
+            )
+        costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
         limited = dataclasses.replace(limited, costs=costs)
     problem = limited.within(given)
     rows = _rows(limited, problem)

@@ -74,8 +74,18 @@ def check_cells(rows: Sequence[Sequence[Any]]) -> None:
     """ScheduleError unless the cells are actions: of a stage and a micro-batch by number."""
     cells = list(chain.from_iterable(rows))
     fits = set(map(type, cells)) <= {Action} and set(map(type, chain.from_iterable(cells))) <= {int, Op}
-    if fits and min(map(attrgetter("count"), cells), default=1) >= 1:
-        return  # told by loops of C, for a table has many
+    if not fits or min(map(attrgetter("count"), cells), default=1) < 1:  # told by loops of C, for a table has many
+        _check_strangers(cells)
+    covered = sum(map(attrgetter("count"), cells))
+    if covered > max(len(cells), 2 * MOST_ACTIONS):
+        largest = max(cells, key=attrgetter("count"))
+        raise ScheduleError(
+            f"the actions cover {covered:,} micro-batches in all, such as {shown(str(largest))}; a table goes up to "
+            f"{2 * MOST_ACTIONS:,}"
+        )
+
+
+def _check_strangers(cells: Sequence[Any]) -> None:
     stranger = [cell for cell in cells if not _is_action(cell)]
     if stranger:
         raise ScheduleError(f"{shown(stranger[0])} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")

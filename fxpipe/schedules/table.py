@@ -134,13 +134,13 @@ def _steps_in_words(first: int, end: int) -> str:
     return f"step {first}" if end == first + 1 else f"steps {first}–{end - 1}"
 
 
-def _folds(steps: Sequence[Step], most: int) -> list[Fold]:
-    """The steady states of a table, those that leave out most; micro-batches move on by ``most`` in a period at most.
+def _folds(steps: Sequence[Step], shifts: Sequence[int]) -> list[Fold]:
+    """The steady states of a table, those that leave out most; micro-batches move on by one of ``shifts`` in a period.
 
     1F1B repeats for each micro-batch, interleaved 1F1B for each group of them, GPipe first forwards, then backwards.
     """
     places = {action: place for place, step in enumerate(steps) for action in step if action is not None}
-    choices = [list(_folds_by(shift, steps, places)) for shift in range(1, most + 1)]
+    choices = [list(_folds_by(shift, steps, places)) for shift in shifts]
     return max(choices, key=lambda folds: sum(fold.end - fold.first for fold in folds), default=[])
 
 
@@ -178,7 +178,8 @@ def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
     columns, heads = _columns(steps), _heads(schedule, _terminal().columns // 3)
     if _fits([*heads, *columns], CLOSE):
         return _draw([*heads, *columns], CLOSE)
-    folds = _folds(steps, min(max(len(schedule.placement), *schedule.groups, 0), schedule.microbatches // 2))
+    shifts = {*range(1, len(schedule.placement) + 1), *schedule.groups}
+    folds = _folds(steps, sorted(shift for shift in shifts if shift <= schedule.microbatches // 2))
     shown, place = [], 0
     for fold in folds:
         shown += [*columns[place : fold.first], _left_out(schedule)]

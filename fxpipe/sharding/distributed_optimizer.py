@@ -376,7 +376,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"step {number} (from 0) was skipped on all ranks: the gradient on {ranks} has an inf or nan"
                 f"{cause and f', for {cause}'}. Further ones are counted in optimizer.skipped_steps",
                 RuntimeWarning,
-                stacklevel=4,  # behind step() and torch's wrapper around it
+                stacklevel=5,  # behind _step_alone, step() and torch's wrapper around it
             )
 
     @property

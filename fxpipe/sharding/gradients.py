@@ -59,7 +59,8 @@ class Gradients(Protocol):
         """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
 
     def before(self, action: Action) -> None:
-        """A backward begins; of a micro-batch without weight, it is left out."""
+        """A backward begins, or the second half of one; of a micro-batch without weight, it is left out. What a first
+        half makes of gradients comes unannounced, before the second's."""
 
     def after(self, action: Action) -> None:
         """It is over."""

@@ -190,8 +190,8 @@ def test_the_two_halves_make_the_gradients_of_plain_pytorch(name: str, autocast:
     found = stage.backward(saved, [True])
     assert_same_input(dict(zip(stage.input_names, found, strict=True)), x.grad)
     assert_same(given(model), {name: given(plain)[name] for name in in_input})
-    if saved.later is not None:
-        stage.backward.weights(saved.later)
+    if saved.deferred is not None:
+        stage.backward.weights(saved.deferred)
     assert_same(given(model), given(plain))
     assert set(given(plain)) >= in_input | {next(iter(given(plain)))}
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
@@ -224,8 +224,8 @@ def test_what_only_the_call_can_tell_falls_back_to_a_whole_backward(name: str) -
     _, saved = stage.forward_in_halves(*inputs_of(stage))
     stage.backward(saved, [True])
     assert set(given(model)) == set(given(plain)) - {"linear.weight", "linear.bias"}
-    assert saved.later is not None
-    stage.backward.weights(saved.later)
+    assert saved.deferred is not None
+    stage.backward.weights(saved.deferred)
     assert_same(given(model), given(plain))
 
 
@@ -237,7 +237,7 @@ def test_the_plain_forward_is_left_as_it_was() -> None:
     assert halves.module is stage.module
     (_,), saved = halves.forward(*inputs_of(halves))
     halves.backward(saved, [True])
-    assert saved.later is None
+    assert saved.deferred is None
     assert set(given(model)) == {"linear.weight", "linear.bias"}
 
 

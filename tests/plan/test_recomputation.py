@@ -170,6 +170,20 @@ def makespan(plan: Plan) -> float:
     return 1 + float(found) / 100
 
 
+@pytest.mark.parametrize("boundaries", [(), "auto"])
+def test_a_placement_that_fits_only_with_recomputation_is_found(boundaries: Any) -> None:
+    options: dict[str, Any] = {"ranks": 2, "schedule": "gpipe", "boundaries": boundaries}
+    model = Blocks((256,) * 4)
+    own = 16.0 * sum(parameter.numel() for parameter in model.parameters()) / 2
+    most = max(most_bytes(preview(model, recompute=(), **options))) * 2**20
+    room = own + most / 2
+    with pytest.raises(fxpipe.PartitionError, match="no balance fits into"):
+        preview(model, memory_per_rank=room, **options)
+    plan = preview(model, memory_per_rank=room, recompute="auto", **options)
+    assert again(plan.schedule)
+    assert max(most_bytes(plan)) * 2**20 + own <= room * 1.01
+
+
 def test_later_plans_recompute_the_same_stages() -> None:
     forward_backward = fxpipe.compile(
         Blocks(), Topology([("pipe", 4)]), microbatches=4, recompute=[NAMES[2]], schedule="gpipe"

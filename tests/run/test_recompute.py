@@ -248,6 +248,21 @@ def test_a_stage_that_begins_to_write_later_is_refused_when_it_does() -> None:
         forward_backward(*batch)
 
 
+def test_a_buffer_that_the_user_replaces_is_written_once_all_the_same() -> None:
+    seen = []
+    for recompute in (False, ["amid"]):
+        norm = nn.BatchNorm1d(WIDTH)
+        forward_backward = fxpipe.compile(
+            three_stages(norm), Topology([("pipe", 3)]), microbatches=4, schedule="gpipe", recompute=recompute
+        )
+        forward_backward(BATCH, BATCH)
+        norm.running_mean = torch.ones(WIDTH)
+        forward_backward(BATCH, BATCH)
+        seen.append([*norm.buffers()])
+    for got, wanted in zip(*seen, strict=True):
+        assert_same(got, wanted, "a statistic")
+
+
 def test_an_input_that_is_written_meanwhile_is_refused() -> None:
     """The first stage hands one tensor to both others, and the last writes it."""
 

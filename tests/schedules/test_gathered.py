@@ -257,6 +257,17 @@ def test_costs_of_a_group_are_two_numbers(cost: Any) -> None:
         build("1f1b", WORKED, 8, gather={4: None}, gather_cost=cost)
 
 
+def test_costs_of_a_group_need_a_gathered_stage() -> None:
+    with pytest.raises(ScheduleError, match="gather_cost= is of the stages of gather=, and there is none"):
+        build("1f1b", WORKED, 8, gather_cost=(1, 2))
+
+
+def test_a_group_that_would_eat_the_machine_is_refused() -> None:
+    rows = ((Action(0, Op.F, 0, 10**9), Action(0, Op.B, 0, 10**9)),)
+    with pytest.raises(ScheduleError, match="cover 2,000,000,000 micro-batches in all, such as '0F0-999999999'"):
+        Schedule(rows, (), (0,), (True,), 10**9)
+
+
 def test_a_family_that_runs_a_gathered_stage_micro_batch_by_micro_batch_is_refused() -> None:
     def blind(problem: Problem) -> tuple[Row, ...]:
         return build("gpipe", problem.edges, problem.microbatches).rows

@@ -102,10 +102,26 @@ def test_greedy_keeps_within_memory_with_stages_that_are_run_again() -> None:
         times.append(plan.makespan)
     assert times[0] == 3 * 3 + 8 * 4
     assert times == sorted(times)
-    with pytest.raises(ScheduleError, match="rank 0 may hold 5 bytes, but one micro-batch that is run again takes 9"):
+    with pytest.raises(ScheduleError, match="rank 0 may hold 5 bytes, but what is run again at once takes 9"):
         build("greedy", chain(4), 8, costs=costs, memory=5, recompute=[True] * 4)
     with pytest.raises(ScheduleError, match="set aside"):
         build("greedy", chain(4), 8, costs=costs, memory=9.5, recompute=[True] * 4)
+
+
+def test_room_is_set_aside_for_a_whole_group_that_is_run_again() -> None:
+    """The join's group of 8 takes 8 · (10 − 1) beside its inputs of 8; each of two stages in front keeps 8 inputs."""
+    costs = Costs.of(3, activation_bytes=10, input_bytes=1)
+    given = {"gather": {2: None}, "costs": costs, "recompute": [True, True, True], "placement": [0, 1, 0]}
+    plan = build("1f1b", [(0, 2), (1, 2)], 8, memory=88, **given).planned()  # type: ignore[arg-type]
+    assert plan.peak_bytes == (8 + 80, 7 + 10)
+    with pytest.raises(ScheduleError, match="rank 0 may hold 71 bytes, but what is run again at once takes 72"):
+        build("1f1b", [(0, 2), (1, 2)], 8, memory=71, **given)  # type: ignore[arg-type]
+
+
+def test_backwards_are_not_split_because_stages_are_run_again() -> None:
+    costs = Costs.of(4, activation_bytes=10, input_bytes=1)
+    schedule = build("greedy", chain(4), 8, costs=costs, memory=100, recompute=[True] * 4)
+    assert {action.op for row in schedule.rows for action in row} == {Op.F, Op.R, Op.B}
 
 
 def test_greedy_within_memory_on_random_graphs() -> None:

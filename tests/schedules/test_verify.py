@@ -693,3 +693,27 @@ def test_groups_divide_the_micro_batches_and_nothing_behind_them_runs_alone() ->
 def test_an_r_of_a_stage_without_a_backward_is_refused() -> None:
     schedule = replace(joined("0F0 0R0\n1F0 1B0", chain(2)), backward=(False, True))
     assert "stage 0 has no backward, but 0R0 is in the table" in error_of(schedule)
+
+
+def test_whatever_is_wrong_with_a_table_of_groups_is_a_schedule_error_and_it_can_still_be_printed() -> None:
+    draw = random.Random(1)
+    passed = 0
+    for _ in range(400):
+        schedule = joined(draw.choice([JOINED, RECOMPUTED]))
+        rows = [list(row) for row in schedule.rows]
+        for _ in range(draw.randint(0, 2)):
+            row = draw.choice(rows)
+            place = draw.randint(0, len(row))
+            row[place : place + draw.randint(0, 1)] = [
+                Action(draw.randint(0, 5), draw.choice(list(Op)), draw.randint(0, 4), draw.choice([1, 1, 2, 3, 4]))
+                for _ in range(draw.randint(0, 1))
+            ]
+        changed = replace(schedule, rows=tuple(map(tuple, rows)))
+        assert str(changed).count("\n") > len(rows)
+        if changed.rows == schedule.rows:
+            changed.verify()
+            passed += 1
+        else:
+            with pytest.raises(ScheduleError):
+                changed.verify()
+    assert passed > 50

@@ -231,6 +231,36 @@ def test_an_error_names_the_groups_micro_batches() -> None:
     assert "in the forward of stage 3 `loss`, micro-batches 0-3, step 0" in "\n".join(caught.value.__notes__)
 
 
+class Overflowing(Contrastive):
+    """Its text tower makes inf of one row."""
+
+    def towers(self, image: Tensor, text: Tensor) -> Any:
+        v, t = super().towers(image, text)
+        return v, t / (1 - (text[:, :1] > 1e6).double())
+
+
+def test_a_loss_that_is_not_finite_names_the_micro_batch_and_the_stage_that_made_it_so() -> None:
+    forward_backward = fxpipe.compile(model(Overflowing), PIPE_4, microbatches=4, error_if_nonfinite=True)
+    image, text = batch(8)
+    text[5, 0] = 1e7
+    with pytest.raises(
+        RunError, match=r"micro-batches 0-3 is the first .* stage 2 `text` is the first in micro-batch 2"
+    ):
+        forward_backward(image, text)
+
+
+def test_a_gather_inside_a_callable_of_the_users_own_is_refused() -> None:
+    def loss(v: Tensor) -> Tensor:
+        return fxpipe.stage_boundary(v, gather="batch").square().mean()
+
+    graph = fxpipe.StageGraph.from_callables(
+        {"a": nn.Linear(4, 4), "loss": loss}, edges=[("a", "loss")], inputs={"a": ["x"]}
+    )
+    forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=2)
+    with pytest.raises(fxpipe.TraceError, match="gathers 'batch' inside stage 'loss', which runs as it is"):
+        forward_backward(torch.randn(4, 4))
+
+
 class Mean(Contrastive):
     def towers(self, image: Tensor, text: Tensor) -> Any:
         v, t = super().towers(image, text)

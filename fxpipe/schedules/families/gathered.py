@@ -24,14 +24,13 @@ from fxpipe.schedules.families.list_scheduling import (
     backward_first,
     forward_first,
     list_schedule,
-    longest_way_first,
 )
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.recompute import with_recompute
 from fxpipe.schedules.families.shortest import Chosen, Maker, shortest, shortest_within_limits
 from fxpipe.schedules.schedule import Row
 
-MANY = 10_000
+MANY = 3_000
 """Of a table of more actions the best number of micro-batches in flight is found out with fewer groups."""
 
 
@@ -52,11 +51,12 @@ def cached(problem: Problem) -> tuple[Row, ...]:
     """Forwards of which only the inputs are kept; behind the join each runs again, directly before its backward.
 
     The stages that feed a gathered one are recomputed, and hold one micro-batch each; the order is that of the shorter
-    of ``store_all`` and ``group_interleaved`` for backwards of F + B.
+    of ``store_all`` and ``group_interleaved`` for backwards of F + B. In front of groups of one nothing is run again.
     """
     _check(problem, "cached")
     feeding = [stage for stage, size in enumerate(_behind(problem)) if size > problem.group(stage)]
-    makers = [partial(_cached, feeding=feeding, maker=maker) for maker in (gpipe, interleaved_groups)]
+    orders = (gpipe, interleaved_groups) if _several(problem) else (gpipe,)
+    makers = [partial(_cached, feeding=feeding, maker=maker) for maker in orders]
     best = shortest_within_limits(problem, makers) or shortest(problem, makers, problem.costs)
     return best.rows
 
@@ -68,9 +68,8 @@ GATHERED: Mapping[str, Maker] = MappingProxyType(
 
 def fastest(problem: Problem) -> Chosen:
     """What keeps within the limits in the least simulated time, of ``GATHERED``; of equal ones, where there are several
-    groups, the one that holds less. Where nothing does, what holds least."""
-    several = problem.microbatches > min(size for size in problem.groups or () if size > 1)
-    makers = sorted(GATHERED.values(), key=lambda maker: several and maker is not group_interleaved)
+    groups, the one that holds less; there is nothing to interleave with one. Where nothing does, what holds least."""
+    makers = (group_interleaved, store_all, cached) if _several(problem) else (store_all, cached)
     choice = shortest_within_limits(problem, makers)
     maker = choice.maker if choice else cached
     name = next(name for name, family in GATHERED.items() if family is maker)
@@ -85,15 +84,20 @@ def interleaved_groups(problem: Problem, split: bool = False) -> tuple[Row, ...]
     return best.rows if best and few is problem else maker(problem)
 
 
+def _several(problem: Problem) -> bool:
+    """Whether some stage has more than one group."""
+    return any(1 < size < problem.microbatches for size in problem.groups or ())
+
+
 def _makers(problem: Problem, split: bool) -> Iterator[Maker]:
-    extra = 0
-    while True:
-        caps = _caps(problem, extra)
-        for priority in (forward_first, backward_first, longest_way_first):
+    """From K + d(s) − 1 in flight to two groups more, in steps of a half: the next one, and one for the way round."""
+    extra, most = 0, 2 * max(problem.groups or (1,)) + max(problem.depth)
+    while extra <= most:
+        for priority in (forward_first, backward_first):
             yield partial(_listed, extra=extra, priority=priority, split=split)
-        if caps == _caps(problem, problem.microbatches):
+        if _caps(problem, extra) == _caps(problem, problem.microbatches):
             return
-        extra += max(1, extra // 4)
+        extra += max(1, extra // 2)
 
 
 def _listed(problem: Problem, extra: int, priority: Priority, split: bool) -> tuple[Row, ...]:

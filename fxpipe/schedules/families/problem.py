@@ -32,7 +32,7 @@ class Problem:
     groups: tuple[int, ...] | None = None
     """Of how many micro-batches an action of each stage is, where some are gathered: 1 of the others. None: none is."""
     recompute: tuple[bool, ...] | None = None
-    """Whether each stage runs its forward again for its backward. ``costs`` reckon with it: a family need not look."""
+    """Whether each stage runs its forward again for its backward. A family need not look: ``build`` puts the R's in."""
 
     def check(self) -> None:
         """ScheduleError with the values where this makes no sense."""

@@ -31,21 +31,22 @@ def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
 
 def reckoned(problem: Problem) -> Problem:
     """What a family is asked in its place, whose table has no R: B takes F + B; from F to B the inputs are held; and
-    memory is less by the most that a micro-batch holds beside them while it is run again: there is one at a time."""
+    memory is less by the most that a micro-batch or group holds beside them while it is run again, one at a time."""
     costs, memory = problem.costs.with_recompute(problem.recomputed), problem.memory
-    whole, kept, left = costs.activation_bytes, costs.input_bytes, costs.deferred_bytes
+    whole, kept = costs.activation_bytes, costs.input_bytes
     if whole is not None:
         none = (0.0,) * len(whole)
         held = [(kept or none)[s] if s in problem.recomputed else size for s, size in enumerate(whole)]
-        costs = dataclasses.replace(costs, activation_bytes=tuple(held), deferred_bytes=left or whole)
-        beside = [max(size - less, 0) for size, less in zip(whole, held, strict=True)]
+        costs = dataclasses.replace(costs, activation_bytes=tuple(held))
+        pairs = enumerate(zip(whole, held, strict=True))
+        beside = [max(size - less, 0) * problem.group(stage) for stage, (size, less) in pairs]
         if memory is not None:
             most = [max(beside[stage] for stage in stages) for stages in problem.stages_of]
             for rank, (room, one) in enumerate(zip(memory, most, strict=True)):
                 if exceeds(one, room):
                     raise ScheduleError(
-                        f"rank {rank} may hold {room:g} bytes, but one micro-batch that is run again takes {one:g} "
-                        "beside its inputs; use smaller micro-batches, or move a stage"
+                        f"rank {rank} may hold {room:g} bytes, but what is run again at once takes {one:g} beside its "
+                        "inputs; use smaller micro-batches, or move a stage"
                     )
             memory = tuple(max(room - one, 0) for room, one in zip(memory, most, strict=True))
     return dataclasses.replace(problem, costs=costs, memory=memory)
