@@ -101,9 +101,7 @@ def test_the_peak_of_each_stage_is_the_simulated_one(schedule: Any, ranks: int, 
     assert bool(table.dependencies.recomputed) == recompute
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("group", [4, MICROBATCHES])
-@pytest.mark.parametrize("schedule", GATHERED)
+@pytest.mark.parametrize(("schedule", "group", "recompute"), pairwise(GATHERED, [4, MICROBATCHES], [False, True]))
 def test_so_it_is_where_a_stage_runs_once_for_a_group(schedule: Any, group: int, recompute: bool) -> None:
     options = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
     gather = {"gather": "batch", "group": group}
