@@ -31,6 +31,14 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [combined[number] for number in sorted(chosen)]
 
 
+def in_turn(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """As many combinations as the longest axis has values, each other axis in turn: every value occurs."""
+    if ALL:
+        return list(product(*axes))
+    longest = max(len(axis) for axis in axes)
+    return [tuple(axis[place % len(axis)] for axis in axes) for place in range(longest)]
+
+
 def every(step: int, cases: Sequence[T]) -> Sequence[T]:
     """Each ``step``-th case, the first among them."""
     return cases if ALL else cases[::step]

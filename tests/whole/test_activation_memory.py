@@ -16,6 +16,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from tests.activations import Held, counted
 from tests.graphs import FAMILIES, GATHERED
+from tests.thinned import pairwise
 
 WIDTH, ROWS, MICROBATCHES = 32, 64, 8
 
@@ -90,9 +91,7 @@ def simulated(table: fxpipe.Schedule, costs: Costs) -> list[float]:
     return most
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("ranks", [5, 2])
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize(("schedule", "ranks", "recompute"), pairwise(FAMILIES, [5, 2], [False, True]))
 def test_the_peak_of_each_stage_is_the_simulated_one(schedule: Any, ranks: int, recompute: bool) -> None:
     options = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
     forward_backward, held = step(ROWS, topo=Topology([("pipe", ranks)]), **options)
@@ -102,9 +101,7 @@ def test_the_peak_of_each_stage_is_the_simulated_one(schedule: Any, ranks: int, 
     assert bool(table.dependencies.recomputed) == recompute
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("group", [4, MICROBATCHES])
-@pytest.mark.parametrize("schedule", GATHERED)
+@pytest.mark.parametrize(("schedule", "group", "recompute"), pairwise(GATHERED, [4, MICROBATCHES], [False, True]))
 def test_so_it_is_where_a_stage_runs_once_for_a_group(schedule: Any, group: int, recompute: bool) -> None:
     options = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
     gather = {"gather": "batch", "group": group}

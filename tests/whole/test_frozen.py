@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fxpipe.schedules.action import Op
 from tests.graphs import FAMILIES
 from tests.harness import engine_of
 from tests.pool import Pool
-from tests.thinned import pairwise
+from tests.thinned import every, in_turn
 
 WIDTH, ROWS, PARTS, STEPS = 6, 8, 4, 3
 PIPE = [("pipe", 4)]
@@ -124,7 +125,7 @@ def stepped(
     return losses, gradients, sorted(backwards)
 
 
-@pytest.mark.parametrize(("name", "engine", "tracer"), pairwise(list(MODELS), ENGINES, TRACERS))
+@pytest.mark.parametrize(("name", "engine", "tracer"), every(7, list(product(MODELS, ENGINES, TRACERS))))
 def test_gradients_are_plain_pytorchs_and_frozen_parameters_have_none(
     engine: str, name: str, tracer: str, request: pytest.FixtureRequest
 ) -> None:
@@ -220,8 +221,7 @@ def check_switched(results: Sequence[Any], frozen_in: Sequence[bool]) -> None:
                 assert gradient is None or torch.equal(gradient, expected), name
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize(("engine", "tracer"), in_turn(ENGINES, TRACERS))
 def test_a_stage_may_be_frozen_between_calls_and_unfrozen_again(
     engine: str, tracer: str, request: pytest.FixtureRequest
 ) -> None:

@@ -3,7 +3,7 @@
 Files that were valid are cut, doubled and mixed with words of their own kind. A new kind of file is a row of ``KINDS``:
 what writes a valid one, the words that may stand in it, and what reads it.
 
-    python -m tests.whole.test_fuzzed 10000             # so many of each kind; the suite runs 300, FXPIPE_ALL=1 as many
+    python -m tests.whole.test_fuzzed 10000             # so many of each kind; the suite runs 200, FXPIPE_ALL=1 as many
     python -m tests.whole.test_fuzzed 10000 manifests   # of one kind
 """
 
@@ -47,7 +47,7 @@ from tests.thinned import ALL
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-TIMES = 10_000 if ALL else 300
+TIMES = 10_000 if ALL else 200
 pytestmark = [
     pytest.mark.timeout(3000 if ALL else 300),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -16,6 +16,7 @@ from fxpipe.plan.captures import Captures
 from tests.harness import assert_run, trained
 from tests.hf import MODELS, NONE_LEFT, pixels, text, trained_plainly
 from tests.models import Inputs
+from tests.thinned import ALL, every
 
 
 def causal(rows: int, length: int, generator: torch.Generator) -> Inputs:
@@ -63,10 +64,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("name", STRETCHED)
+@pytest.mark.parametrize("name", every(3, list(STRETCHED)))
 def test_random_lengths_and_rows_take_three_captures_and_keep_every_bit(name: str, captured: list[Any]) -> None:
     case = replace(MODELS[name], microbatches=2)
-    batches = batches_of(name, 8)
+    batches = batches_of(name, 8 if ALL else 5)
     run = trained(case, batches, boundaries=case.boundaries, tracer="export", example_kwargs=batches[0])
     assert_run([run], trained_plainly(case, batches), 20 * case.tolerance)  # of tied models, step after step
     assert len(captured) <= 3

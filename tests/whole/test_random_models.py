@@ -23,8 +23,8 @@ from tests.harness import Engine, accumulate, cut, distributed, gradients_of, lo
 from tests.pool import Pool
 from tests.thinned import ALL
 
-MODELS = 300 if ALL else 40
-IN_PROCESSES = 20 if ALL else 5
+MODELS = 300 if ALL else 20
+IN_PROCESSES = 20 if ALL else 2
 WIDTH, ROWS, MICROBATCHES, STEPS = 4, 7, 3, 2
 TOLERANCE = 1e-6  # of the largest gradient, where a sum is in another order
 

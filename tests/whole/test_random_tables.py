@@ -19,7 +19,7 @@ from fxpipe.schedules.schedule import Link
 from tests.graphs import FAMILIES, random_bare
 from tests.thinned import ALL
 
-TABLES, CYCLES, PARTS = (10_000, 1_000, 20) if ALL else (1_000, 200, 2)
+TABLES, CYCLES, PARTS = (10_000, 1_000, 20) if ALL else (400, 100, 2)
 
 
 def table(seed: int) -> Schedule:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.graphs import FAMILIES
 from tests.harness import assert_run, compiled, local, reference, strict, trained
 from tests.models import CASES
 from tests.pool import Pool
-from tests.thinned import every
+from tests.thinned import every, in_turn
 
 MODELS = ["two towers, text first", "6 stages in turn on 3 ranks", "encoder-decoder"]
 
@@ -39,7 +38,7 @@ def table_of(name: str, schedule: str = "1f1b") -> Schedule:
     return compiled(CASES[name], schedule=schedule).schedule
 
 
-@pytest.mark.parametrize(("name", "schedule"), every(2, list(product(MODELS, reversed(FAMILIES)))))
+@pytest.mark.parametrize(("name", "schedule"), in_turn(MODELS, FAMILIES))
 def test_every_family_runs_on_processes_and_changes_no_bit(name: str, schedule: str, pool: Pool) -> None:
     assert_trains(pool, name, schedule)
 
@@ -76,7 +75,7 @@ def test_a_table_with_whole_backwards_among_halves_runs() -> None:
 
 @pytest.mark.parametrize("communication", [False, True])
 def test_a_table_from_a_file_runs(communication: bool, pool: Pool, tmp_path: Path) -> None:
-    for name in MODELS:
+    for name in every(2, MODELS):
         table = table_of(name, "gpipe")
         table.to_csv(tmp_path / "table.csv", communication=communication)
         read = Schedule.from_csv(tmp_path / "table.csv")  # its edges are a chain's: the model's own replace them
@@ -97,7 +96,7 @@ def backwards_last(problem: Problem) -> Sequence[Sequence[Action]]:
 
 
 def test_a_users_own_family_runs(pool: Pool) -> None:
-    for name in MODELS:
+    for name in every(2, MODELS):
         assert compiled(CASES[name], schedule=backwards_last).schedule.name == "backwards_last"
         assert_trains(pool, name, backwards_last)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from tests.harness import (
 )
 from tests.models import CASES, PLAIN, RANDOM, WIDTH, Case, ColumnBatch, Inputs, linear
 from tests.pool import Pool
-from tests.thinned import every
+from tests.thinned import ALL, every, in_turn, pairwise
 
 ENGINES = ["local", "strict 0", "strict 1", "distributed"]
 EVERY = CASES | PLAIN | RANDOM
@@ -47,9 +46,11 @@ def _engine(request: pytest.FixtureRequest) -> Engine:
 
 
 engine = pytest.fixture(params=ENGINES)(_engine)
-some_engine = pytest.fixture(params=["local", "strict 2", "distributed"])(_engine)
-"""For behaviour that no order of the ranks should touch."""
-many_ranks = pytest.fixture(params=["strict 3", "distributed"])(_engine)
+SOME = ["local", "strict 2", "distributed"]
+some_engine = pytest.fixture(params=SOME if ALL else SOME[:2])(_engine)
+"""For behaviour that no order of the ranks should touch; processes cost most, and exchange what strict ranks do."""
+MANY_RANKS = ["strict 3", "distributed"]
+many_ranks = pytest.fixture(params=MANY_RANKS)(_engine)
 
 
 def batches_of(case: Case, steps: int = STEPS) -> list[Inputs]:
@@ -63,25 +64,29 @@ def train_case(name: str, options: Mapping[str, Any]) -> Run:
 
 # --- three steps, every model, every engine ---
 
+FIRST = every(2, list(CASES))
+SECOND = [name for name in CASES if name != "skip of 1 MiB" and (ALL or name not in FIRST)]
+"""Each model is in one of the two tests that follow; in both where all cases run."""
 
-@pytest.mark.parametrize(("name", "of"), every(4, list(product(CASES, ENGINES))))
-def test_three_steps_equal_plain_pytorch(name: str, of: str, request: pytest.FixtureRequest) -> None:
-    case, engine = CASES[name], engine_of(of, lambda: request.getfixturevalue("pool"))
+
+@pytest.mark.parametrize(("name", "engine"), in_turn(FIRST, ENGINES), indirect=["engine"])
+def test_three_steps_equal_plain_pytorch(name: str, engine: Engine) -> None:
+    case = CASES[name]
     runs = engine(case.ranks, train_case, name, {})
     assert_run(runs, reference(case, batches_of(case))[0], case.tolerance)
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"), every(5, list(product([name for name in CASES if name != "skip of 1 MiB"], FAMILIES)))
-)
+@pytest.mark.parametrize(("name", "schedule"), in_turn(SECOND, FAMILIES))
 def test_no_schedule_changes_a_bit(name: str, schedule: str) -> None:
     case = CASES[name]
     runs = strict(2)(case.ranks, train_case, name, {"schedule": schedule})
     assert_run(runs, reference(case, batches_of(case))[0], case.tolerance)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 10])
-@pytest.mark.parametrize("name", ["encoder-decoder", "6 stages in turn on 3 ranks", "mixed values"])
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    in_turn(["encoder-decoder", "6 stages in turn on 3 ranks", "mixed values"], [1, 2, 10]),
+)
 def test_any_number_of_microbatches_equals_plain_pytorch(name: str, microbatches: int) -> None:
     case = CASES[name]
     runs = strict(4)(case.ranks, train_case, name, {"microbatches": microbatches})
@@ -117,7 +122,7 @@ def seeds_of(name: str) -> dict[tuple[int, int, int], int]:
     return {place: forward_backward.seed(*place) for place in places}
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize(("name", "engine"), in_turn(list(RANDOM), ENGINES), indirect=["engine"])
 def test_random_models_equal_a_loop_reseeded_per_stage_and_microbatch(name: str, engine: Engine) -> None:
     case, seeds = RANDOM[name], seeds_of(name)
     runs = engine(case.ranks, train_case, name, {})
@@ -189,8 +194,11 @@ def tied_owners(name: str) -> list[dict[str, Tensor]]:
 REPLICAS = {"even rows": (8, 8), "uneven rows": (9, 5)}
 
 
-@pytest.mark.parametrize("rows", REPLICAS.values(), ids=REPLICAS)
-@pytest.mark.parametrize("name", ["chain", "tied", "frozen middle"])
+@pytest.mark.parametrize(
+    ("name", "rows", "many_ranks"),
+    pairwise(["chain", "tied", "frozen middle"], list(REPLICAS.values()), MANY_RANKS),
+    indirect=["many_ranks"],
+)
 def test_two_replicas_have_the_full_batchs_loss_and_gradients(
     name: str, rows: tuple[int, int], many_ranks: Engine
 ) -> None:
@@ -286,7 +294,9 @@ def train_on_mesh(name: str) -> Run:
 # --- batches of several sizes ---
 
 
-@pytest.mark.parametrize("name", ["encoder-decoder", "BatchNorm"])
+@pytest.mark.parametrize(
+    ("name", "some_engine"), in_turn(["encoder-decoder", "BatchNorm"], SOME), indirect=["some_engine"]
+)
 def test_a_smaller_and_a_larger_batch_have_the_right_loss(name: str, some_engine: Engine) -> None:
     case = CASES[name]
     sizes = (10, 8, 17, 10)
@@ -430,7 +440,7 @@ def count_unmasked(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return mask.sum()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(("schedule", "engine"), in_turn(["1f1b", "zb_h1"], ENGINES), indirect=["engine"])
 def test_a_microbatch_of_weight_zero_adds_nothing_even_if_its_loss_is_nan(engine: Engine, schedule: str) -> None:
     torch.manual_seed(0)
     model = MaskedMean()
@@ -460,8 +470,9 @@ def step_masked(schedule: str) -> tuple[list[Tensor], dict[str, Tensor | None]]:
 # --- evaluation ---
 
 
-@pytest.mark.parametrize("rows", [10, 3])
-@pytest.mark.parametrize("outputs", ["last", "all"])
+@pytest.mark.parametrize(
+    ("outputs", "rows", "some_engine"), pairwise(["last", "all"], [10, 3], SOME), indirect=["some_engine"]
+)
 def test_evaluate_returns_the_output_of_the_whole_batch(outputs: str, rows: int, some_engine: Engine) -> None:
     case = CASES["loss function"]
     results = some_engine(case.ranks, evaluated, outputs, rows)
@@ -568,7 +579,9 @@ def step_in_eval_mode() -> Any:
 # --- state ---
 
 
-@pytest.mark.parametrize("name", ["BatchNorm", "tied", "callables"])
+@pytest.mark.parametrize(
+    ("name", "some_engine"), in_turn(["BatchNorm", "tied", "callables"], SOME), indirect=["some_engine"]
+)
 def test_a_plain_model_loads_what_a_compiled_one_saves(name: str, some_engine: Engine, tmp_path: Path) -> None:
     case = CASES[name]
     wanted = reference(case, batches_of(case))[1].state_dict()
@@ -598,7 +611,7 @@ def trained_state(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return forward_backward.state_dict(full=True), forward_backward.state_dict()
 
 
-@pytest.mark.parametrize("name", ["BatchNorm", "tied"])
+@pytest.mark.parametrize(("name", "some_engine"), in_turn(["BatchNorm", "tied"], SOME), indirect=["some_engine"])
 def test_a_compiled_model_loads_what_a_plain_one_saves(name: str, some_engine: Engine, tmp_path: Path) -> None:
     case = CASES[name]
     plain = reference(case, batches_of(case, 2))[1]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Topology, stage_boundary
 from tests.harness import Engine, engine_of, gradients_of, replica_of
+from tests.thinned import in_turn, pairwise
 
 IGNORED = -100
 CLASSES, LENGTH, WIDTH = 7, 4, 6
@@ -25,12 +26,16 @@ ROWS = {
 """Rows of each replica; with data = 1 they are one batch."""
 
 
-@pytest.fixture(params=["local", "strict 0", "strict 1", "distributed"])
+ONE_REPLICA, TWO_REPLICAS = ["local", "strict 0", "strict 1", "distributed"], ["strict 2", "distributed"]
+"""Engines."""
+
+
+@pytest.fixture(params=ONE_REPLICA)
 def one_replica(request: pytest.FixtureRequest) -> Engine:
     return engine_of(request.param, lambda: request.getfixturevalue("pool"))
 
 
-@pytest.fixture(params=["strict 2", "distributed"])
+@pytest.fixture(params=TWO_REPLICAS)
 def two_replicas(request: pytest.FixtureRequest) -> Engine:
     return engine_of(request.param, lambda: request.getfixturevalue("pool"))
 
@@ -126,15 +131,19 @@ def assert_whole(results: list[Any], rows: int, batches: int = 1) -> None:
     assert seen == gradients.keys()
 
 
-@pytest.mark.parametrize("rows", [8, 10, 11])
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    ("kind", "rows", "one_replica"), pairwise(list(LOSSES), [8, 10, 11], ONE_REPLICA), indirect=["one_replica"]
+)
 def test_one_replica_has_the_whole_batchs_loss_and_gradients(kind: str, rows: int, one_replica: Engine) -> None:
     assert 0 in [(part != IGNORED).sum().item() for part in batch(rows)[1].tensor_split(MICROBATCHES)]
     assert_whole(one_replica(2, steps, kind, Topology([("pipe", 2)]), (rows,)), rows)
 
 
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    ("kind", "rows", "two_replicas"),
+    pairwise(list(LOSSES), list(ROWS.values()), TWO_REPLICAS),
+    indirect=["two_replicas"],
+)
 def test_two_replicas_have_the_whole_batchs_loss_and_gradients(
     kind: str, rows: tuple[int, int], two_replicas: Engine
 ) -> None:
@@ -144,12 +153,12 @@ def test_two_replicas_have_the_whole_batchs_loss_and_gradients(
     assert_whole(two_replicas(4, steps, kind, topology, rows), sum(rows))
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(("kind", "one_replica"), in_turn(list(LOSSES), ONE_REPLICA), indirect=["one_replica"])
 def test_gradients_of_whole_batches_accumulate_over_calls(kind: str, one_replica: Engine) -> None:
     assert_whole(one_replica(2, steps, kind, Topology([("pipe", 2)]), (10,), 3), 10, 3)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(("kind", "two_replicas"), in_turn(list(LOSSES), TWO_REPLICAS), indirect=["two_replicas"])
 def test_gradients_of_two_replicas_accumulate_over_calls(kind: str, two_replicas: Engine) -> None:
     topology = Topology([("pipe", 2), ("data", 2)])
     assert_whole(two_replicas(4, steps, kind, topology, (10, 7), 3), 17, 3)
@@ -160,8 +169,11 @@ class WithAccuracy(Tagger):
         return {"loss": super().forward(ids, labels), "share": (labels != IGNORED).double().mean()}
 
 
-@pytest.mark.parametrize("build", [Tagger, WithAccuracy])
-@pytest.mark.parametrize("kind", ["Sum", "loss_weight"])
+@pytest.mark.parametrize(
+    ("kind", "build", "two_replicas"),
+    pairwise(["Sum", "loss_weight"], [Tagger, WithAccuracy], TWO_REPLICAS),
+    indirect=["two_replicas"],
+)
 def test_a_replica_that_is_fully_masked_adds_nothing(kind: str, build: type[Tagger], two_replicas: Engine) -> None:
     results = two_replicas(4, steps_with_a_masked_replica, kind, build)
     plain = model("loss_weight")
