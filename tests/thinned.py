@@ -31,6 +31,13 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [combined[number] for number in sorted(chosen)]
 
 
+def once(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations in which every value of every axis occurs, as few as there are: where no two of them meet."""
+    if ALL:
+        return list(product(*axes))
+    return [tuple(axis[number % len(axis)] for axis in axes) for number in range(max(map(len, axes)))]
+
+
 def every(step: int, cases: Sequence[T]) -> Sequence[T]:
     """Each ``step``-th case, the first among them."""
     return cases if ALL else cases[::step]
