@@ -38,6 +38,11 @@ def once(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[number % len(axis)] for axis in axes) for number in range(max(map(len, axes)))]
 
 
+def seeds(number: int) -> range:
+    """Of as many random cases a third."""
+    return range(number if ALL else number // 3)
+
+
 def every(step: int, cases: Sequence[T]) -> Sequence[T]:
     """Each ``step``-th case, the first among them."""
     return cases if ALL else cases[::step]
