@@ -439,7 +439,7 @@ def test_zb_h1_at_uneven_costs_is_no_slower_than_its_order_and_holds_no_more() -
         assert made.makespan <= order.makespan
         assert max(made.peak_in_flight) <= max(graph.depth(stage) for stage in range(n))
         shorter += made.makespan < order.makespan
-    assert shorter > 20
+    assert shorter > len(seeds(120)) // 6
 
 
 def test_zb_h1_keeps_its_order_where_f_i_and_w_are_alike() -> None:
@@ -481,4 +481,4 @@ def test_greedy_with_halves_is_never_slower_within_the_same_memory() -> None:
         assert plans[1].makespan <= plans[0].makespan
         assert all(held <= room for held, room in zip(plans[1].peak_bytes or (), memory, strict=True))
         shorter += plans[1].makespan < plans[0].makespan
-    assert shorter > 20
+    assert shorter > len(seeds(100)) // 5

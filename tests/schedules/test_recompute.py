@@ -123,7 +123,7 @@ def test_greedy_within_memory_on_random_graphs() -> None:
             continue
         built += 1
         assert max(schedule.planned().peak_bytes or (0,)) <= 150
-    assert built > 50
+    assert built > len(seeds(150)) // 3
     assert all("may hold" in refusal for refusal in refused)
 
 
