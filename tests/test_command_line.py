@@ -19,6 +19,7 @@ from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, chain
 from tests.run.test_loading import Trained
+from tests.thinned import ALL
 
 ROOT = Path(__file__).parents[1]
 EDGES = "--edges", "0-1,1-4,2-3,3-4"
@@ -51,6 +52,22 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Run:
         )
 
     return run
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The same in this process, which has torch: for what a process of its own adds nothing to."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+        try:
+            code = main(list(arguments))
+        except SystemExit as end:  # as argparse ends
+            code = int(end.code or 0)
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return called
 
 
 def command(*arguments: str) -> list[str]:
@@ -277,17 +294,17 @@ def test_a_wrong_checkpoint_command_is_told(
 
 
 @pytest.mark.parametrize("arguments", [(), ("show",), ("compare",), ("topology",)], ids=str)
-def test_help_has_examples(arguments: Sequence[str], run: Run) -> None:
-    text = printed(run(*arguments, "--help"))
+def test_help_has_examples(arguments: Sequence[str], called: Run) -> None:
+    text = printed(called(*arguments, "--help"))
     assert text.startswith("usage: python -m fxpipe")
     assert 2 <= text.count("  python -m fxpipe ") <= 5
 
 
 @pytest.mark.parametrize("about", [(), ("show",), ("compare",), ("topology",)], ids=str)
-def test_the_examples_in_the_help_run(about: Sequence[str], run: Run) -> None:
-    text = printed(run(*about, "--help"))
+def test_the_examples_in_the_help_run(about: Sequence[str], called: Run) -> None:
+    text = printed(called(*about, "--help"))
     for line in re.findall(r"^  python -m fxpipe (.*)$", text, re.MULTILINE):
-        printed(run(*line.split("#")[0].split()))
+        printed(called(*line.split("#")[0].split()))
 
 
 # --- what goes wrong is told, with an exit code, and is never a traceback ---
@@ -373,8 +390,8 @@ def files(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(("arguments", "fact"), USAGE.values(), ids=USAGE.keys())
-def test_bad_usage_is_told_with_exit_code_2(arguments: Sequence[str], fact: str, run: Run) -> None:
-    message = told(run(*arguments), 2)
+def test_bad_usage_is_told_with_exit_code_2(arguments: Sequence[str], fact: str, called: Run) -> None:
+    message = told(called(*arguments), 2)
     assert message.startswith("usage: python -m fxpipe")
     assert fact in message
 
@@ -382,11 +399,17 @@ def test_bad_usage_is_told_with_exit_code_2(arguments: Sequence[str], fact: str,
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(("arguments", "fact"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_fxpipe_or_the_system_refuses_is_told_with_exit_code_1(
-    arguments: Sequence[str], fact: str, run: Run
+    arguments: Sequence[str], fact: str, called: Run
 ) -> None:
-    message = told(run(*arguments), 1)
+    message = told(called(*arguments), 1)
     assert message.startswith("fxpipe: ")
     assert fact in message
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(("refused", "code"), [(USAGE["no stages"], 2), (REFUSED["a malformed file"], 1)])
+def test_a_shell_sees_the_exit_code(refused: tuple[Sequence[str], str], code: int, run: Run) -> None:
+    assert refused[1] in told(run(*refused[0]), code)
 
 
 def test_a_table_that_is_refused_is_printed_with_the_cell_in_brackets(run: Run, tmp_path: Path) -> None:
@@ -460,8 +483,9 @@ def test_no_output_at_all_is_no_failure(environment: dict[str, str], tmp_path: P
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
 def test_a_terminal_of_any_encoding_will_do(encoding: str, run: Run) -> None:
     printed(run("topology", "pipe=2,data=64", PYTHONIOENCODING=encoding))  # it has an ellipsis
-    printed(run("show", "1f1b", "--stages", "4", PYTHONIOENCODING=encoding))
-    printed(run("show", "--help", PYTHONIOENCODING=encoding))
+    if ALL or encoding == "ascii":
+        printed(run("show", "1f1b", "--stages", "4", PYTHONIOENCODING=encoding))
+        printed(run("show", "--help", PYTHONIOENCODING=encoding))
 
 
 # --- without torch ---
@@ -553,5 +577,5 @@ def test_stages_that_are_run_again_are_shown(run: Run) -> None:
     ],
     ids=str,
 )
-def test_a_gather_that_cannot_be_is_told(options: tuple[str, ...], code: int, fact: str, run: Run) -> None:
-    assert fact in " ".join(told(run("show", "1f1b", *EDGES, "-m", "8", *options), code).split())
+def test_a_gather_that_cannot_be_is_told(options: tuple[str, ...], code: int, fact: str, called: Run) -> None:
+    assert fact in " ".join(told(called("show", "1f1b", *EDGES, "-m", "8", *options), code).split())

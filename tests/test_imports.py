@@ -290,7 +290,7 @@ assert vars(fxpipe)["compile"] is compile and compile.__module__ == "fxpipe.comp
 assert (fxpipe.passes.__name__, fxpipe.schedules.build.__name__) == ("fxpipe.passes", "build")
 assert fxpipe.TRACERS is fxpipe.trace.TRACERS
 
-for first in ("compile", "passes", "Sum", "init", "StageGraph"):
+for first in ("passes", "Sum", "init"):  # a package, a class, a function; each is an import of everything
     fxpipe = new()
     getattr(fxpipe, first)
     assert (fxpipe.compile.__name__, fxpipe.launch.__name__) == ("compile", "launch"), first

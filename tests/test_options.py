@@ -20,6 +20,7 @@ from torch import nn
 import fxpipe
 from fxpipe.options import Options, TracerName, Zero, ZeroScope
 from fxpipe.schedules import ScheduleName
+from tests.thinned import ALL
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
 
@@ -71,7 +72,7 @@ def test_what_functions_are_compared_by_is_the_same_in_every_process_and_tells_t
     assert re.fullmatch(r"MSELoss, code [0-9a-f]{16},", facts["loss_fn"])
     program = "import sys; sys.path[:0] = ['.']; from tests.test_options import by_rows; from fxpipe.in_words import "
     program += "in_words; print(in_words(by_rows))"
-    assert {told_with_seed(program, seed) for seed in (1, 2)} == {facts["loss_weight"]}
+    assert {told_with_seed(program, seed) for seed in ((1, 2) if ALL else (1,))} == {facts["loss_weight"]}
     mean, total, whole = lambda x: x.mean(), lambda x: x.sum(), lambda x: 2 * x.sum()
     assert len({Options(loss_weight=one).facts["loss_weight"] for one in (mean, total, whole)}) == 3
     assert len({Options(loss_weight=lambda x, k=k: k * x).facts["loss_weight"] for k in range(3)}) == 1

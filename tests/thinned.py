@@ -39,6 +39,11 @@ def in_turn(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[place % len(axis)] for axis in axes) for place in range(longest)]
 
 
+def seeds(number: int) -> range:
+    """Of as many random cases a third."""
+    return range(number if ALL else number // 3)
+
+
 def every(step: int, cases: Sequence[T]) -> Sequence[T]:
     """Each ``step``-th case, the first among them."""
     return cases if ALL else cases[::step]

@@ -22,6 +22,7 @@ from fxpipe.distributed.launch import launch
 from fxpipe.distributed.processes import init
 from fxpipe.errors import RunError, TopologyError
 from tests.distributed.environment import clean_environment
+from tests.thinned import ALL, every
 
 SECONDS = 200.0  # for anything that starts processes; each imports torch
 
@@ -94,15 +95,18 @@ def leave_in_rank_1() -> None:
 
 @pytest.mark.parametrize(
     ("fn", "says"),
-    [
-        (
-            fail_in_rank_1,
-            ["rank 1 of 2 failed:\nTraceback", "in fail_in_rank_1", "ValueError: rank one has had enough"],
-        ),
-        (fail_because_rank_1_fails, ["rank 1 of 2 failed", "ValueError: rank one has had enough"]),
-        (die_in_rank_1, ["rank 1 of 2 ended without a result, killed by signal 9"]),
-        (leave_in_rank_1, ["rank 1 of 2 failed", "SystemExit: rank one leaves"]),
-    ],
+    every(
+        2,  # each starts two processes
+        [
+            (
+                fail_in_rank_1,
+                ["rank 1 of 2 failed:\nTraceback", "in fail_in_rank_1", "ValueError: rank one has had enough"],
+            ),
+            (fail_because_rank_1_fails, ["rank 1 of 2 failed", "ValueError: rank one has had enough"]),
+            (die_in_rank_1, ["rank 1 of 2 ended without a result, killed by signal 9"]),
+            (leave_in_rank_1, ["rank 1 of 2 failed", "SystemExit: rank one leaves"]),
+        ],
+    ),
 )
 def test_a_failing_rank_ends_the_launch(fn: Any, says: list[str]) -> None:
     children = set(multiprocessing.active_children())
@@ -166,7 +170,7 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, *([signal.SIGTERM] if ALL else [])])
 def test_no_rank_outlives_the_launching_process(
     tmp_path: Path, listener: socket.socket, number: signal.Signals
 ) -> None:

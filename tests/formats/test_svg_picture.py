@@ -171,7 +171,7 @@ def test_the_micro_batch_stands_in_the_cells_where_it_fits() -> None:
 
 
 def test_a_long_table_keeps_a_sensible_width() -> None:
-    timeline = build("1f1b", chain(8), 4000).simulate()
+    timeline = build("1f1b", chain(8), 1500).simulate()
     drawn = read(svg(timeline))
     assert float(drawn.root.attrib["width"]) < 10000
     assert not drawn.numbers

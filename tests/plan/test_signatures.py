@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import fxpipe
 import fxpipe.plan.captures
 from fxpipe import stage_boundary
 from tests.harness import assert_same, engine_of, gradients_of
+from tests.thinned import every, in_turn
 
 WIDTH = 6
 TRACERS = ["export", "record"]
+LANGUAGE_TRACERS = ["symbolic", *TRACERS]
 ENGINES = ["local", "strict 1", "distributed"]
 
 
@@ -75,8 +78,7 @@ def steps(tracer: str) -> list[tuple[Tensor, Tensor, dict[str, Tensor | None]]]:
     return ran
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "tracer"), in_turn(ENGINES, TRACERS))
 def test_calls_of_any_shape_are_plain_pytorchs(engine: str, tracer: str, request: pytest.FixtureRequest) -> None:
     ranks = engine_of(engine, lambda: request.getfixturevalue("pool"))(3, steps, tracer)
     for place, (values, options) in enumerate(CALLS):
@@ -243,11 +245,14 @@ def language_step(tracer: str, data: int) -> tuple[Tensor, Tensor, dict[str, Ten
     return loss, forward_backward.metrics["first"], gradients, forward_backward.required_inputs
 
 
-@pytest.mark.parametrize("tracer", ["symbolic", *TRACERS])
-@pytest.mark.parametrize(("engine", "data"), [("local", 1), ("strict 1", 1), ("distributed", 1), ("distributed", 2)])
+@pytest.mark.parametrize(
+    ("where", "tracer"),
+    every(2, list(product([("local", 1), ("strict 1", 1), ("distributed", 1), ("distributed", 2)], LANGUAGE_TRACERS))),
+)
 def test_a_loss_over_padded_labels_is_the_whole_batchs(
-    engine: str, data: int, tracer: str, request: pytest.FixtureRequest
+    where: tuple[str, int], tracer: str, request: pytest.FixtureRequest
 ) -> None:
+    engine, data = where
     whole = language()
     loss = whole(**padded())["loss"]
     loss.backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +36,9 @@ class Writing(nn.Module):
         return (self.c(y + h) * h).square().mean()  # type: ignore[no-any-return]
 
 
-def compiled(graph: StageGraph, stage_compiler: StageCompiler) -> StageGraph:
-    return replace(graph, stages=tuple(compiled_lazily(stage, stage_compiler) for stage in graph))
+def compiled(graph: StageGraph, stage_compiler: StageCompiler, which: Sequence[int] = (0, 1, 2)) -> StageGraph:
+    stages = (compiled_lazily(stage, stage_compiler) if stage.index in which else stage for stage in graph)
+    return replace(graph, stages=tuple(stages))
 
 
 def batch(rows: int) -> Tensor:
@@ -79,15 +80,17 @@ def fresh_compiler() -> Any:
 def test_compiled_stages_compute_what_the_model_does(name: str) -> None:
     stage_compiler, tolerance = COMPILERS[name]
     model = Writing()
-    graph = compiled(passes.split(partitioned(model)), stage_compiler)
+    quick = ALL or name != "inductor"  # which takes seconds in the C++ compiler for each stage, form and shape
+    graph = compiled(passes.split(partitioned(model)), stage_compiler, (0, 1, 2) if quick else (1,))
     assert len(graph) == 3
-    for rows in (6, 6, 9) if ALL or name != "inductor" else (6, 6):  # another 10 s in the C++ compiler
+    for rows in (6, 6, 9) if quick else (6, 6):
         x = batch(rows)
         wanted = trained(model, lambda x=x: model(x))
         found = trained(model, lambda x=x: run_stages(graph, {"x": x}))
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-    with torch.no_grad():
-        torch.testing.assert_close(run_stages(graph, {"x": x}), model(x), rtol=tolerance, atol=tolerance)
+    if quick:
+        with torch.no_grad():
+            torch.testing.assert_close(run_stages(graph, {"x": x}), model(x), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -15,7 +15,7 @@ import fxpipe
 from fxpipe import Topology, stage_boundary
 from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import Engine, engine_of, replica_of
-from tests.thinned import pairwise
+from tests.thinned import in_turn, pairwise
 from tests.whole.test_bugs_data_axis import refusals
 
 IGNORED = -100
@@ -141,8 +141,7 @@ def test_a_number_is_the_mean_over_all_replicas(
         assert_number(got, plain(kind, rows))
 
 
-@pytest.mark.parametrize("topology", [SQUARE, OUTSIDE], ids=str)
-@pytest.mark.parametrize("kind", ["Sum", "Sum of numbers"])
+@pytest.mark.parametrize(("kind", "topology"), in_turn(["Sum", "Sum of numbers"], [SQUARE, OUTSIDE]), ids=str)
 def test_a_sum_has_the_totals_and_counts_of_all_replicas(kind: str, topology: Topology, two_replicas: Engine) -> None:
     rows = ROWS["uneven"]
     for _, got in having(two_replicas(4, evaluated, kind, topology, rows, "last"), topology, "last"):
@@ -154,8 +153,7 @@ def test_a_sum_has_the_totals_and_counts_of_all_replicas(kind: str, topology: To
         assert got.count == wanted.count
 
 
-@pytest.mark.parametrize("outputs", ["last", "all"])
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(("rows", "outputs"), in_turn(list(ROWS.values()), ["last", "all"]))
 def test_of_a_dict_the_numbers_are_the_whole_batchs_and_the_rows_the_replicas(
     rows: tuple[int, int], outputs: str, two_replicas: Engine
 ) -> None:
@@ -252,9 +250,7 @@ def on_one_replica(topology: Topology, zero: int, calls: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("calls", [0, 1])
-@pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize("topology", [SQUARE, ROW], ids=["2 x 2", "1 x 2"])
+@pytest.mark.parametrize(("topology", "zero", "calls"), pairwise([SQUARE, ROW], [0, 2], [0, 1]), ids=str)
 def test_a_replica_that_evaluates_alone_is_refused_and_does_not_hang(
     topology: Topology, zero: int, calls: int, two_replicas: Engine
 ) -> None:

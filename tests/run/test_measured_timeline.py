@@ -27,6 +27,7 @@ from fxpipe.schedules.schedule import Reduction
 from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
 from tests.pool import Pool
+from tests.thinned import every
 
 NAME = "two towers, text first"
 
@@ -301,7 +302,7 @@ def not_recorded(rank_that_forgot: int | None) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("rank", [None, 0, 2])
+@pytest.mark.parametrize("rank", every(2, [None, 0, 2]))
 def test_a_step_that_not_every_rank_recorded_is_an_error_on_all_and_training_goes_on(
     rank: int | None, many_ranks: Engine
 ) -> None:
@@ -434,7 +435,7 @@ def test_a_stage_measured_between_processes_costs_no_less_than_it_sleeps(pool: P
     assert result["costs"].comm > 0
 
 
-@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0, 1, 0, 1]])
+@pytest.mark.parametrize("ranks", every(2, [[0, 1, 0, 1], [0, 1, 2, 3]]))
 def test_a_new_table_is_the_same_on_all_ranks_no_slower_by_simulation_and_changes_no_bit(
     ranks: list[int], many_ranks: Engine
 ) -> None:

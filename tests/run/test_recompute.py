@@ -34,7 +34,7 @@ from tests.sharding.test_parallelize import (
     tensor_parallel,
 )
 from tests.sharding.test_parallelize import trained as train_parallelized
-from tests.thinned import every
+from tests.thinned import every, in_turn
 from tests.whole.test_transparency import EVERY, batches_of
 
 
@@ -62,7 +62,7 @@ BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
 ALWAYS = ["BatchNorm", "dict loss", "tied", "frozen middle", "loss function", "callables"]
 
 
-@pytest.mark.parametrize("name", sorted({*ALWAYS, *every(4, list(CASES))}))
+@pytest.mark.parametrize("name", sorted({*ALWAYS, *every(8, list(CASES))}))
 def test_three_steps_equal_plain_pytorch(name: str) -> None:
     case = CASES[name]
     assert_run([train_again(name, "gpipe")], reference(case, batches_of(case))[0], case.tolerance)
@@ -74,8 +74,7 @@ def test_so_they_do_where_messages_rendezvous() -> None:
     assert_run(runs, reference(case, batches_of(case))[0], case.tolerance)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize(("name", "schedule"), in_turn(list(RANDOM), ["gpipe", "1f1b"]))
 def test_what_is_drawn_is_drawn_again(name: str, schedule: str) -> None:
     case = RANDOM[name]
     wanted = trained(case, batches_of(case))
@@ -217,8 +216,9 @@ def three_steps(kind: str, schedule: str, again: bool, microbatches: int = 4) ->
     return [*seen, torch.tensor([random.random(), np.random.rand()]), torch.rand(1)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "outside" not in kind])
+@pytest.mark.parametrize(
+    ("kind", "schedule"), in_turn([kind for kind in KINDS if "outside" not in kind], ["1f1b", "gpipe"])
+)
 def test_a_stage_that_does_more_than_compute_does_it_once(kind: str, schedule: str) -> None:
     wanted = three_steps(kind, schedule, again=False)
     once = RUNS[kind]

@@ -19,6 +19,7 @@ from fxpipe.schedules.families.zb_h1 import in_halves
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
 from tests.graphs import FAMILIES, WORKED, Bare, bare, before, branches, chain, random_bare
+from tests.thinned import every, seeds
 from tests.thinned import pairwise as pairwise_of
 from tests.work import steps
 
@@ -143,7 +144,7 @@ def test_the_peak_is_the_most_forwards_that_wait_for_their_backward(name: str, g
 
 @every_schedule
 def test_no_random_graph_with_several_stages_on_a_rank_comes_to_a_halt(name: str) -> None:
-    for seed in range(200):
+    for seed in seeds(200):
         graph = random_bare(1000 + seed, frozen=seed % 3 == 0)
         graph.build(name, 1 + seed % 7).simulate()
 
@@ -155,7 +156,7 @@ def test_one_stage_has_no_bubble(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "greedy"])
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 1), (3, 1), (2, 5)])
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("p", every(3, range(1, 9)))
 def test_the_bubble_of_a_balanced_chain_is_the_textbooks(name: str, p: int, forward: int, backward: int) -> None:
     for m in (1, 2, p, 3 * p + 1):
         result = build(name, chain(p), m, stages=p).simulate(forward, backward)
@@ -314,7 +315,7 @@ def test_depth_counts_and_not_the_number_of_stages(
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (1, 1)])
 def test_1f1b_reaches_the_lower_bound_on_balanced_graphs_with_a_stage_a_rank(forward: int, backward: int) -> None:
-    for seed in range(150):
+    for seed in seeds(150):
         graph = random_bare(seed, one_each=True)
         depths = [graph.depth(stage) for stage in range(graph.stages)]
         for m in (1, 3, 9):
@@ -325,7 +326,7 @@ def test_1f1b_reaches_the_lower_bound_on_balanced_graphs_with_a_stage_a_rank(for
 
 
 def test_1f1b_keeps_within_its_cap_with_several_stages_on_a_rank() -> None:
-    for seed in range(200):
+    for seed in seeds(200):
         graph = random_bare(5000 + seed, frozen=seed % 3 == 0)
         m = 1 + seed % 9
         peaks = graph.build("1f1b", m).simulate().peak_in_flight
@@ -425,7 +426,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_zb_h1_at_uneven_costs_is_no_slower_than_its_order_and_holds_no_more() -> None:
     shorter = 0
-    for seed in range(120):
+    for seed in seeds(120):
         draw = random.Random(seed)
         graph = random_bare(seed)
         n = graph.stages
@@ -438,7 +439,7 @@ def test_zb_h1_at_uneven_costs_is_no_slower_than_its_order_and_holds_no_more() -
         assert made.makespan <= order.makespan
         assert max(made.peak_in_flight) <= max(graph.depth(stage) for stage in range(n))
         shorter += made.makespan < order.makespan
-    assert shorter > 20
+    assert shorter > len(seeds(120)) // 6
 
 
 def test_zb_h1_keeps_its_order_where_f_i_and_w_are_alike() -> None:
@@ -464,7 +465,7 @@ def test_greedy_puts_w_off_within_memory_where_the_costs_tell_what_that_holds() 
 
 def test_greedy_with_halves_is_never_slower_within_the_same_memory() -> None:
     shorter = 0
-    for seed in range(100):
+    for seed in seeds(100):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 3 == 0)
         n = graph.stages
@@ -480,4 +481,4 @@ def test_greedy_with_halves_is_never_slower_within_the_same_memory() -> None:
         assert plans[1].makespan <= plans[0].makespan
         assert all(held <= room for held, room in zip(plans[1].peak_bytes or (), memory, strict=True))
         shorter += plans[1].makespan < plans[0].makespan
-    assert shorter > 20
+    assert shorter > len(seeds(100)) // 5

@@ -18,6 +18,7 @@ from fxpipe.schedules.lower import Compute, Receive
 from fxpipe.schedules.schedule import Row, Schedule, Timeline
 from fxpipe.schedules.verify import execution_order
 from tests.graphs import FAMILIES, WORKED, Bare, chain, random_bare
+from tests.thinned import seeds
 
 every_schedule = pytest.mark.parametrize("name", [*FAMILIES, *GATHERED])
 
@@ -143,7 +144,7 @@ def covering(stage: int, op: Op, j: int, size: int) -> Action:
 
 @every_schedule
 def test_every_micro_batch_is_covered_once_on_the_rank_of_its_stage_and_nothing_runs_too_early(name: str) -> None:
-    for seed in range(40):
+    for seed in seeds(40):
         schedule, graph, sizes = built(name, seed)
         m = schedule.microbatches
         timeline = schedule.simulate(forward=[1 + stage % 3 for stage in range(graph.stages)], comm=0.25)
@@ -176,7 +177,7 @@ def test_every_micro_batch_is_covered_once_on_the_rank_of_its_stage_and_nothing_
 
 @every_schedule
 def test_the_lower_bound_holds_for_groups(name: str) -> None:
-    for seed in range(60):
+    for seed in seeds(60):
         draw = random.Random(seed)
         graph = random_gathered(seed)[0]
         forward = [draw.choice([0, 1, 1, 3]) for _ in range(graph.stages)]
@@ -189,7 +190,7 @@ def test_the_lower_bound_holds_for_groups(name: str) -> None:
 
 @every_schedule
 def test_a_group_runs_when_all_of_its_messages_have_arrived_and_a_message_is_used_once(name: str) -> None:
-    for seed in range(30):
+    for seed in seeds(30):
         schedule, graph, sizes = built(name, seed)
         arrived: set[tuple[int, int, Op, int]] = set()
         for rank, step in execution_order(schedule.instructions, schedule.links, schedule.backward):

@@ -17,7 +17,7 @@ from fxpipe.schedules.families.caps import round_trip_caps
 from fxpipe.schedules.families.interleaved import in_laps
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, Bare, Pairs, bare, branches, chain, random_bare
-from tests.thinned import ALL, every
+from tests.thinned import ALL, every, seeds
 
 every_schedule = pytest.mark.parametrize("name", FAMILIES)
 SEEDS = 400 if ALL else 150  # random graphs for a property
@@ -46,7 +46,7 @@ def problem_of(graph: Bare, costs: Costs, m: int = 8) -> Problem:
 
 @every_schedule
 def test_no_schedule_of_a_random_graph_is_below_the_lower_bound(name: str) -> None:
-    for seed in range(2000 if ALL else 300):
+    for seed in range(2000 if ALL else 100):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 4 == 0, one_each=seed % 5 == 0)
         costs = random_costs(graph.stages, draw)
@@ -58,7 +58,7 @@ def test_no_schedule_of_a_random_graph_is_below_the_lower_bound(name: str) -> No
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (5, 5)])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "greedy"])
 def test_balanced_graphs_with_a_stage_a_rank_reach_the_lower_bound(name: str, forward: int, backward: int) -> None:
-    for seed in range(150):
+    for seed in seeds(150):
         graph = random_bare(seed, one_each=True)
         depths = [graph.depth(stage) for stage in range(graph.stages)]
         for m in (1, 4, 9):
@@ -215,7 +215,7 @@ def test_greedy_reaches_the_bound_where_one_stage_is_the_bottleneck() -> None:
 
 
 def test_round_trip_caps_are_depths_where_costs_are_equal_and_nothing_is_late() -> None:
-    for seed in range(200):
+    for seed in seeds(200):
         graph = random_bare(seed, one_each=True)
         depths = tuple(graph.depth(stage) for stage in range(graph.stages))
         for forward, backward in ((1, 2), (0.1, 0.2), (3, 1)):
@@ -331,7 +331,7 @@ def test_laps_are_as_deep_as_the_graph_and_not_as_many_as_its_ranks() -> None:
 
 
 def test_zb_h1_holds_no_more_than_the_depth_of_what_is_trained_however_many_stages_a_rank_has() -> None:
-    for seed in range(300):
+    for seed in seeds(300):
         graph, m = random_bare(seed, frozen=seed % 2 == 0), 1 + seed % 9
         deepest = max((graph.depth(s) for s in range(graph.stages) if graph.backward[s]), default=0)
         for peak in graph.build("zb_h1", m).simulate().peak_in_flight:

@@ -14,6 +14,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, Bare, chain, random_bare
+from tests.thinned import seeds
 
 every_schedule = pytest.mark.parametrize("name", [*FAMILIES, *GATHERED])
 
@@ -31,7 +32,7 @@ def marked(name: str, seed: int, costs: Costs | None = None, **options: Any) -> 
 
 @every_schedule
 def test_each_backward_of_a_marked_stage_has_one_forward_run_again_and_no_other_has(name: str) -> None:
-    for seed in range(60):
+    for seed in seeds(60):
         schedule, graph, again = marked(name, seed)
         for stage in range(graph.stages):
             row = [action for action in schedule.rows[graph.placement[stage]] if action.stage == stage]
@@ -45,7 +46,7 @@ def test_each_backward_of_a_marked_stage_has_one_forward_run_again_and_no_other_
 
 @every_schedule
 def test_the_lower_bound_counts_what_is_run_again(name: str) -> None:
-    for seed in range(60):
+    for seed in seeds(60):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 3 == 0)
         costs = Costs.of(
@@ -126,7 +127,7 @@ def test_backwards_are_not_split_because_stages_are_run_again() -> None:
 
 def test_greedy_within_memory_on_random_graphs() -> None:
     built, refused = 0, []
-    for seed in range(150):
+    for seed in seeds(150):
         draw = random.Random(seed)
         stages = random_bare(seed, frozen=seed % 3 == 0).stages
         sizes = [draw.choice([4, 10, 40]) for _ in range(stages)]
@@ -138,7 +139,7 @@ def test_greedy_within_memory_on_random_graphs() -> None:
             continue
         built += 1
         assert max(schedule.planned().peak_bytes or (0,)) <= 150
-    assert built > 50
+    assert built > len(seeds(150)) // 3
     assert all("may hold" in refusal for refusal in refused)
 
 

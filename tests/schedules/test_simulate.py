@@ -13,6 +13,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Timeline
 from tests.graphs import FAMILIES, JOINED, bare, before, chain, halves, joined, random_bare
+from tests.thinned import seeds
 
 
 def times(result: Timeline) -> dict[str, tuple[float, float]]:
@@ -82,7 +83,7 @@ def test_the_bubble_is_the_mean_over_ranks_of_their_idle_part() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_action_starts_when_its_rank_is_free_and_its_inputs_are_here(name: str) -> None:
-    for seed in range(60):
+    for seed in seeds(60):
         graph = random_bare(seed, frozen=seed % 2 == 0)
         draw = random.Random(seed)
         forward, backward = ([draw.randint(1, 5) for _ in range(graph.stages)] for _ in range(2))

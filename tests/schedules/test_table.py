@@ -15,7 +15,7 @@ from fxpipe.schedules.lower import Compute
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
 from tests.graphs import FAMILIES, JOINED, WORKED, Bare, bare, chain, joined, random_bare
-from tests.thinned import every
+from tests.thinned import every, seeds
 from tests.work import steps
 
 NAMES = ("image 0", "image 1", "text", "text.1", "loss")
@@ -49,7 +49,7 @@ def read(text: str) -> Printed:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_printed_table_reads_back_as_the_rows_that_are_executed(name: str) -> None:
-    for seed in range(40):
+    for seed in seeds(40):
         schedule = random_bare(seed, frozen=seed % 2 == 0).build(name, 1 + seed % 12)
         cells = read(table(schedule, full=True)).cells
         rows = tuple(tuple(Action.parse(cell) for cell in row if cell) for row in cells)
@@ -61,7 +61,7 @@ def test_the_printed_table_reads_back_as_the_rows_that_are_executed(name: str) -
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_column_is_a_step_and_nothing_could_stand_further_left(name: str) -> None:
-    for seed in range(40):
+    for seed in seeds(40):
         graph = random_bare(seed)
         cells = read(table(graph.build(name, 4), full=True)).cells
         step = {Action.parse(cell): place for row in cells for place, cell in enumerate(row) if cell}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,10 +26,10 @@ from fxpipe import Topology, stage_boundary
 from fxpipe.distributed.strict_transport import current_seat, run_strict
 from tests.harness import cut, replica_of
 from tests.pool import Pool
-from tests.thinned import ALL, every, pairwise
+from tests.thinned import ALL, every, in_turn, pairwise
 
 VOCABULARY, WIDTH, HIDDEN, ROWS, LENGTH = 11, 7, 13, 6, 3
-LR, STEPS = 1e-3, 20 if ALL else 6  # which step it is makes a difference in the first three only
+LR, STEPS = 1e-3, 20 if ALL else 4  # which step it is makes a difference in the first three only
 State = dict[str, Tensor]
 BF16 = {"compute": torch.bfloat16, "reduce": torch.float32, "master": torch.float32}
 
@@ -188,12 +189,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero_2_data": {"zero": 2, "zero_scope": "data"},
 }
 ORACLE_OF = {0: "DDP", 1: "ZeroRedundancyOptimizer", 2: "ZeroRedundancyOptimizer", 3: "FSDP2"}
-every_way = pytest.mark.parametrize("way", WAYS)
 tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
 
 
 @pytest.mark.parametrize(
-    ("shape", "tied", "microbatches", "way"), every(2, pairwise(SHAPES + LARGE, [True, False], [6, 1], list(WAYS)))
+    ("shape", "tied", "microbatches", "way"), every(3, pairwise(SHAPES + LARGE, [True, False], [6, 1], list(WAYS)))
 )
 def test_parameters_are_those_of_torch(
     oracles: Any, shape: tuple[int, int, str], tied: bool, microbatches: int, way: str
@@ -313,9 +313,11 @@ def state_after_a_step(topology: Topology, zero: int, scope: str) -> tuple[int, 
     return state_numel(optimizer), sum(parameter.numel() for parameter in forward_backward.parameters())
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("scope", ["node", "data"])
-@pytest.mark.parametrize("topology", [topology_of(1, 4, ORDERS[0]), topology_of(2, 4, ORDERS[0])], ids=str)
+@pytest.mark.parametrize(
+    ("zero", "scope", "topology"),
+    pairwise([0, 1, 2], ["node", "data"], [topology_of(1, 4, ORDERS[0]), topology_of(2, 4, ORDERS[0])]),
+    ids=str,
+)
 def test_each_rank_keeps_its_part_of_the_optimizer_state(topology: Topology, zero: int, scope: str) -> None:
     parts = {"node": 2, "data": 4}[scope] if zero else 1
     kept = on_strict(topology, lambda: state_after_a_step(topology, zero, scope))
@@ -351,9 +353,10 @@ def by_formula(way: str, nodes: int, ranks: int, microbatches: int) -> tuple[flo
     return across, (times * g + p) * (ranks - 1) / ranks
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-@pytest.mark.parametrize("way", ["zero_0", "zero_1_node", "zero_1_data", "zero_2_node"])
+@pytest.mark.parametrize(
+    ("way", "nodes", "microbatches"),
+    pairwise(["zero_0", "zero_1_node", "zero_1_data", "zero_2_node"], [1, 2, 4], [1, 3]),
+)
 def test_bytes_are_those_of_the_formulas(way: str, nodes: int, microbatches: int) -> None:
     topology = topology_of(1, 4, ORDERS[0], per_node=4 // nodes)
     for between, inside in on_strict(topology, lambda: moved(topology, microbatches, **WAYS[way])):
@@ -393,9 +396,9 @@ def recorded(zero: int, microbatches: int, schedule: str) -> tuple[int, int]:
     return len(timeline.reductions), sum(reduction.start < ended for reduction in timeline.reductions)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize(("microbatches", "schedule"), [(1, "1f1b"), (3, "1f1b"), (3, "zb_h1")])
-def test_reductions_start_while_backward_goes_on(pool: Pool, zero: int, microbatches: int, schedule: str) -> None:
+@pytest.mark.parametrize(("zero", "calls"), in_turn([0, 1], [(1, "1f1b"), (3, "1f1b"), (3, "zb_h1")]))
+def test_reductions_start_while_backward_goes_on(pool: Pool, zero: int, calls: tuple[int, str]) -> None:
+    microbatches, schedule = calls
     for count, early in pool.run(recorded, zero, microbatches, schedule, ranks=2):
         assert count == 4
         assert early >= 3
@@ -435,9 +438,9 @@ def halved(topology: Topology, tied: bool, options: Mapping[str, Any]) -> tuple[
     return whole, copies(held)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("way", ["zero_0", "zero_1_node", "zero_2_node"])
-@pytest.mark.parametrize("precise", [True, False], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precise", "way", "tied"), pairwise([True, False], ["zero_0", "zero_1_node", "zero_2_node"], [False, True])
+)
 def test_in_two_halves_replicas_stay_bit_identical_and_as_they_are_in_one(precise: bool, way: str, tied: bool) -> None:
     topology = topology_of(2, 2, ORDERS[0])
     options = WAYS[way] | ({} if precise else {"precision": fxpipe.Precision(**BF16)})
@@ -475,7 +478,7 @@ def tied_after(steps: int, topology: Topology, way: Mapping[str, Any], precise: 
 @pytest.mark.parametrize("way", ["zero_0", "zero_1_node", "zero_2_node"])
 def test_owners_of_a_tied_parameter_stay_bit_identical(way: str, precise: bool) -> None:
     topology = topology_of(2, 2, ORDERS[0])
-    held = on_strict(topology, lambda: tied_after(100 if ALL else 20, topology, WAYS[way], precise))
+    held = on_strict(topology, lambda: tied_after(100 if ALL else 8, topology, WAYS[way], precise))
     assert all(held), "each rank owns it"
     for tensor in [tensor for of_a_rank in held for tensor in of_a_rank]:
         assert torch.equal(tensor, held[0][0])
@@ -566,9 +569,11 @@ def branched_plainly(microbatches: int) -> State:
     return copies(model.state_dict())
 
 
-@every_way
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("topology", [Topology([("data", 2)]), topology_of(2, 2, ORDERS[1])], ids=str)
+@pytest.mark.parametrize(
+    ("topology", "microbatches", "way"),
+    pairwise([Topology([("data", 2)]), topology_of(2, 2, ORDERS[1])], [1, 2], list(WAYS)),
+    ids=str,
+)
 def test_a_parameter_that_no_replica_used_has_no_gradient_and_does_not_move(
     topology: Topology, microbatches: int, way: str
 ) -> None:
@@ -582,8 +587,7 @@ def test_a_parameter_that_no_replica_used_has_no_gradient_and_does_not_move(
 # --- clearing and accumulating ---
 
 
-@every_way
-@pytest.mark.parametrize("by", ["optimizer", "forward_backward"])
+@pytest.mark.parametrize(("way", "by"), in_turn(list(WAYS), ["optimizer", "forward_backward"]))
 def test_zero_grad_to_zero_is_as_good_as_to_none(way: str, by: str) -> None:
     topology = topology_of(2, 2, ORDERS[0])
 
@@ -617,8 +621,9 @@ def accumulated(topology: Topology, way: Mapping[str, Any], syncs: Iterable[bool
     return copies(forward_backward.state_dict(full=True))
 
 
-@every_way
-@pytest.mark.parametrize("syncs", [(False, False, True), (True, True, True), (True, False, True)])
+@pytest.mark.parametrize(
+    ("way", "syncs"), every(2, list(product(WAYS, [(False, False, True), (True, True, True), (True, False, True)])))
+)
 def test_calls_that_accumulate_are_one_bigger_batch(way: str, syncs: tuple[bool, ...]) -> None:
     topology = topology_of(2, 2, ORDERS[1])
     model = network(True)
@@ -734,10 +739,11 @@ def check_clipped(got: tuple[list[float], State], tied: bool, replicas: int) -> 
     assert_near(got[1], state)
 
 
-@every_way
-@tied_or_not
-@pytest.mark.parametrize(("pipe", "data", "order"), [(2, 2, ORDERS[0]), (2, 4, ORDERS[1])])
-def test_the_norm_is_that_of_the_unsplit_model(pipe: int, data: int, order: str, tied: bool, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "tied", "shape"), pairwise(list(WAYS), [True, False], [(2, 2, ORDERS[0]), (2, 4, ORDERS[1])])
+)
+def test_the_norm_is_that_of_the_unsplit_model(way: str, tied: bool, shape: tuple[int, int, str]) -> None:
+    pipe, data, order = shape
     topology = topology_of(pipe, data, order)
     for got in on_strict(topology, lambda: clipped(topology, tied, WAYS[way])):
         check_clipped(got, tied, data)
@@ -789,9 +795,9 @@ def poisoning(forward_backward: fxpipe.ForwardBackward, poison: float) -> Iterat
     handle.remove()
 
 
-@every_way
-@pytest.mark.parametrize(("victim", "poison"), [(0, float("nan")), (3, float("inf"))])
-def test_a_bad_number_in_one_ranks_gradient_skips_the_step_on_all(way: str, victim: int, poison: float) -> None:
+@pytest.mark.parametrize(("way", "spoilt"), in_turn(list(WAYS), [(0, float("nan")), (3, float("inf"))]))
+def test_a_bad_number_in_one_ranks_gradient_skips_the_step_on_all(way: str, spoilt: tuple[int, float]) -> None:
+    victim, poison = spoilt
     topology = topology_of(2, 2, ORDERS[0])
     with pytest.warns(RuntimeWarning, match="skipped") as said:
         ranks = on_strict(topology, lambda: poisoned(topology, WAYS[way], victim, poison))

@@ -34,7 +34,7 @@ from fxpipe import StageGraph, Topology
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import settle_foreach, whole_of
 from tests.pool import Pool
-from tests.thinned import pairwise
+from tests.thinned import every, pairwise
 
 WIDTH, ROWS, PARTS, STEPS = 6, 8, 4, 2
 PIPE_TENSOR = [("pipe", 2), ("tensor", 2)]
@@ -303,10 +303,15 @@ def check_equal(results: Sequence[Any], expected: Any) -> None:
 @pytest.mark.parametrize(
     ("axes", "parallelize", "replicas", "last"),
     [
-        (PIPE_TENSOR, tensor_parallel, 1, Ends),
-        (PIPE_TENSOR, norms_too, 1, EndsInSum),
-        (DATA_TENSOR, tensor_parallel, 2, EndsInSum),
-        (DATA_TENSOR, norms_too, 2, Ends),
+        *every(
+            3,
+            [
+                (PIPE_TENSOR, tensor_parallel, 1, Ends),
+                (PIPE_TENSOR, norms_too, 1, EndsInSum),
+                (DATA_TENSOR, tensor_parallel, 2, EndsInSum),
+                (DATA_TENSOR, norms_too, 2, Ends),
+            ],
+        ),
         (DATA_TENSOR, both, 2, EndsInSum),
         (PIPE_DATA, fully_sharded, 2, Ends),
         (PIPE_DATA, parts_sharded, 2, EndsInSum),
@@ -569,7 +574,9 @@ def traced_plain(replicas: int) -> tuple[list[float], list[float], dict[str, Ten
 
 @pytest.mark.parametrize(
     ("axes", "parallelize", "replicas"),
-    [(PIPE_TENSOR, blocks_tensor_parallel, 1), (PIPE_DATA, all_sharded, 2), (PIPE_DATA, blocks_checkpointed, 2)],
+    every(
+        2, [(PIPE_TENSOR, blocks_tensor_parallel, 1), (PIPE_DATA, all_sharded, 2), (PIPE_DATA, blocks_checkpointed, 2)]
+    ),
 )
 def test_a_traced_model_keeps_its_names_its_hooks_and_its_later_captures(
     pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int
@@ -631,7 +638,7 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
 
 
@@ -667,7 +674,7 @@ def llama_trained(axes: list[tuple[str, int]], parallelize: Any) -> tuple[list[f
         llama(),
         topology,
         parallelize=parallelize,
-        boundaries=["model.layers.2"],
+        boundaries=["model.layers.1"],
         microbatches=PARTS,
         example_kwargs=given,
     )

@@ -16,7 +16,7 @@ from fxpipe.trace import NEED_SHAPES
 from tests.harness import Run, assert_run, assert_same, local, reference, replica_of, trained
 from tests.models import CASES, RANDOM, Callables, Case, Inputs
 from tests.pool import Pool
-from tests.thinned import every
+from tests.thinned import ALL, every
 
 STEPS = 2
 every_tracer = pytest.mark.parametrize("tracer", sorted(NEED_SHAPES))
@@ -57,7 +57,7 @@ def test_random_numbers_are_those_of_the_symbolic_tracer(name: str, tracer: str)
 
 
 def train_replica(name: str, tracer: str, zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Three steps and an evaluation on a grid of 2 pipe ranks and 2 replicas; the last batch has another shape."""
+    """Two steps and an evaluation on a grid of 2 pipe ranks and 2 replicas; the last batch has another shape."""
     case, topology = CASES[name], fxpipe.Topology([("pipe", 2), ("data", 2)])
     replica = replica_of(topology)
     example = {key: value.chunk(2)[replica] for key, value in case.batch(rows=8).items()}
@@ -66,12 +66,12 @@ def train_replica(name: str, tracer: str, zero: int) -> tuple[list[Tensor], dict
     )
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.01)
     losses = []
-    for step, rows in enumerate((8, 8, 12)):
+    for step, rows in enumerate((8, 12)):
         batch = {key: value.chunk(2)[replica] for key, value in case.batch(step, rows=rows).items()}
         optimizer.zero_grad()
         losses.append(forward_backward(**batch))
         optimizer.step()
-        forward_backward.evaluate(**batch)
+    forward_backward.evaluate(**batch)
     return losses, forward_backward.state_dict(full=True)
 
 
@@ -85,7 +85,7 @@ def train_replica_with_each(name: str, zero: int, tracers: Sequence[str]) -> lis
         ("tied", 0, ["record"]),
         ("tied", 1, ["export"]),
         ("tied", 2, ["record"]),
-        ("written buffer", 3, ["export", "record"]),
+        ("written buffer", 3, ["export", "record"] if ALL else ["export"]),  # each capture takes a second
     ],
 )
 def test_over_replicas_it_trains_as_with_the_symbolic_tracer(

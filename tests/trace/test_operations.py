@@ -18,6 +18,7 @@ from fxpipe.passes.split import split
 from fxpipe.trace import NEED_SHAPES, TRACERS, Request
 from tests.capturing import run_stages
 from tests.harness import assert_same, gradients_of
+from tests.thinned import in_turn
 
 Operation = Callable[[Tensor, Tensor], Tensor]
 SIZE = 4
@@ -116,8 +117,7 @@ EXPRESSIONS = [
 """Of ``x``, which needs a gradient, and ``y``, which does not."""
 
 
-@every_tracer
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@pytest.mark.parametrize(("expression", "tracer"), in_turn(EXPRESSIONS, sorted(NEED_SHAPES)))
 def test_an_expression(expression: str, tracer: str) -> None:
     scope: dict[str, Any] = {"torch": torch, "F": F}
     assert_captured(eval(f"lambda x, y: {expression}", scope), tracer)
