@@ -199,7 +199,8 @@ class _Builder:
     def _arriving_sizes(self) -> dict[tuple[str, ...], tuple[fx.Node, int]]:
         """Each symbolic size of what other stages send → where to ask for it, so that no input is needed for it."""
         found: dict[tuple[str, ...], tuple[fx.Node, int]] = {}
-        if self.stage in self.whole.program.gathered:  # what arrives there may be of several groups' rows
+        gathered = self.whole.program.gathered.get(self.stage)
+        if gathered is not None and len(gathered.modes) > 1:  # what arrives has other rows by each way
             return found
         for value, uses in self.whole.uses.items():
             arrives = self.stage in {stage for _, stage in uses} - {self.whole.stage_of(value)}

@@ -13,7 +13,7 @@ from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
-from fxpipe.graph.gathering import concatenated, rows_along
+from fxpipe.graph.gathering import RowPlaces, concatenated
 from fxpipe.graph.like import ITEMS
 from fxpipe.options import BatchDim
 from fxpipe.plan.batch import dimension
@@ -50,10 +50,13 @@ class GroupInputs:
     """The inputs of a step's gathered stages.
 
     ``rows``: of each micro-batch. ``is_cut``: whether the micro-batches were cut from one batch, so that what they were
-    given whole is the same.
+    given whole is the same. ``places``: what earlier steps have shown of where values have their rows.
     """
 
-    def __init__(self, transport: Transport, batch_dim: BatchDim, rows: Sequence[int], is_cut: bool) -> None:
+    def __init__(
+        self, transport: Transport, batch_dim: BatchDim, rows: Sequence[int], is_cut: bool, places: RowPlaces
+    ) -> None:
+        self._places = places
         self._transport, self._batch_dim, self._rows, self._is_cut = transport, batch_dim, rows, is_cut
         self._everyone: dict[range, tuple[int, ...]] = {}
 
@@ -80,8 +83,8 @@ class GroupInputs:
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
         flat = [pytree.tree_flatten(part) for part in parts]
         leaves, places, likes = [], [], []
-        for column in zip(*(leaves for leaves, _ in flat), strict=True):
-            place = _place(name, column, rows, along)
+        for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
+            place = self._place(name, number, column, rows, along)
             leaf = column[0] if place is None else concatenated(column, place)
             needs = isinstance(leaf, Tensor) and leaf.requires_grad
             likes.append(Like(leaf.shape, leaf.dtype, leaf.device) if needs else None)
@@ -107,6 +110,25 @@ class GroupInputs:
         if joined.everyone and self._transport.data_size > 1:
             leaf = self._summed(leaf, like, place, joined.everyone)
         return [None] * len(joined.rows) if leaf is None else list(torch.split(leaf, list(joined.rows), place))
+
+    def _place(self, name: str, leaf: int, column: Sequence[Any], rows: Sequence[int], along: int) -> int | None:
+        """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
+        if all(part is None for part in column):
+            return None
+        if not all(isinstance(part, Tensor) and part.dim() for part in column):
+            raise RunError(
+                f"{name} is gathered, and is one number for each micro-batch, which has no rows to be put in a row; "
+                "gather what it is computed from, and compute it behind the boundary, or make it a mean there"
+            )
+        place = self._places.of(name, leaf, column, rows, along)
+        if place is None:
+            shapes = ", ".join(str(list(part.shape)) for part in column)
+            raise RunError(
+                f"{name} is gathered, and has shapes {shapes} for micro-batches of {list(rows)} rows: none in "
+                f"dimension {along}{' or 0' if along else ''}; give it a row for each of the batch in front of the "
+                "boundary"
+            )
+        return place
 
     # over the replicas
 
@@ -153,25 +175,6 @@ def _padded(tensor: Tensor, place: int, rows: int) -> Tensor:
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     return padded
-
-
-def _place(name: str, column: Sequence[Any], rows: Sequence[int], along: int) -> int | None:
-    """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
-    if all(part is None for part in column):
-        return None
-    if not all(isinstance(part, Tensor) and part.dim() for part in column):
-        raise RunError(
-            f"{name} is gathered, and is one number for each micro-batch, which has no rows to be put in a row; gather "
-            "what it is computed from, and compute it behind the boundary, or make it a mean there"
-        )
-    place = rows_along(column, rows, along)
-    if place is None:
-        shapes = ", ".join(str(list(part.shape)) for part in column)
-        raise RunError(
-            f"{name} is gathered, and has shapes {shapes} for micro-batches of {list(rows)} rows: none in dimension "
-            f"{along}{' or 0' if along else ''}; give it a row for each of the batch in front of the boundary"
-        )
-    return place
 
 
 def _check_whole(name: str, column: Sequence[Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,21 +11,29 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
+from fxpipe.graph.gathering import RowPlaces
 from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.options import BatchDim
 from fxpipe.torch_compat import pytree
 
 
-def join(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], batch_dim: BatchDim) -> Any:
+def join(
+    outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], batch_dim: BatchDim, places: RowPlaces
+) -> Any:
     """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
 
-    ``sizes``: the rows of each micro-batch. RunError for an output whose rows are in no dimension that could be meant.
+    ``sizes``: the rows of each micro-batch. ``places``: what earlier calls have shown of where outputs have their rows.
+    RunError for an output whose rows are in no dimension that could be meant.
     """
     along = batch_dim if isinstance(batch_dim, int) else 0
     flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_join_leaf(column, shares, sizes, along) for column in columns], flat[0][1])
+    joined = [
+        _join_leaf(column, shares, partial(_rows_along, places, n, column, sizes, along))
+        for n, column in enumerate(columns)
+    ]
+    return pytree.tree_unflatten(joined, flat[0][1])
 
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
@@ -40,28 +49,28 @@ def from_rank(rank: int, output: Any, transport: Transport, device: torch.device
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), unpack(meta, buffers))
 
 
-def _join_leaf(column: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], along: int) -> Any:
+def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Callable[[], int]) -> Any:
     first = column[0]
     if isinstance(first, Sum):
         return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
     if not isinstance(first, Tensor):
         return first
     if first.dim():
-        return torch.cat(list(column), _rows_along(column, sizes, along))
+        return torch.cat(list(column), rows_along())
     if not first.is_floating_point() and not first.is_complex():
         return torch.stack(list(column)).sum()
     weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
     return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
 
 
-def _rows_along(column: Sequence[Tensor], sizes: Sequence[int], along: int) -> int:
+def _rows_along(places: RowPlaces, leaf: int, column: Sequence[Tensor], sizes: Sequence[int], along: int) -> int:
     """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
 
     Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
     """
-    for place in (along, 0):
-        if all(-t.dim() <= place < t.dim() and t.shape[place] == n for t, n in zip(column, sizes, strict=True)):
-            return place
+    place = places.of("an output", leaf, column, sizes, along)
+    if place is not None:
+        return place
     shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
     if len({tensor.dim() for tensor in column}) > 1:
         raise RunError(

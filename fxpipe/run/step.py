@@ -17,6 +17,7 @@ from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
+from fxpipe.graph.gathering import RowPlaces
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.plan.agreement import Agreed, Agreement, Call
@@ -77,7 +78,7 @@ class Steps:
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
-        self._effects = EffectsOf()
+        self._effects, self._places = EffectsOf(), RowPlaces()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
     # the course of a step
@@ -185,7 +186,7 @@ class Steps:
             self._items.add(agreed.plan.graph, batches, shares),
             shares,
             self._runs(agreed, shares),
-            GroupInputs(self._transport, self._options.batch_dim, agreed.sizes, is_cut),
+            GroupInputs(self._transport, self._options.batch_dim, agreed.sizes, is_cut, self._places),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             training,
             agreed.pattern.autocast,
@@ -245,7 +246,7 @@ class Steps:
             is_of_all = made_by is not None and made_by.modes == {"global"}
             if is_of_all:
                 sizes = tuple(map(sum, zip(*self._transport.gather("data", list(sizes)), strict=True)))
-            joined = join(ordered, shares, sizes, self._options.batch_dim)
+            joined = join(ordered, shares, sizes, self._options.batch_dim, self._places)
             output = over_replicas(self._transport, joined, is_of_all)
         if not everywhere or self._transport.pipe_rank is None:
             return output

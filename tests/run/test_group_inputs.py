@@ -11,6 +11,7 @@ from torch import Tensor
 from fxpipe import RunError, Topology
 from fxpipe.distributed.strict_transport import current_seat, run_strict
 from fxpipe.distributed.transport import LocalTransport
+from fxpipe.graph.gathering import RowPlaces
 from fxpipe.run.group_inputs import SCOPE, GroupInputs
 
 ALL = range(3)
@@ -18,7 +19,7 @@ ROWS = (2, 3, 2)
 
 
 def inputs(batch_dim: Any = 0, rows: Any = ROWS, is_cut: bool = False) -> GroupInputs:
-    return GroupInputs(LocalTransport(), batch_dim, rows, is_cut)
+    return GroupInputs(LocalTransport(), batch_dim, rows, is_cut, RowPlaces())
 
 
 def cut(value: Tensor, along: int = 0) -> list[Tensor]:
@@ -41,6 +42,19 @@ def test_rows_are_in_the_dimension_of_the_inputs_or_else_in_the_first(shape: tup
     joined, how = inputs(batch_dim=1).of_stage("v", cut(value, place), ALL, "batch")
     assert torch.equal(joined, value)
     assert how.places == (place,)
+
+
+def test_rows_that_could_be_in_two_dimensions_are_refused_until_other_sizes_have_shown_them() -> None:
+    places, square, wide = RowPlaces(), torch.randn(8, 4), torch.randn(6, 4)
+
+    def joined(value: Tensor) -> Any:
+        group = GroupInputs(LocalTransport(), 1, (len(value) // 2,) * 2, True, places)
+        return group.of_stage("v", list(value.tensor_split(2)), range(2), "batch")[0]
+
+    with pytest.raises(RunError, match=r"\[4, 4\] for a micro-batch of 4 rows, so that dimensions 1 and 0 could both"):
+        joined(square)
+    assert torch.equal(joined(wide), wide)
+    assert torch.equal(joined(square), square)
 
 
 def test_a_container_keeps_its_form_and_what_needs_no_gradient_gets_none() -> None:
@@ -101,7 +115,7 @@ def over_replicas(rows: list[tuple[int, ...]], along: int, has_gradient: list[bo
     transport = StrictTransport(seat, topology)
     transport.open([], [], {SCOPE: topology.groups("data")})
     mine, sizes = rows[seat.rank], [sum(one) for one in rows]
-    group = GroupInputs(transport, along, mine, True)
+    group = GroupInputs(transport, along, mine, True, RowPlaces())
     own = whole(sum(sizes), along).split(sizes, along)[seat.rank].requires_grad_()
     joined, how = group.of_stage("v", own.split(list(mine), along), range(len(mine)), "global")
     gradient = (1 + seat.rank) * joined.detach() if has_gradient[seat.rank] else None

@@ -142,6 +142,16 @@ def test_what_is_captured_for_shapes_is_captured_for_all_replicas_rows(
     assert_alike(results, on_the_whole_batch(sum(rows)))
 
 
+def test_batches_of_other_rows_are_captured_for_groups_too() -> None:
+    forward_backward = fxpipe.compile(
+        model(Contrastive), Topology([("pipe", 4)]), microbatches=4, tracer="export", example_args=batch(8)
+    )
+    for rows in (9, 8, 5, 14):
+        forward_backward.zero_grad()
+        got = [forward_backward(*batch(rows))], gradients_of(forward_backward.named_parameters())
+        assert_alike([got], on_the_whole_batch(rows))
+
+
 @pytest.mark.parametrize("kind", [InGroups, AsSum, InADict])
 def test_the_loss_of_a_step_is_the_mean_over_groups_weighted_by_their_rows(
     kind: type[nn.Module], request: pytest.FixtureRequest
