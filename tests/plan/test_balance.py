@@ -379,9 +379,9 @@ def test_a_frozen_parameter_takes_its_own_bytes() -> None:
 
 
 def test_a_limit_of_memory_is_kept_at_the_cost_of_time() -> None:
-    free = balanced(Towers(4, 2, factor=4), 3)
+    free = balanced(Towers(8, 4, factor=4), 4)
     most = max(free.peak_bytes)
-    tight = balanced(Towers(4, 2, factor=4), 3, memory_per_rank=0.9 * most)
+    tight = balanced(Towers(8, 4, factor=4), 4, memory_per_rank=0.9 * most)
     assert max(tight.peak_bytes) <= 0.9 * most
     assert tight.makespan >= free.makespan
 
