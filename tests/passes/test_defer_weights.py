@@ -267,8 +267,8 @@ def test_a_hook_that_was_put_on_a_layer_later_is_called_as_often_as_in_a_whole_b
     plain(*batch()).backward()
     _, saved = stage.forward_in_halves(*inputs_of(stage))
     stage.backward(saved, [True])
-    assert saved.later is not None
-    stage.backward.weights(saved.later)
+    assert saved.deferred is not None
+    stage.backward.weights(saved.deferred)
     assert_same(given(model), given(plain))
     assert calls == [1, 1]
 
