@@ -12,10 +12,10 @@ from fxpipe.errors import RunError
 from fxpipe.torch_compat import pytree
 
 
-def rows_along(parts: Sequence[Tensor], rows: Sequence[int], along: int) -> list[int]:
-    """The dimensions in which each part has its own number of rows, of two: that of the inputs, and the first."""
+def rows_along(parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> list[int]:
+    """Those of the inputs' dimensions, ``along``, and of the first, in which each part has its own number of rows."""
     dims = parts[0].dim()
-    candidates = dict.fromkeys(place % dims for place in (along, 0) if -dims <= place < dims)
+    candidates = dict.fromkeys(place % dims for place in (*along, 0) if -dims <= place < dims)
     return [place for place in candidates if all(part.dim() == dims for part in parts) and _are(parts, place, rows)]
 
 
@@ -29,7 +29,9 @@ class RowPlaces:
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, int], int] = {}
 
-    def of(self, name: str, leaf: int, parts: Sequence[Tensor], rows: Sequence[int], along: int) -> int | None:
+    def of(
+        self, name: str, leaf: int, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]
+    ) -> int | None:
         """The dimension of the rows of a leaf of the value ``name``; None where none is. RunError in doubt."""
         fits, key = rows_along(parts, rows, along), (name, leaf, parts[0].dim())
         if len(fits) == 1:

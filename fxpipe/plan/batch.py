@@ -217,6 +217,13 @@ def dimension(batch_dim: BatchDim, name: str) -> int | None:
     return batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
 
 
+def dimensions(batch_dim: BatchDim) -> tuple[int, ...]:
+    """Those that inputs have their rows in: where what is computed from them may have its own."""
+    if isinstance(batch_dim, int):
+        return (batch_dim,)
+    return tuple(sorted({0, *(place for place in batch_dim.values() if place is not None)}))
+
+
 def row_count(description: Description, batch_dim: BatchDim) -> int | None:
     """The number of rows of a batch; None where no input has a batch dimension. RunError where inputs disagree."""
     rows: dict[str, int] = {}

@@ -16,7 +16,7 @@ from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import RowPlaces, concatenated
 from fxpipe.graph.like import ITEMS
 from fxpipe.options import BatchDim
-from fxpipe.plan.batch import dimension
+from fxpipe.plan.batch import dimension, dimensions
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
@@ -77,7 +77,7 @@ class GroupInputs:
 
     def of_stage(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> tuple[Any, Joined]:
         """A value that each micro-batch, or a group as a whole, has sent; and how it was put together."""
-        along = self._batch_dim if isinstance(self._batch_dim, int) else 0
+        along = dimensions(self._batch_dim)
         rows = tuple(self._rows[place] for place in microbatches)
         rows = rows if len(parts) == len(rows) else (sum(rows),)
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
@@ -111,7 +111,9 @@ class GroupInputs:
             leaf = self._summed(leaf, like, place, joined.everyone)
         return [None] * len(joined.rows) if leaf is None else list(torch.split(leaf, list(joined.rows), place))
 
-    def _place(self, name: str, leaf: int, column: Sequence[Any], rows: Sequence[int], along: int) -> int | None:
+    def _place(
+        self, name: str, leaf: int, column: Sequence[Any], rows: Sequence[int], along: Sequence[int]
+    ) -> int | None:
         """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
         if all(part is None for part in column):
             return None
@@ -123,10 +125,10 @@ class GroupInputs:
         place = self._places.of(name, leaf, column, rows, along)
         if place is None:
             shapes = ", ".join(str(list(part.shape)) for part in column)
+            where = " or ".join(map(str, dict.fromkeys([*along, 0])))
             raise RunError(
                 f"{name} is gathered, and has shapes {shapes} for micro-batches of {list(rows)} rows: none in "
-                f"dimension {along}{' or 0' if along else ''}; give it a row for each of the batch in front of the "
-                "boundary"
+                f"dimension {where}; give it a row for each of the batch in front of the boundary"
             )
         return place
 

@@ -15,6 +15,7 @@ from fxpipe.graph.gathering import RowPlaces
 from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.options import BatchDim
+from fxpipe.plan.batch import dimensions
 from fxpipe.torch_compat import pytree
 
 
@@ -26,7 +27,7 @@ def join(
     ``sizes``: the rows of each micro-batch. ``places``: what earlier calls have shown of where outputs have their rows.
     RunError for an output whose rows are in no dimension that could be meant.
     """
-    along = batch_dim if isinstance(batch_dim, int) else 0
+    along = dimensions(batch_dim)
     flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [
@@ -63,7 +64,9 @@ def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Calla
     return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
 
 
-def _rows_along(places: RowPlaces, leaf: int, column: Sequence[Tensor], sizes: Sequence[int], along: int) -> int:
+def _rows_along(
+    places: RowPlaces, leaf: int, column: Sequence[Tensor], sizes: Sequence[int], along: Sequence[int]
+) -> int:
     """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
 
     Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.

@@ -36,22 +36,26 @@ def test_rows_stand_in_a_row_and_the_gradient_is_cut_where_they_were() -> None:
     assert all(map(torch.equal, inputs().cut(how, gradient), cut(gradient)))
 
 
+@pytest.mark.parametrize("batch_dim", [1, {"x": 1}])
 @pytest.mark.parametrize(("shape", "place"), [((5, 7, 3), 1), ((7, 5), 0)])
-def test_rows_are_in_the_dimension_of_the_inputs_or_else_in_the_first(shape: tuple[int, ...], place: int) -> None:
+def test_rows_are_in_a_dimension_of_the_inputs_or_else_in_the_first(
+    shape: tuple[int, ...], place: int, batch_dim: Any
+) -> None:
     value = torch.randn(shape)
-    joined, how = inputs(batch_dim=1).of_stage("v", cut(value, place), ALL, "batch")
+    joined, how = inputs(batch_dim=batch_dim).of_stage("v", cut(value, place), ALL, "batch")
     assert torch.equal(joined, value)
     assert how.places == (place,)
 
 
-def test_rows_that_could_be_in_two_dimensions_are_refused_until_other_sizes_have_shown_them() -> None:
+@pytest.mark.parametrize("batch_dim", [1, {"x": 1, "y": 0}])
+def test_rows_that_could_be_in_two_dimensions_are_refused_until_other_sizes_have_shown_them(batch_dim: Any) -> None:
     places, square, wide = RowPlaces(), torch.randn(8, 4), torch.randn(6, 4)
 
     def joined(value: Tensor) -> Any:
-        group = GroupInputs(LocalTransport(), 1, (len(value) // 2,) * 2, True, places)
+        group = GroupInputs(LocalTransport(), batch_dim, (len(value) // 2,) * 2, True, places)
         return group.of_stage("v", list(value.tensor_split(2)), range(2), "batch")[0]
 
-    with pytest.raises(RunError, match=r"\[4, 4\] for a micro-batch of 4 rows, so that dimensions 1 and 0 could both"):
+    with pytest.raises(RunError, match=r"\[4, 4\] for a micro-batch of 4 rows, so that dimensions . and . could both"):
         joined(square)
     assert torch.equal(joined(wide), wide)
     assert torch.equal(joined(square), square)
