@@ -32,7 +32,7 @@ from fxpipe.plan.batch import (
     with_own,
 )
 from fxpipe.plan.label_count import with_number
-from fxpipe.plan.pattern import Flags, Pattern, flags_of, pattern_of
+from fxpipe.plan.pattern import Flags, Pattern, pattern_of
 from fxpipe.plan.planner import Plan, Planner
 from fxpipe.plan.together import plan_together
 
@@ -67,6 +67,10 @@ class _Offer:
     error: str = ""
 
 
+_NOT_LOOKED_AT = Flags(b"", b"")
+"""Those of a call that is refused before: its error is what all ranks raise."""
+
+
 class _Together(NamedTuple):
     """What a pipe group was told of a call: all offers, the micro-batches put together, or the batch, and its rows."""
 
@@ -89,7 +93,7 @@ class Agreement:
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
-        flags = flags_of(self._planner.module)
+        flags = _NOT_LOOKED_AT
         try:
             flags = self._planner.flags
             self._check_parameters()
