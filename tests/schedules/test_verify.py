@@ -246,22 +246,28 @@ def test_a_whole_backward_before_the_half_that_it_waits_for_is_a_halt() -> None:
     assert "rank 1 waits at 1W0 for 1I0 on rank 1" in message
 
 
+def disturbed(schedule: Schedule, draw: random.Random, most: int, cell: Callable[[], Action]) -> Schedule:
+    """The table with up to so many places changed: an action taken out, put in, or put in place of another."""
+    rows = [list(row) for row in schedule.rows]
+    for _ in range(draw.randint(0, most)):
+        row = draw.choice(rows)
+        place = draw.randint(0, len(row))
+        row[place : place + draw.randint(0, 1)] = [cell() for _ in range(draw.randint(0, 1))]
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
 def test_whatever_is_wrong_with_a_table_is_a_schedule_error_and_it_can_still_be_printed() -> None:
     draw = random.Random(0)
     passed = 0
     for seed in range(300):
         graph = random_bare(seed, most=4, frozen=seed % 3 == 0)
         schedule = graph.build("1f1b", 1 + seed % 3)
-        rows = [list(row) for row in schedule.rows]
-        for _ in range(draw.randint(0, 3)):
-            row = draw.choice(rows)
-            place = draw.randint(0, len(row))
-            row[place : place + draw.randint(0, 1)] = [
-                Action(draw.randint(0, graph.stages), draw.choice(list(Op)), draw.randint(0, schedule.microbatches))
-                for _ in range(draw.randint(0, 1))
-            ]
-        changed = replace(schedule, rows=tuple(map(tuple, rows)))
-        assert str(changed).count("\n") > len(rows)
+
+        def cell(stages: int = graph.stages, microbatches: int = schedule.microbatches) -> Action:
+            return Action(draw.randint(0, stages), draw.choice(list(Op)), draw.randint(0, microbatches))
+
+        changed = disturbed(schedule, draw, 3, cell)
+        assert str(changed).count("\n") > len(schedule.rows)
         if changed.rows == schedule.rows:
             changed.verify()
             passed += 1
@@ -701,16 +707,12 @@ def test_whatever_is_wrong_with_a_table_of_groups_is_a_schedule_error_and_it_can
     passed = 0
     for _ in range(400):
         schedule = joined(draw.choice([JOINED, RECOMPUTED]))
-        rows = [list(row) for row in schedule.rows]
-        for _ in range(draw.randint(0, 2)):
-            row = draw.choice(rows)
-            place = draw.randint(0, len(row))
-            row[place : place + draw.randint(0, 1)] = [
-                Action(draw.randint(0, 5), draw.choice(list(Op)), draw.randint(0, 4), draw.choice([1, 1, 2, 3, 4]))
-                for _ in range(draw.randint(0, 1))
-            ]
-        changed = replace(schedule, rows=tuple(map(tuple, rows)))
-        assert str(changed).count("\n") > len(rows)
+
+        def cell() -> Action:
+            return Action(draw.randint(0, 5), draw.choice(list(Op)), draw.randint(0, 4), draw.choice([1, 1, 2, 3, 4]))
+
+        changed = disturbed(schedule, draw, 2, cell)
+        assert str(changed).count("\n") > len(schedule.rows)
         if changed.rows == schedule.rows:
             changed.verify()
             passed += 1
