@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what export leaves of a region in a graph
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer  # export's
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
 from torch.utils import _pytree as pytree  # trees of containers; documented, and private all the same
@@ -74,6 +75,7 @@ __all__ = [
     "fsdp_set_up",
     "fsdp_state",
     "function_apply",
+    "gradient_edge",
     "guard_on_data",
     "has_hooks",
     "import_dynamo",
@@ -83,9 +85,11 @@ __all__ = [
     "no_function_modes",
     "overload_name",
     "packet_of",
+    "plain_apply",
     "plain_results",
     "pytree",
     "reduce_scatter_single",
+    "run_backward",
     "schema_of",
     "set_grad_enabled",
     "storage_id",
@@ -201,6 +205,28 @@ def function_apply() -> Callable[..., Any]:
     """``torch.autograd.Function.apply``, whose first argument is the class. From 2.14 on it has no ``__func__``."""
     apply = vars(torch.autograd.Function)["apply"]
     return getattr(apply, "__func__", apply)  # type: ignore[no-any-return]
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, called where ``torch.func`` and ``torch.vmap`` have no part: without asking for them."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return, misc]
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """``get_gradient_edge`` of a tensor that needs a gradient, which for most kinds of nodes is soon said."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
+def run_backward(roots: Sequence[GradientEdge], seeds: Sequence[Tensor | None]) -> None:
+    """``torch.autograd.backward``; where each seed is given, without what that looks at in Python before it asks its
+    engine, which compares types and shapes itself."""
+    if any(seed is None for seed in seeds):
+        torch.autograd.backward(roots, seeds)
+    elif roots:
+        _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def is_functorch(tensor: Tensor) -> bool:

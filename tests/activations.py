@@ -6,10 +6,12 @@ A tensor's memory counts once for a stage, whole; parameters, buffers and the ba
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from fxpipe.run.bind import Bound, Call
 from fxpipe.run.executor import Executor
 from fxpipe.run.recompute import Kept
 from fxpipe.schedules.action import Action
@@ -67,7 +70,7 @@ class Held:
 
     def ran(self, executor: Executor) -> None:
         """An action is over: what its stage keeps for a recomputation counts from now on."""
-        for (stage, _), kept in executor._kept.items():
+        for (stage, _), kept in [(half, held.kept) for half, held in executor.held.items() if held.kept is not None]:
             for leaf in pytree.tree_leaves(kept.inputs) if kept not in self._seen else ():
                 if isinstance(leaf, Tensor):
                     self._take(stage, leaf, kept)
@@ -81,18 +84,23 @@ def counted(forward_backward: fxpipe.ForwardBackward, batch: Mapping[str, Any]) 
     tensors = [*forward_backward.module.parameters(), *forward_backward.module.buffers()]
     tensors += [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
     held.left_out = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    execute = Executor.execute
+    run = Bound.run
 
-    def watched(executor: Executor, instruction: Instruction) -> None:
+    def watched(bound: Bound, *args: Any) -> Any:
+        calls = [(one, partial(called, bound, one, call)) for one, call in bound.calls]
+        return run(dataclasses.replace(bound, calls=calls), *args)
+
+    def called(bound: Bound, instruction: Instruction, call: Call) -> None:
         if isinstance(instruction, Compute):
             held._stage = instruction.action.stage
-        execute(executor, instruction)
-        held.ran(executor)
+        call()
+        for executor in bound.executors:
+            held.ran(executor)
         if isinstance(instruction, Compute):
             held.behind[instruction.action] = held.now[held._stage]
 
     with (
-        mock.patch.object(Executor, "execute", watched),
+        mock.patch.object(Bound, "run", watched),
         torch.autograd.graph.saved_tensors_hooks(held.pack, lambda saved: saved.tensor),
     ):
         yield held

@@ -57,8 +57,11 @@ plan/replay: plan/capture_check
 plan/sizes: whole/lengths plan/signatures
 plan/same_stages: plan/signatures whole/absent
 plan/together: whole/refusals
+run/actions: run/bind run/executor run/notes
 run/failing: whole/refusals whole/bugs_refusals
 run/forward_backward: whole/transparency
+run/halves: run/bind run/notes
+run/group_actions: run/bind run/group_inputs
 run/item_numbers: whole/whole_batch
 run/outputs: run/evaluate
 run/random_state: whole/save_load
@@ -67,6 +70,7 @@ run/optimizer_fit: run/loading
 run/save_job: run/saving
 run/save_later: run/saving
 run/rank_state: parameters/meta parameters/materialise
+run/recompute_actions: run/bind run/recompute
 run/replicas: run/evaluate
 run/side_effects: run/recompute
 run/step: whole/transparency run/executor

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -40,6 +40,14 @@ from fxpipe.graph.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, reduce_scatter_single
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
+
+
+class _PairLink(NamedTuple):
+    """A directed pair of ranks of which this is one. ``peer``: the other one, and ``place`` its number in the group."""
+
+    group: dist.ProcessGroup
+    peer: int
+    place: int
 
 
 class _OnItsWay:
@@ -142,7 +150,7 @@ class DistributedTransport:
         self.data_rank = self._ranks["data"].index(self.rank)
         self.data_size = len(self._ranks["data"])
         self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
-        self._links: dict[Pair, dist.ProcessGroup] = {}
+        self._links: dict[Pair, _PairLink] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
         self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
@@ -239,7 +247,8 @@ class DistributedTransport:
             for pipe in self._pipes:
                 group = dist.new_group([pipe[sender], pipe[receiver]], timeout=self._timeout)
                 if self.rank in (pipe[sender], pipe[receiver]):
-                    self._links[sender, receiver] = group
+                    peer = pipe[receiver] if self.rank == pipe[sender] else pipe[sender]
+                    self._links[sender, receiver] = _PairLink(group, peer, dist.get_group_rank(group, peer))
         for owner in owners:
             self._new_scope(owner, [[pipe[rank] for rank in owner] for pipe in self._pipes])
         self._new_scopes(groups)
@@ -254,7 +263,7 @@ class DistributedTransport:
         for work, _ in works:
             work.wait()
 
-    def _link(self, pair: Pair) -> dist.ProcessGroup:
+    def _link(self, pair: Pair) -> _PairLink:
         self._check_open()
         if pair not in self._links:
             raise RunError(f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
@@ -265,16 +274,18 @@ class DistributedTransport:
             raise RunError(self._closed or "torch.distributed was ended by destroy_process_group(); compile again")
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
-        return self._start(dist.isend, buffer, self._ranks["pipe"][pair[1]], self._link(pair))
+        return self._start(buffer, self._link(pair), sends=True)
 
     def receive(self, pair: Pair, buffer: Tensor) -> Work:
-        return self._start(dist.irecv, buffer, self._ranks["pipe"][pair[0]], self._link(pair))
+        return self._start(buffer, self._link(pair), sends=False)
 
-    def _start(self, call: Any, buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Work:
+    def _start(self, buffer: Tensor, link: _PairLink, sends: bool) -> Work:
+        """What ``dist.isend`` and ``irecv`` come to, once it is known that they may be called."""
+        call = link.group.send if sends else link.group.recv
         try:
-            return _OnItsWay(self, call(buffer, peer, group=group), peer, call is dist.isend)
+            return _OnItsWay(self, call([buffer], link.place, 0), link.peer, sends)
         except RuntimeError as error:
-            raise PeerLost(f"a message with {self.watch.named(peer)}", (peer,), error) from None
+            raise PeerLost(f"a message with {self.watch.named(link.peer)}", (link.peer,), error) from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
         group, count = self._member(self._hosts, scope), len(self._ranks[scope])
@@ -416,7 +427,7 @@ class DistributedTransport:
     def _destroy(self, why: str) -> None:
         self._closed = why
         self.watch.put_down(self.number)
-        groups = {*self._links.values(), *self._groups.values(), *self._hosts.values()}
+        groups = {*(link.group for link in self._links.values()), *self._groups.values(), *self._hosts.values()}
         self._links.clear()
         self._groups.clear()
         self._hosts.clear()

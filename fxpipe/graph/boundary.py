@@ -113,14 +113,19 @@ def recording(recorder: Recorder) -> Iterator[None]:
         _recorder, _recording_thread = previous
 
 
-@contextlib.contextmanager
-def running(stage: str) -> Iterator[None]:
+class running:  # a context manager; as a class, for it is around each call of a stage
     """While it is open, code of a stage runs in this thread: what it says to gather would be lost, and is refused."""
-    before, _running.stage = getattr(_running, "stage", None), stage
-    try:
-        yield
-    finally:
-        _running.stage = before
+
+    __slots__ = ("_before", "_stage")
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        self._before, _running.stage = getattr(_running, "stage", None), self._stage
+
+    def __exit__(self, *error: object) -> None:
+        _running.stage = self._before
 
 
 @contextlib.contextmanager

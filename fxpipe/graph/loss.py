@@ -43,7 +43,7 @@ def read_loss(result: Any) -> MicrobatchLoss:
     """Finds the loss in what a model returned; RunError where there is none."""
     metrics: dict[str, Any] = {}
     loss = result
-    if isinstance(result, Mapping):
+    if not isinstance(result, Tensor) and isinstance(result, Mapping):
         if "loss" not in result:
             raise RunError(
                 f"the model returned a dict with {sorted(map(str, result))} and no 'loss'; "

@@ -80,12 +80,14 @@ def leave_modes(stack: contextlib.ExitStack) -> None:
     stack.close()
 
 
-@contextlib.contextmanager
-def modes_restored() -> Iterator[None]:
+class modes_restored:  # a context manager; as a class, for it is around each call of a stage
     """Whatever is entered inside is left afterwards, also where an error comes between."""
-    before = len(_entered.stacks)
-    try:
-        yield
-    finally:
-        while len(_entered.stacks) > before:
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = len(_entered.stacks)
+
+    def __exit__(self, *error: object) -> None:
+        while len(_entered.stacks) > self._before:
             _entered.stacks.pop().close()

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -93,6 +95,49 @@ def _is_sound(meta: TensorMeta) -> bool:
         and type(meta.device) is str
         and meta.nbytes < 2**63
     )
+
+
+class PlainMeta:
+    """A single tensor that travels as it is, without gaps or a second look: what nearly all messages are."""
+
+    __slots__ = ("_as_told", "_device", "_dtype", "_shape", "_shift", "requires_grad")
+
+    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = torch.Size(meta.shape), meta.dtype, device
+        self._shift, self.requires_grad = meta.shift, meta.requires_grad
+        self._as_told = (self._shape, meta.stride, meta.dtype, meta.requires_grad, False)
+
+    @staticmethod
+    def of(meta: Meta, device: torch.device) -> PlainMeta | None:
+        """None for any other value. Both ends decide it alike."""
+        leaf = meta.leaves[0] if meta.spec.is_leaf() and meta.leaves else None
+        if not isinstance(leaf, TensorMeta) or leaf.dtype not in _PLAIN or 0 in leaf.shape:
+            return None
+        sizes = tuple(accumulate(reversed(leaf.shape[1:]), mul, initial=1))[len(leaf.shape) == 0 :]
+        is_contiguous = leaf.stride == sizes[::-1]
+        is_aligned = leaf.shift % leaf.dtype.itemsize == 0
+        return PlainMeta(leaf, device) if is_contiguous and is_aligned and leaf.device == device.type else None
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is like the one that was described."""
+        return (
+            type(value) is Tensor
+            and value.layout is torch.strided
+            and (value.shape, value.stride(), value.dtype, value.requires_grad, value.is_neg()) == self._as_told
+            and value.device == self._device
+        )
+
+    def allocate(self) -> Tensor:
+        """Memory for one that is about to arrive."""
+        if not self._shift:
+            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        ahead = self._shift // self._dtype.itemsize
+        flat = torch.empty(ahead + self._shape.numel(), dtype=self._dtype, device=self._device)
+        return flat[ahead:].view(self._shape)
+
+
+_PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}
+"""Types that every transport takes."""
 
 
 def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:

@@ -2,89 +2,105 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from fxpipe.errors import RunError
 from fxpipe.graph.deferred import Deferred
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import gradient_edge, plain_apply, pytree, run_backward
 
 
-@dataclass
+@dataclass(slots=True)
 class Saved:
     """What a forward leaves for its backward: the arrivals' gradients to be, and where backward begins.
 
-    ``roots``: for each output the autograd edge of each of its tensors, None where one needs no gradient. An edge does
-    not keep the tensor itself: once it has been sent, its memory is free unless autograd saved it.
+    ``arrivals``: for each input what collects its gradient, None where it gets none. ``roots``: for each output the
+    autograd edge of each of its tensors, None where one needs no gradient. An edge does not keep the tensor itself:
+    once it has been sent, its memory is free unless autograd saved it.
     ``deferred``: what its backward leaves for W, where it is the first of two halves.
     """
 
-    arrivals: list[_Arrival]
+    arrivals: list[_Arrival | _Arrivals | None]
     roots: list[list[GradientEdge | None]]
     deferred: Deferred | None = None
+    seed: Tensor | None = None
+    """The gradient of a scalar loss, once it is known."""
 
-    def take_root(self, output: Any) -> None:
-        """Lets backward begin at ``output`` in place of the last output, which it was found in."""
+    def take_root(self, output: Tensor) -> None:
+        """Lets backward begin at ``output``, a scalar, in place of the last output, which it was found in."""
         self.roots[-1] = edges(output)
+        self.seed = torch.ones((), dtype=output.dtype, device=output.device)
 
 
 class _Arrival:
-    """One input of a stage: collects the gradient of each of its tensors, exactly as autograd hands it over."""
+    """One tensor that has come into a stage: collects its gradient, exactly as autograd hands it over."""
 
-    def __init__(self, value: Any) -> None:
-        self._leaves, self._spec = pytree.tree_flatten(value)
-        self.gradients: list[Tensor | None] = [None] * len(self._leaves)
-        self.anchors: list[Tensor] = []
-        """Leaves of autograd's graph at which backward ends."""
+    __slots__ = ("gradient",)
 
-    def enter(self) -> Any:
-        """The value to compute with: cut from where it came from, its gradient collected here. Called once.
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
 
-        From then on the value is kept by whoever uses it, and where autograd saves it, but not here.
-        """
-        leaves, self._leaves = self._leaves, []
-        return pytree.tree_unflatten([self._enter(i, leaf) for i, leaf in enumerate(leaves)], self._spec)
 
-    def _enter(self, index: int, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if not (leaf.requires_grad and torch.is_grad_enabled()):
-            return leaf.detach()
-        anchor = torch.empty(0, requires_grad=True)
-        self.anchors.append(anchor)
-        entered: Tensor = _KeepGradient.apply(anchor, self, index, leaf.detach())  # type: ignore[no-untyped-call]
-        return entered
+class _Arrivals:
+    """The tensors of one input in a container; None for what gets no gradient."""
 
+    __slots__ = ("_arrivals", "_spec")
+
+    def __init__(self, arrivals: list[_Arrival | None], spec: pytree.TreeSpec) -> None:
+        self._arrivals, self._spec = arrivals, spec
+
+    @property
     def gradient(self) -> Any:
-        """The gradient, shaped like the input; None where no tensor of it got any."""
-        if all(gradient is None for gradient in self.gradients):
-            return None
-        return pytree.tree_unflatten(self.gradients, self._spec)
+        """Shaped like the input; None where no tensor of it got any."""
+        gradients = [None if arrival is None else arrival.gradient for arrival in self._arrivals]
+        return None if all(one is None for one in gradients) else pytree.tree_unflatten(gradients, self._spec)
+
+
+def _enter(value: Any) -> tuple[Any, _Arrival | _Arrivals | None]:
+    """An input to compute with, cut from where it came from; and what collects its gradient.
+
+    From then on the value is kept by whoever uses it, and where autograd saves it, but not here.
+    """
+    if isinstance(value, Tensor):
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return value.detach(), None
+        arrival = _Arrival()
+        return _keep_gradient(_ANCHOR, arrival, value.detach()), arrival
+    leaves, spec = pytree.tree_flatten(value)
+    if spec.is_leaf():
+        return value, None
+    entered = [_enter(leaf) if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
+    arrivals = _Arrivals([arrival for _, arrival in entered], spec)  # type: ignore[misc]  # a tensor has no more
+    return pytree.tree_unflatten([leaf for leaf, _ in entered], spec), arrivals
 
 
 class _KeepGradient(torch.autograd.Function):
-    """Identity whose backward keeps the gradient.
+    """Identity whose backward keeps the gradient, and hands none on to the anchor.
 
     A leaf's ``.grad`` would do, but AccumulateGrad copies a gradient into its leaf's strides, and the next kernel
     would no longer be the one that plain PyTorch runs.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, arrival: _Arrival, index: int, value: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, arrival: _Arrival, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.arrival, ctx.index = arrival, index
+        ctx.arrival = arrival
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.arrival.gradients[ctx.index] = gradients[0]
-        return None, None, None, None
+        ctx.arrival.gradient = gradients[0]
+        return None, None, None
+
+
+_keep_gradient = plain_apply(_KeepGradient)
+_ANCHOR = torch.empty(0, device="cpu").requires_grad_()
+"""The leaf of autograd's graph at which the backward of every arrival ends. No gradient ever comes to it."""
 
 
 class Forward:
@@ -112,10 +128,11 @@ class Forward:
     def __call__(self, *inputs: Any) -> tuple[tuple[Any, ...], Saved]:
         if len(inputs) != len(self.names):
             raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
-        arrivals = [_Arrival(value) for value in inputs]
+        arrivals = [_enter(value) for value in inputs]
+        entered = [value for value, _ in arrivals]
         deferred = Deferred() if self.in_halves else None
-        outputs = self._function(*([deferred] if deferred else []), *[arrival.enter() for arrival in arrivals])
-        return outputs, Saved(arrivals, [edges(output) for output in outputs], deferred)
+        outputs = self._function(*entered) if deferred is None else self._function(deferred, *entered)
+        return outputs, Saved([arrival for _, arrival in arrivals], [edges(output) for output in outputs], deferred)
 
     def __str__(self) -> str:
         return f"# forward of stage {self.name}: ({', '.join(self.names)}) -> ({', '.join(self.outputs)})\n{self.code}"
@@ -135,23 +152,27 @@ class Backward:
 
     def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
         roots, seeds = _begin(saved, gradients)
-        with self._telling_of_writes(), saved.deferred.collecting() if saved.deferred else contextlib.nullcontext():
-            if roots:
-                torch.autograd.backward(roots, seeds)
-        return [arrival.gradient() for arrival in saved.arrivals]
+        try:
+            if saved.deferred is not None:
+                with saved.deferred.collecting():
+                    run_backward(roots, seeds)
+            elif roots:
+                run_backward(roots, seeds)
+        except RuntimeError as error:
+            self._tell_of_writes(error)
+            raise
+        return _gradients(saved)
 
     def weights(self, deferred: Deferred) -> None:
         """W: what a backward has left for it, where the forward was one ``in_halves``."""
-        with self._telling_of_writes():
-            deferred.accumulate()
-
-    @contextlib.contextmanager
-    def _telling_of_writes(self) -> Iterator[None]:
         try:
-            yield
+            deferred.accumulate()
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
+            self._tell_of_writes(error)
+            raise
+
+    def _tell_of_writes(self, error: RuntimeError) -> None:
+        if "modified by an inplace operation" in str(error):
             raise RunError(
                 f"the backward of stage {self.name} needs a tensor that was written in place since its forward, as "
                 "a buffer of a submodule is by the forward of the next micro-batch; write it out of place "
@@ -163,11 +184,11 @@ class Backward:
     ) -> tuple[list[Any], list[Tensor | None]]:
         """The same, with the parameters' gradients given back and not accumulated: (input gradients, theirs)."""
         roots, seeds = _begin(saved, gradients)
-        ends = [*parameters, *(anchor for arrival in saved.arrivals for anchor in arrival.anchors)]
+        ends = [*parameters, *([_ANCHOR] if any(arrival is not None for arrival in saved.arrivals) else ())]
         found: Sequence[Tensor | None] = [None] * len(ends)
         if roots and ends:
             found = torch.autograd.grad(roots, ends, seeds, allow_unused=True)
-        return [arrival.gradient() for arrival in saved.arrivals], list(found[: len(parameters)])
+        return _gradients(saved), list(found[: len(parameters)])
 
     def __str__(self) -> str:
         returned = ", ".join(f"d_{name}" for name in self.names)
@@ -181,36 +202,30 @@ class Backward:
     __repr__ = __str__
 
 
+def _gradients(saved: Saved) -> list[Any]:
+    return [None if arrival is None else arrival.gradient for arrival in saved.arrivals]
+
+
 def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], list[Tensor | None]]:
     """Where a stage's backward begins, and with which gradients."""
     roots: list[GradientEdge] = []
     seeds: list[Tensor | None] = []
     # the last user first: where one tensor is several outputs, this is the order in which autograd adds up
-    for output, gradient in reversed(list(zip(saved.roots, gradients, strict=True))):
-        for root, seed in _pairs(output, gradient):
-            roots.append(root)
-            seeds.append(seed)
+    for output, gradient in zip(reversed(saved.roots), reversed(gradients), strict=True):
+        if gradient is None:
+            continue
+        given = [gradient] if gradient is True or isinstance(gradient, Tensor) else pytree.tree_leaves(gradient)
+        for root, seed in zip(output, given, strict=True):
+            if root is not None and seed is not None:
+                roots.append(root)
+                seeds.append(saved.seed if seed is True else seed)
     return roots, seeds
 
 
 def edges(output: Any) -> list[GradientEdge | None]:
     """Where the backward of an output begins: an autograd edge for each of its tensors that needs a gradient."""
-    return [
-        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
-        for leaf in pytree.tree_leaves(output)
-    ]
-
-
-def _pairs(roots: list[GradientEdge | None], gradient: Any) -> list[tuple[GradientEdge, Tensor | None]]:
-    """(root, seed) for each tensor of an output that has a gradient."""
-    if gradient is None:
-        return []
-    seeds = [None] if gradient is True else pytree.tree_leaves(gradient)
-    return [
-        (root, seed)
-        for root, seed in zip(roots, seeds, strict=True)
-        if root is not None and (seed is not None or gradient is True)
-    ]
+    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+    return [gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 
 def shapes_of(value: Any) -> Any:

@@ -32,7 +32,7 @@ from fxpipe.plan.batch import (
     with_own,
 )
 from fxpipe.plan.label_count import with_number
-from fxpipe.plan.pattern import Flags, Pattern, pattern_of
+from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
 from fxpipe.plan.planner import Plan, Planner
 from fxpipe.plan.together import plan_together
 
@@ -121,7 +121,7 @@ class Agreement:
     def _check_parameters(self) -> None:
         """RunError where the model has others than those whose gradients and optimizers are known."""
         module = self._planner.module
-        if not all(id(parameter) in self._parameters for parameter in module.parameters()):
+        if not all(id(parameter) in self._parameters for parameter in parameters_in(modules_of(module))):
             name = next(name for name, one in module.named_parameters() if id(one) not in self._parameters)
             raise RunError(
                 f"the model's {name} is another parameter than when it was compiled, and its gradient would reach no "

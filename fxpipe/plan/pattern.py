@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,31 @@ class Flags:
 
 def flags_of(model: nn.Module, state: int = 0) -> Flags:
     """The flags of a model as it is now."""
+    modules = modules_of(model)
     return Flags(
-        training=bytes(module.training for module in model.modules()),
-        trainable=bytes(parameter.requires_grad for parameter in model.parameters()),
+        training=bytes([module.training for module in modules]),
+        trainable=bytes([parameter.requires_grad for parameter in parameters_in(modules)]),
         state=state,
     )
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """``model.modules()``, in its order, without the names that torch makes for each: every step asks."""
+    found = {id(model): model}
+    waiting = [iter(model._modules.values())]
+    while waiting:
+        module = next(waiting[-1], waiting)
+        if module is waiting:
+            waiting.pop()
+        elif isinstance(module, nn.Module) and id(module) not in found:
+            found[id(module)] = module
+            waiting.append(iter(module._modules.values()))
+    return list(found.values())
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
+    """``model.parameters()`` for the modules of a model, in its order."""
+    return {id(one): one for module in modules for one in module._parameters.values() if one is not None}.values()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Reads:
         self._tables: dict[int, tuple[str, dict[str, Any]]] = {}
         self._states: list[dict[Key, Any]] = [{}]
         self._now = 0
+        self._glance: _Glance | None = None
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[set[Key]]:
@@ -64,6 +66,7 @@ class Reads:
         follows = {id(vars(part)) for module in live for part in module.modules()}
         wanted = [key for key in noted if key[0] in self._tables and key[0] not in follows]
         self._states[self._now] |= {key: self._value(key) for key in wanted}
+        self._glance = None
 
     def begin(self) -> None:
         """The model is as captures shall find it: what compile itself has changed is no change."""
@@ -71,8 +74,12 @@ class Reads:
 
     def state(self) -> int:
         """The number of the state that the model is in; RunError where it has been in too many."""
-        changed = self._changed(self._states[self._now])
+        state = self._states[self._now]
+        if self._glance is not None and self._glance.state is state and self._glance.finds_nothing():
+            return self._now
+        changed = self._changed(state)
         if changed is None:
+            self._glance = _Glance(state, self._tables)
             return self._now
         known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
         number = next(known, len(self._states))
@@ -101,6 +108,50 @@ class Reads:
 
     def _value(self, key: Key) -> Any:
         return _contents(self._held(key))
+
+
+class _Glance:
+    """Whether all is as it is now, where a state has just been found to be the present one: in a few calls for each
+    module, since every step asks. It may find something where nothing that matters has changed.
+    """
+
+    def __init__(self, state: dict[Key, Any], tables: dict[int, tuple[str, dict[str, Any]]]) -> None:
+        self.state = state
+        names_of: dict[int, list[str]] = {}
+        for place, name in state:
+            names_of.setdefault(place, []).append(name)
+        self._held: list[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]] = []
+        self._absent: list[tuple[dict[str, Any], frozenset[str]]] = []
+        told: dict[int, Any] = {}  # what may be changed in place, each once
+        for place, names in names_of.items():
+            table = tables[place][1]
+            modules = table["_modules"]
+            own, parts = ([name for name in names if name in home] for home in (table, modules))
+            self._absent += [
+                (table, frozenset(names).difference(own)),
+                (modules, frozenset(names).difference(own, parts)),
+            ]
+            for home, there in ((table, [*own, "_modules"]), (modules, [name for name in parts if name not in own])):
+                if there:
+                    held = tuple(home[name] for name in there)
+                    self._held.append((home, itemgetter(*there, there[0]), (*held, held[0])))
+                    told |= {id(value): value for value in held if value is not modules}
+        contents = [(value, _contents(value)) for value in told.values()]
+        mutable = [(value, inside) for value, inside in contents if inside is not value]
+        self._empty = [value for value, inside in mutable if isinstance(value, _CONTAINERS) and not value]
+        self._filled = [(value, inside) for value, inside in mutable if not isinstance(value, _CONTAINERS) or value]
+
+    def finds_nothing(self) -> bool:
+        try:
+            held = all(all(map(is_, getter(table), values)) for table, getter, values in self._held)
+        except KeyError:  # one is no longer there
+            return False
+        return (
+            held
+            and all(absent.isdisjoint(table) for table, absent in self._absent)
+            and not any(self._empty)
+            and all(_alike(inside, _contents(value)) for value, inside in self._filled)
+        )
 
 
 def _contents(value: Any, depth: int = 0) -> Any:

@@ -14,31 +14,38 @@ import torch
 from torch import Tensor
 
 from fxpipe.distributed.collective import Work
-from fxpipe.distributed.transport import Transport, member
+from fxpipe.distributed.transport import Pair, Transport, member
 from fxpipe.errors import RunError
-from fxpipe.graph.packing import Meta, TensorMeta, allocate, pack, unpack
+from fxpipe.graph.packing import Meta, PlainMeta, TensorMeta, allocate, pack, unpack
 from fxpipe.graph.plain_data import check_length, decode, encode
 from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import bytes_of
 
 
+class Port(Protocol):
+    """One message's way, in every step of a kind of batch."""
+
+    def post(self) -> None:
+        """Posts a receive; does not wait."""
+
+    def take(self) -> Any:
+        """The message's value, once it is here."""
+
+    def send(self, value: Any) -> None:
+        """Starts a send; does not wait."""
+
+    def release(self) -> None:
+        """Frees the buffer of a send that is known to have been received."""
+
+
 class Exchange(Protocol):
     """Where a rank's instructions send, post and take messages."""
 
-    def begin(self, kind: Hashable) -> None:
-        """A step with this kind of batch begins."""
+    def port(self, kind: Hashable, message: Message) -> Port:
+        """A message's in steps of a kind of batch, the same object in all of them."""
 
-    def post(self, message: Message) -> None:
-        """Posts a receive; does not wait."""
-
-    def take(self, message: Message) -> Any:
-        """The message's value, once it is here."""
-
-    def send(self, message: Message, value: Any) -> None:
-        """Starts a send; does not wait."""
-
-    def release(self, message: Message) -> None:
-        """Frees the buffer of a send that is known to have been received."""
+    def begin(self) -> None:
+        """A step begins."""
 
     def finish(self) -> None:
         """Waits for what is still under way, at the end of a step."""
@@ -51,130 +58,176 @@ class Mailbox:
     """The exchange of a process that plays all ranks: values are handed over as they are."""
 
     def __init__(self) -> None:
-        self._values: dict[Message, Any] = {}
+        self._boxes: dict[tuple[Hashable, Message], _Letterbox] = {}
 
-    def begin(self, kind: Hashable) -> None:
-        self._values.clear()
+    def port(self, kind: Hashable, message: Message) -> _Letterbox:
+        return self._boxes.setdefault((kind, message), _Letterbox(message))
 
-    def post(self, message: Message) -> None:
+    def begin(self) -> None:
+        for box in self._boxes.values():
+            box.value = _NOTHING
+
+    finish = drop = begin
+
+
+_NOTHING = object()
+
+
+class _Letterbox:
+    """One message's place in a mailbox."""
+
+    __slots__ = ("message", "value")
+
+    def __init__(self, message: Message) -> None:
+        self.message, self.value = message, _NOTHING
+
+    def post(self) -> None:
         pass
 
-    def take(self, message: Message) -> Any:
-        return self._values.pop(message)
+    def take(self) -> Any:
+        value, self.value = self.value, _NOTHING
+        if value is _NOTHING:
+            raise KeyError(self.message)
+        return value
 
-    def send(self, message: Message, value: Any) -> None:
-        self._values[message] = value
+    def send(self, value: Any) -> None:
+        self.value = value
 
-    def release(self, message: Message) -> None:
+    def release(self) -> None:
         pass
 
-    def finish(self) -> None:
-        self._values.clear()
 
-    drop = finish
+_Under = list[tuple[Work, Tensor]]
+"""Buffers that are under way."""
 
 
 class WireExchange:
     """The exchange of one rank among others. ``device``: where the transport's buffers live."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
-        self._transport = transport
-        self._device = device
-        self._known: dict[tuple[Hashable, Message], Meta] = {}
-        self._kind: Hashable = None
-        self.drop()
+        self.transport, self.device = transport, device
+        self._ports: dict[tuple[Hashable, Message], _Wire] = {}
+        self._undescribed: dict[Pair, deque[_Wire]] = {}
+        self.sending: dict[_Wire, _Under] = {}
+        self.arriving: dict[_Wire, _Under] = {}
+        self.headers: _Under = []
+
+    def port(self, kind: Hashable, message: Message) -> _Wire:
+        port = self._ports.get((kind, message))
+        if port is None:
+            waiting = self._undescribed.setdefault((message.sender, message.receiver), deque())
+            port = self._ports[kind, message] = _Wire(self, message, waiting)
+        return port
 
     def drop(self) -> None:
-        self._sending: dict[Message, list[tuple[Work, Tensor]]] = {}
-        self._headers: list[tuple[Work, Tensor]] = []
-        self._arriving: dict[Message, tuple[Meta, list[tuple[Work, Tensor]]]] = {}
-        self._undescribed: dict[tuple[int, int], deque[Message]] = {}
+        self.sending.clear()
+        self.arriving.clear()
+        self.headers.clear()
+        for waiting in self._undescribed.values():
+            waiting.clear()
 
-    def begin(self, kind: Hashable) -> None:
-        self._kind = kind
-        self.drop()
-
-    # sending
-
-    def send(self, message: Message, value: Any) -> None:
-        known = self._known.get((self._kind, message))
-        meta, buffers = pack(value, known)
-        if known is None:
-            self._send_header(message, meta)
-            self._known[self._kind, message] = meta
-        elif known != meta:
-            raise RunError(
-                f"{message} is {_describe(meta)}, but for this kind of batch it was {_describe(known)}; what passes "
-                "between stages may depend on the shape of a batch, not on its values"
-            )
-        self._sending[message] = [self._start(message, buffer.to(self._device)) for buffer in buffers]
-
-    def _start(self, message: Message, buffer: Tensor) -> tuple[Work, Tensor]:
-        return self._transport.send((message.sender, message.receiver), buffer), buffer
-
-    def _send_header(self, message: Message, meta: Meta) -> None:
-        try:
-            described = encode(meta.tree)
-        except RunError as error:
-            raise RunError(f"{message} is {_describe(meta)}: {error}") from None
-        body = torch.frombuffer(bytearray(described), dtype=torch.uint8)
-        length = torch.tensor([body.numel()], device="cpu").view(torch.uint8)
-        self._headers += [self._start(message, part.to(self._device)) for part in (length, body)]
-
-    def release(self, message: Message) -> None:
-        for work, _ in self._sending.pop(message, ()):
-            work.wait()
-
-    # receiving
-
-    def post(self, message: Message) -> None:
-        """Posts ahead, unless what comes, or something in front of it, is not described yet."""
-        waiting = self._undescribed.setdefault((message.sender, message.receiver), deque())
-        known = self._known.get((self._kind, message))
-        if waiting or known is None:
-            waiting.append(message)
-        else:
-            self._post(message, known)
-
-    def _post(self, message: Message, meta: Meta) -> None:
-        buffers = allocate(meta, self._device)
-        self._arriving[message] = meta, [(self._receive(message, buffer), buffer) for buffer in buffers]
-
-    def _receive(self, message: Message, buffer: Tensor) -> Work:
-        return self._transport.receive((message.sender, message.receiver), buffer)
-
-    def take(self, message: Message) -> Any:
-        waiting = self._undescribed.get((message.sender, message.receiver), deque())
-        while message in waiting:  # in the sender's order, for that is how they come
-            first = waiting.popleft()
-            known = self._known.get((self._kind, first))
-            self._post(first, known if known is not None else self._receive_header(first))
-        meta, works = self._arriving.pop(message)
-        for work, _ in works:
-            work.wait()
-        return unpack(meta, [buffer for _, buffer in works])
-
-    def _receive_header(self, message: Message) -> Meta:
-        length = torch.empty(8, dtype=torch.uint8, device=self._device)
-        self._receive(message, length).wait()
-        sender = member(self._transport, "pipe", message.sender)
-        size = check_length(int(length.cpu().view(torch.int64)), sender)
-        body = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._receive(message, body).wait()
-        meta = Meta.of(decode(bytes_of(body.cpu()), sender), sender)
-        self._known[self._kind, message] = meta
-        return meta
+    begin = drop
 
     def finish(self) -> None:
         for waiting in self._undescribed.values():
             while waiting:
-                self.take(waiting[0])
-        for message in list(self._arriving):
-            self.take(message)
-        for works in [*self._sending.values(), self._headers]:
+                waiting[0].take()
+        for port in list(self.arriving):
+            port.take()
+        for works in [*self.sending.values(), self.headers]:
             for work, _ in works:
                 work.wait()
         self.drop()
+
+
+class _Wire:
+    """One message's way between two ranks. ``waiting``: of this pair, what is to be received but not described yet, and
+    what comes behind that."""
+
+    def __init__(self, exchange: WireExchange, message: Message, waiting: deque[_Wire]) -> None:
+        self._exchange, self._message, self._waiting = exchange, message, waiting
+        self._pair = message.sender, message.receiver
+        self._meta: Meta | None = None
+        self._like: PlainMeta | None = None  # of a single plain tensor, which travels as it is
+
+    def _describe(self, meta: Meta) -> None:
+        self._meta, self._like = meta, PlainMeta.of(meta, self._exchange.device)
+
+    # sending
+
+    def send(self, value: Any) -> None:
+        like = self._like
+        if like is not None and like.fits(value):
+            self._exchange.sending[self] = [self._start(value.detach())]
+            return
+        known = self._meta
+        meta, buffers = pack(value, known)
+        if known is None:
+            self._send_header(meta)
+            self._describe(meta)
+        elif known != meta:
+            raise RunError(
+                f"{self._message} is {_describe(meta)}, but for this kind of batch it was {_describe(known)}; what "
+                "passes between stages may depend on the shape of a batch, not on its values"
+            )
+        if self._like is not None:
+            buffers = [value.detach().resolve_neg()]
+        self._exchange.sending[self] = [self._start(buffer.to(self._exchange.device)) for buffer in buffers]
+
+    def _start(self, buffer: Tensor) -> tuple[Work, Tensor]:
+        return self._exchange.transport.send(self._pair, buffer), buffer
+
+    def _send_header(self, meta: Meta) -> None:
+        try:
+            described = encode(meta.tree)
+        except RunError as error:
+            raise RunError(f"{self._message} is {_describe(meta)}: {error}") from None
+        body = torch.frombuffer(bytearray(described), dtype=torch.uint8)
+        length = torch.tensor([body.numel()], device="cpu").view(torch.uint8)
+        self._exchange.headers += [self._start(part.to(self._exchange.device)) for part in (length, body)]
+
+    def release(self) -> None:
+        for work, _ in self._exchange.sending.pop(self, ()):
+            work.wait()
+
+    # receiving
+
+    def post(self) -> None:
+        """Posts ahead, unless what comes, or something in front of it, is not described yet."""
+        if self._waiting or self._meta is None:
+            self._waiting.append(self)
+        else:
+            self._post(self._meta)
+
+    def _post(self, meta: Meta) -> None:
+        buffers = allocate(meta, self._exchange.device) if self._like is None else [self._like.allocate()]
+        self._exchange.arriving[self] = [(self._receive(buffer), buffer) for buffer in buffers]
+
+    def _receive(self, buffer: Tensor) -> Work:
+        return self._exchange.transport.receive(self._pair, buffer)
+
+    def take(self) -> Any:
+        while self._waiting and self in self._waiting:  # in the sender's order, for that is how they come
+            first = self._waiting.popleft()
+            first._post(first._meta or first._receive_header())
+        works = self._exchange.arriving.pop(self)
+        for work, _ in works:
+            work.wait()
+        assert self._meta is not None
+        if self._like is not None:
+            return works[0][1].requires_grad_(self._like.requires_grad)
+        return unpack(self._meta, [buffer for _, buffer in works])
+
+    def _receive_header(self) -> Meta:
+        length = torch.empty(8, dtype=torch.uint8, device=self._exchange.device)
+        self._receive(length).wait()
+        sender = member(self._exchange.transport, "pipe", self._message.sender)
+        size = check_length(int(length.cpu().view(torch.int64)), sender)
+        body = torch.empty(size, dtype=torch.uint8, device=self._exchange.device)
+        self._receive(body).wait()
+        meta = Meta.of(decode(bytes_of(body.cpu()), sender), sender)
+        self._describe(meta)
+        return meta
 
 
 def _describe(meta: Meta) -> str:

@@ -1,9 +1,12 @@
-"""Executor: the instructions of one pipe rank. The only state of a step, thrown away at its end."""
+"""Executor: what one pipe rank holds while it runs its row of a table, bound for one kind of batch: see ``bind``.
+
+What a step leaves in it is let go of at the step's end.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,303 +15,200 @@ import torch
 
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.whereabouts import here
-from fxpipe.errors import RunError, noted
 from fxpipe.graph.deferred import Deferred
-from fxpipe.graph.gathering import added
-from fxpipe.graph.loss import StepLoss, read_loss, root_of
-from fxpipe.graph.modes import Autocast, within
-from fxpipe.graph.stage_calls import Forward, Saved
-from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, bytes_in
+from fxpipe.graph.loss import StepLoss
+from fxpipe.graph.modes import Autocast
+from fxpipe.graph.stage_calls import Saved
+from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.kinds import shown
-from fxpipe.run.exchange import Exchange
+from fxpipe.plan.planner import Plan
+from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.finite import Extremes
 from fxpipe.run.group_inputs import GroupInputs, Joined
-from fxpipe.run.recompute import Kept, without_graph
+from fxpipe.run.recompute import Kept
 from fxpipe.run.side_effects import EffectsOf
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Half
-from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
-from fxpipe.seeds import seeded
+from fxpipe.schedules.lower import Message
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.torch_compat import pytree
+
+Take = Callable[[], Any]
+"""Gives what an action needs of others, once; waits for it where it is on its way."""
 
 
 @dataclass(frozen=True)
 class StepInput:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
-    micro-batch's part of the step's weight, or that of its group, where the loss is of a group. ``runs``: which of them
-    get a backward: those whose share is not 0, here or, where a stage sees their rows, on another replica.
+    micro-batch's part of the step's weight, or that of its group, where the loss is of a group.
     ``groups``: what makes the inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first) → seed.
-    ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward is inside.
     ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite. ``proves``: whether
-    it is looked at that what is recomputed is what was computed."""
+    it is looked at that what is recomputed is what was computed, and how large values are."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
-    runs: Sequence[bool]
     groups: GroupInputs
     seed: Callable[[int, int], int]
-    training: bool
-    autocast: tuple[Autocast, ...] = ()
     number: int = 0
     extremes: Extremes | None = None
     proves: bool = False
 
 
 @dataclass
-class Executor:
-    """Executes one rank's instructions for one step."""
+class Made:
+    """What one rank makes in a step."""
 
-    graphs: Sequence[StageGraph]
-    """The stages, as they run each micro-batch."""
     rank: int
-    exchange: Exchange
-    device: torch.device
-    step: StepInput
-    parameters: Gradients
-    """What has to know when this rank uses its parameters."""
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    halves: Collection[Half] = ()
-    """The backwards that the table has as I and W."""
-    recomputed: Collection[Half] = ()
-    """(stage, micro-batch) whose forward keeps no graph, for an R to make it."""
-    effects: EffectsOf = field(default_factory=EffectsOf)
+    stopwatch: Stopwatch
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
     bytes_of: dict[Edge, int] = field(default_factory=dict)
+    """What its edges carry, where that is looked at."""
+
+
+@dataclass(frozen=True)
+class BatchKind:
+    """What rows are bound for: all that the steps of a kind of batch have in common.
+
+    ``plan``: theirs. ``number``: the kind's. ``runs``: which micro-batches get a backward: those whose share is not 0,
+    here or, where a stage sees their rows, on another replica. ``autocast``: what is on around the call; each stage's
+    forward has a region of its own, no backward is inside.
+    """
+
+    plan: Plan
+    number: int
+    runs: tuple[bool, ...]
+    training: bool
+    autocast: tuple[Autocast, ...] = ()
+
+
+@dataclass(slots=True)
+class Held:
+    """What a stage's actions of one micro-batch, or of a group, leave for those behind them."""
+
+    saved: Saved | None = None
+    """What a forward leaves for its backward."""
+    joined: list[Joined | None] | None = None
+    """How a group's inputs were put together."""
+    kept: Kept | None = None
+    """What is still to be recomputed."""
+    later: Deferred | None = None
+    """What I has left for W."""
+
+
+@dataclass(eq=False)
+class Executor:
+    """One rank's part of the steps of a kind of batch."""
+
+    kind: BatchKind
+    rank: int
+    exchange: Exchange
+    device: torch.device
+    parameters: Gradients
+    """What has to know when this rank uses its parameters."""
+    effects: EffectsOf
+    step: StepInput = field(init=False)
+    """While one runs; ``made`` and ``stopwatch``, too."""
+    made: Made = field(init=False)
+    stopwatch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.graph = self.graphs[0]
+        self.graph, self.table = self.kind.plan.graph, self.kind.plan.schedule.dependencies
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
-        self._values: dict[tuple[int, Op, int], Any] = {}  # (edge, F or B, micro-batch): made here, not used yet
-        self._saved: dict[Half, Saved] = {}
-        self._joined: dict[Half, list[Joined | None]] = {}  # how a group's inputs were put together
-        self._kept: dict[Half, Kept] = {}  # what is still to be recomputed
-        self._later: dict[Half, Deferred] = {}  # what I has left for W
-        self._skipped = False  # whether the last action was not run, and so took no message
-        self._grad = torch.enable_grad if self.step.training else torch.no_grad
+        self.slots: list[Any] = []
+        """What was made here and not used yet."""
+        self._slot_of: dict[tuple[Edge, Op, int], int] = {}
+        self.held: dict[Half, Held] = {}
 
-    def execute(self, instruction: Instruction) -> None:
-        """Runs one instruction; waits only where a compute lacks its input."""
-        match instruction:
-            case Compute(action):
-                self._skipped = not self._runs(action.op, action.microbatch)
-                here.at(action)
-                self._compute(action)
-            case Release(message):  # it stands behind the action whose message tells that this one was received
-                if not self._skipped:  # otherwise a later action's message may tell, or the step's end waits for it
-                    self.exchange.release(message)
-            case Receive(message) if self._runs(message.op, message.microbatch):
-                self.exchange.post(message)
-            case Send(message) if self._runs(message.op, message.microbatch):
-                self.exchange.send(message, self._values.pop((message.edge, message.op, message.microbatch)))
-            case _:
-                pass  # a message about a micro-batch without weight, or a reduction, for which the step must be over
+    def begin(self, step: StepInput, stopwatch: Stopwatch) -> None:
+        self.step, self.stopwatch, self.made = step, stopwatch, Made(self.rank, stopwatch)
 
-    def _compute(self, action: Action) -> None:
-        if action.op is Op.F:
-            self.parameters.settle(action.stage)
-            self._forward(action)
-        elif action.op is Op.R:
-            self.parameters.settle(action.stage)
-            if not self._skipped:
-                self._recompute(action)
-        elif action.op is Op.I:
-            if not self._skipped:
-                self._backward(action)
-        else:
-            self.parameters.before(action)
-            if not self._skipped:
-                self._weights(action) if action.op is Op.W else self._backward(action)
-            self.parameters.after(action)
+    def end(self) -> Made:
+        """A step has run; what it was given and has made is the caller's alone."""
+        made = self.made
+        del self.step, self.stopwatch, self.made
+        return made
 
-    def _runs(self, op: Op, microbatch: int) -> bool:
-        return op is Op.F or self.step.runs[microbatch]
+    def drop(self) -> None:
+        """A step has failed: lets go of all that it was given and had made."""
+        self.end()
+        self.slots[:] = [NOT_MADE] * len(self.slots)
+        for held in self.held.values():
+            held.saved = held.joined = held.kept = held.later = None
 
-    def _stage(self, action: Action) -> Stage:
-        return self.graphs[action.microbatch].stages[action.stage]
+    # what actions are bound to
 
-    def _forward(self, action: Action) -> None:
-        stage, microbatch = self._stage(action), action.microbatch
-        self.stopwatch.mark()
-        arrived = self._arrived(action, stage)
-        self.stopwatch.mark()
-        inputs = [parts[0] for parts in arrived]
-        if stage.gathered is not None:
-            with self._telling(action, stage, inputs):
-                inputs = self._joined_inputs(action, stage, arrived)
-        kept = self._to_keep(stage, microbatch, inputs)
-        run = partial(self._run, action, stage, inputs)
-        outputs, saved = run() if kept is None else kept.first(run)
-        if (extremes := self._extremes(microbatch)) is not None:
-            extremes.add_outputs(stage.index, microbatch, outputs[: len(stage.outputs)])
-        if kept is not None:
-            with self._telling(action, stage):
-                kept.first_is_over(outputs)
-            self._kept[stage.index, microbatch] = kept
-            outputs = without_graph(outputs)
-        elif self.step.training and stage.has_backward and self._runs(Op.B, microbatch):
-            self._saved[stage.index, microbatch] = saved
-        self.stopwatch.end(action)
-        for edge, value in zip(stage.outputs, outputs, strict=False):  # the result is no edge's
-            self._values[self._index[edge], Op.F, microbatch] = value
-            if edge not in self.bytes_of:
-                self.bytes_of[edge] = bytes_in(value)
+    def stage(self, action: Action) -> Stage:
+        return self.kind.plan.graphs[action.microbatch].stages[action.stage]
 
-    def _arrived(self, action: Action, stage: Stage) -> list[list[Any]]:
-        """Each input as it came: from each micro-batch, or, where a group made it, as one."""
-        found: dict[str | Edge, list[Any]] = {}
-        for entry in stage.inputs:
-            if isinstance(entry, str):
-                found[entry] = [self.step.batches[place][entry] for place in action.microbatches]
-            elif entry not in found:  # it may come in two ways, "batch" and "global"
-                maker = self.graph.placement[entry.source]
-                found[entry] = [self._take(entry, Op.F, place, maker) for place in self._places(action, entry)]
-        return [found[entry] for entry in stage.inputs]
+    def runs(self, op: Op, microbatch: int) -> bool:
+        return op is Op.F or self.kind.runs[microbatch]
 
-    def _places(self, action: Action, edge: Edge) -> Sequence[int]:
+    def has_backward(self, action: Action) -> bool:
+        """Whether what an action makes is for a backward."""
+        return self.kind.training and self.stage(action).has_backward and self.runs(Op.B, action.microbatch)
+
+    def held_by(self, action: Action) -> Held:
+        return self.held.setdefault((action.stage, action.microbatch), Held())
+
+    def places(self, action: Action, edge: Edge) -> Sequence[int]:
         """The micro-batches that an edge's values and gradients are numbered by, of those of an action."""
         return action.microbatches[:1] if self.graph.stages[edge.source].gathered else action.microbatches
 
-    def _joined_inputs(self, action: Action, stage: Stage, arrived: Sequence[list[Any]]) -> list[Any]:
-        """The inputs of a group."""
-        inputs, joined = list[Any](), list[Joined | None]()
-        for entry, mode, parts in zip(stage.inputs, stage.ways, arrived, strict=True):
-            how = None
-            if isinstance(entry, str):
-                value = self.step.groups.of_batch(entry, parts, action.microbatches, mode)
-            elif mode is None:
-                (value,) = parts
-            else:
-                name = f"{entry.value} of stage {self.graph.names[entry.source]!r}"
-                value, how = self.step.groups.of_stage(name, parts, action.microbatches, mode)
-            inputs.append(value)
-            joined.append(how)
-        if self.step.training and stage.has_backward and self._runs(Op.B, action.microbatch):
-            self._joined[stage.index, action.microbatch] = joined
-        return inputs
+    def slot(self, edge: Edge, op: Op, microbatch: int) -> int:
+        """Where a value, or where ``op`` is B its gradient, lies from when it is made until it is used or sent."""
+        slot = self._slot_of.setdefault((edge, op, microbatch), len(self.slots))
+        if slot == len(self.slots):
+            self.slots.append(NOT_MADE)
+        return slot
 
-    def _to_keep(self, stage: Stage, microbatch: int, inputs: Sequence[Any]) -> Kept | None:
-        """What is kept of a forward that will be recomputed; None for one that keeps its graph, or has no backward."""
-        is_recomputed = (stage.index, microbatch) in self.recomputed and self._runs(Op.B, microbatch)
-        if not (self.step.training and is_recomputed):
-            return None
-        return Kept(stage, inputs, self.effects, self.device, self.step.proves)
+    def port(self, message: Message) -> Port:
+        return self.exchange.port(self.kind.number, message)
 
-    def _run(self, action: Action, stage: Stage, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Saved]:
-        """A stage's forward, its loss counted."""
-        with self._running(action, stage, inputs):
-            outputs, saved = self._call(action, stage)(*inputs)
-            if stage.returns_result:
-                self._keep_result(stage, action.microbatch, outputs[-1], saved)
-        return outputs, saved
+    def take_input(self, name: str, microbatch: int) -> Take:
+        return lambda: self.step.batches[microbatch][name]
 
-    def _call(self, action: Action, stage: Stage) -> Forward:
-        """The forward whose backward is whole, or in two halves."""
-        halved = self.step.training and (action.stage, action.microbatch) in self.halves
-        return stage.forward_in_halves if halved else stage.forward
-
-    @contextlib.contextmanager
-    def _running(self, action: Action, stage: Stage, inputs: Sequence[Any]) -> Iterator[None]:
-        """Around a stage's forward: its random numbers, its own region of autocast, gradients where they are wanted."""
-        random = (
-            seeded(self.step.seed(stage.index, action.microbatch), self.device)
-            if stage.draws_random
-            else contextlib.nullcontext()
-        )
-        with self._telling(action, stage, inputs), self._grad(), within(self.step.autocast), random:
-            yield
-
-    def _recompute(self, action: Action) -> None:
-        """The forward again, for its graph alone: nothing is sent, counted or written."""
-        stage, microbatch = self._stage(action), action.microbatch
-        self.stopwatch.mark()
-        self.stopwatch.mark()
-        kept = self._kept.pop((stage.index, microbatch))
-        with kept.again(), self._running(action, stage, kept.inputs):
-            outputs, saved = self._call(action, stage)(*kept.inputs)
-            if stage.returns_result:
-                saved.take_root(root_of(read_loss(outputs[-1]), self.step.shares[microbatch]))
-        with self._telling(action, stage):
-            kept.second_is_over(outputs)
-        self._saved[stage.index, microbatch] = saved
-        self.stopwatch.end(action)
-
-    def _telling(
-        self, action: Action, stage: Stage, inputs: Sequence[Any] = ()
-    ) -> contextlib.AbstractContextManager[None]:
-        """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
-        what = _WORDS.get(action.op, "backward")
-        step = f"step {self.step.number}" if self.step.training else "in evaluate"
-        return noted(
-            lambda: (
-                f"in the {what} of stage {stage.index} `{stage.name}`, {_named(action)}, {step}"
-                + "".join(f"\n  {name}: {_told(value)}" for name, value in zip(stage.input_names, inputs, strict=False))
-            )
-        )
-
-    def _extremes(self, microbatch: int) -> Extremes | None:
-        """What looks at a micro-batch; of one without weight nothing counts."""
-        return self.step.extremes if self.step.shares[microbatch] else None
-
-    def _keep_result(self, stage: Stage, microbatch: int, result: Any, saved: Saved) -> None:
-        if not self.step.training:
-            self.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-            return
-        part = read_loss(result)
-        if stage.has_backward and self._runs(Op.B, microbatch) and not part.value.requires_grad:
-            raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
-        if (extremes := self._extremes(microbatch)) is not None:
-            extremes.add_loss(stage.index, microbatch, part.value)
-        saved.take_root(self.loss.add(part, self.step.shares[microbatch]))
-
-    def _backward(self, action: Action) -> None:
-        stage, microbatch = self._stage(action), action.microbatch
-        self.stopwatch.mark()
-        gradients = [
-            self._take(edge, Op.B, microbatch, self.graph.placement[edge.target]) for edge in stage.outputs
-        ] + [True] * stage.returns_result
-        self.stopwatch.mark()
-        saved = self._saved.pop((stage.index, microbatch))
-        returned = [None] * len(stage.inputs)
-        if not stage.returns_result or self.step.shares[microbatch]:  # else only other replicas' losses need it
-            with self._telling(action, stage):
-                returned = stage.backward(saved, gradients)
-            if saved.deferred is not None:
-                self._later[stage.index, microbatch] = saved.deferred
-        joined = self._joined.pop((stage.index, microbatch), [None] * len(returned))
-        sent: dict[Edge, list[Any]] = {}
-        for entry, gradient, how in zip(stage.inputs, returned, joined, strict=True):
-            if isinstance(entry, Edge) and self.graph.stages[entry.source].has_backward:
-                parts = [gradient] if how is None else self.step.groups.cut(how, gradient)
-                sent[entry] = parts if entry not in sent else list(map(added, sent[entry], parts))
-        self.stopwatch.end(action)
-        for edge, parts in sent.items():
-            for place, part in zip(self._places(action, edge), parts, strict=True):
-                self._values[self._index[edge], Op.B, place] = part
-
-    def _weights(self, action: Action) -> None:
-        """W; of a stage that cannot leave anything to it, nothing."""
-        stage, later = self._stage(action), self._later.pop((action.stage, action.microbatch), None)
-        self.stopwatch.mark()
-        self.stopwatch.mark()
-        with self._telling(action, stage):
-            if later is not None:
-                stage.backward.weights(later)
-        self.stopwatch.end(action)
-
-    def _take(self, edge: Edge, op: Op, microbatch: int, maker: int) -> Any:
-        """A value or gradient, from this rank or another."""
-        index = self._index[edge]
+    def take(self, edge: Edge, op: Op, microbatch: int) -> Take:
+        """Takes a value or gradient, from this rank or another."""
+        maker = self.graph.placement[edge.source if op is Op.F else edge.target]
         if maker == self.rank:
-            return self._values.pop((index, op, microbatch))
-        maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.halves else op
-        here.awaited = partial(_in_words, self.graph, edge, maker_op, microbatch)
-        try:
-            return self.exchange.take(Message(index, op, microbatch, maker, self.rank))
-        finally:
-            here.awaited = None
+            return partial(take_out, self.slots, self.slot(edge, op, microbatch))
+        maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
+        made_by = partial(_in_words, self.graph, edge, maker_op, microbatch)
+        port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
+        return partial(_await, port.take, made_by)
+
+    def tell(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
+        """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
+        stage, what = self.stage(action), _WORDS.get(action.op, "backward")
+        with contextlib.suppress(Exception):  # some let nothing be added; the error itself is what counts
+            given = zip(stage.input_names, inputs, strict=False)
+            error.add_note(
+                f"in the {what} of stage {stage.index} `{stage.name}`, {_named(action)}, "
+                + (f"step {self.step.number}" if self.kind.training else "in evaluate")
+                + "".join(f"\n  {name}: {_told(value)}" for name, value in given)
+            )
+
+
+NOT_MADE: Any = object()
+"""Lies in a slot before a value does, and after it; None is a gradient that did not come."""
+
+
+def take_out(slots: list[Any], slot: int) -> Any:
+    """The value in a slot, which is empty then."""
+    value, slots[slot] = slots[slot], NOT_MADE
+    if value is NOT_MADE:
+        raise LookupError(f"slot {slot} is used before it is made")
+    return value
+
+
+def _await(take: Take, made_by: Callable[[], str]) -> Any:
+    here.awaited = made_by
+    try:
+        return take()
+    finally:
+        here.awaited = None
 
 
 def _named(action: Action) -> str:

@@ -40,10 +40,13 @@ class Extremes:
 
     def add_outputs(self, stage: int, microbatch: int, values: Sequence[Any]) -> None:
         """Looks at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
+        leaves = values if all(isinstance(value, Tensor) for value in values) else pytree.tree_leaves(values)
         seen = set()
-        for leaf in pytree.tree_leaves(values):
+        for leaf in leaves:
             numbers = _plain(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
-            if numbers is not None:
+            if numbers is not None and len(leaves) == 1:
+                self._add(stage, microbatch, numbers, is_loss=False)
+            elif numbers is not None:
                 place = (numbers.data_ptr(), numbers.shape, numbers.stride())  # several stages may be given one value
                 if place not in seen:
                     self._add(stage, microbatch, numbers, is_loss=False)
@@ -69,7 +72,8 @@ class Extremes:
 
 def _plain(tensor: Tensor) -> Tensor | None:
     """This rank's numbers of a tensor; None where it has none, or none that could be compared."""
-    numbers = local(tensor.detach())
+    numbers = tensor.detach()
+    numbers = numbers if type(numbers) is Tensor else local(numbers)
     if type(numbers) is not Tensor or numbers.layout is not torch.strided or not numbers.numel():
         return None
     if numbers.is_complex():

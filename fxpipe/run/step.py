@@ -9,23 +9,25 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxpipe.distributed.metered_transport import Metered
+from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.gathering import RowPlaces
-from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.planner import Plan
 from fxpipe.run.batch_check import BatchCheck
+from fxpipe.run.bind import Bound, bind
 from fxpipe.run.exchange import Exchange
-from fxpipe.run.executor import Executor, StepInput
+from fxpipe.run.executor import BatchKind, Executor, Made, StepInput
 from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.group_inputs import GroupInputs
@@ -38,8 +40,10 @@ from fxpipe.run.side_effects import EffectsOf
 from fxpipe.run.step_outcome import StepOutcome, check_kind, conclude
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.lower import is_forward
 from fxpipe.seeds import seed_of
+
+MOST_BOUND = 32
+"""Kinds of batch, and which of their micro-batches have weight, that calls are kept bound for."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Steps:
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
+        self._bound: dict[tuple[int, tuple[bool, ...]], Bound] = {}
         self._effects, self._places = EffectsOf(), RowPlaces()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
@@ -100,15 +105,16 @@ class Steps:
         with self._failing.together():
             known = self._outcomes.get(agreed.kind)
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
+            runs = self._runs(agreed, shares)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=known is None)
             self._effects.begin()
-            executors = self._play(agreed, step)
+            made = self._play(agreed, step, runs)
             self._gradients.flush()
-            outcome = self._outcome(agreed, executors, known)
+            outcome = self._outcome(agreed, made, known)
             self._gradients.end(outcome.factor)
             self._unsummed = not self.sync
-            bytes_of = self._bytes_of(executors) if known is None else None
-            self.recorder.keep(self.number, agreed.plan.schedule, [e.stopwatch for e in executors])
+            bytes_of = self._bytes_of(made) if known is None else None
+            self.recorder.keep(self.number, agreed.plan.schedule, [one.stopwatch for one in made])
             graph = agreed.plan.graph
             broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
             self.number += 1
@@ -128,8 +134,9 @@ class Steps:
                 self.agreement.check_rows(agreed, 0)
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
-                    executors = self._play(agreed, self._input(agreed, batches, shares, True, training=False))
-                return self._output(agreed, executors, shares, everywhere)
+                    step = self._input(agreed, batches, shares, True, training=False)
+                    made = self._play(agreed, step, self._runs(agreed, shares))
+                return self._output(agreed, made, shares, everywhere)
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
@@ -185,58 +192,59 @@ class Steps:
         return StepInput(
             self._items.add(agreed.plan.graph, batches, shares),
             shares,
-            self._runs(agreed, shares),
             GroupInputs(self._transport, self._options.batch_dim, agreed.sizes, is_cut, self._places),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
-            training,
-            agreed.pattern.autocast,
             number,
             self.watch.begin() if training else None,
             proves,
         )
 
-    def _play(self, agreed: Agreed, step: StepInput) -> list[Executor]:
+    def _play(self, agreed: Agreed, step: StepInput, runs: Sequence[bool]) -> list[Made]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
-        plan, rank = agreed.plan, self._transport.pipe_rank
-        ranks = range(len(plan.instructions)) if rank is None else [rank]
-        order = plan.order if rank is None else [(rank, instruction) for instruction in plan.instructions[rank]]
-        if step.training:
-            self._effects.begin()
-        with within([region._replace(enabled=False) for region in step.autocast]):
-            self._exchange.begin(agreed.kind)
-            executors = {one: self._executor(plan, one, step) for one in ranks}
-            for owner, instruction in order:
-                if step.training or is_forward(instruction):
-                    executors[owner].execute(instruction)
-            self._exchange.finish()
-        return list(executors.values())
+        bound = self._bound_for(agreed, tuple(runs))
+        self._exchange.begin()
+        made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)
+        self._exchange.finish()
+        return made
 
-    def _executor(self, plan: Plan, rank: int, step: StepInput) -> Executor:
+    def _stopwatch(self) -> Stopwatch:
         stopwatch = self.recorder.stopwatch()
-        if step.training:
-            self._gradients.watch(stopwatch)
-        table = plan.schedule.dependencies
-        of_step = (self._state.device, step, self._gradients, stopwatch, table.halves, table.recomputed, self._effects)
-        return Executor(plan.graphs, rank, self._exchange, *of_step)
+        self._gradients.watch(stopwatch)
+        return stopwatch
 
-    def _outcome(self, agreed: Agreed, executors: Sequence[Executor], known: StepOutcome | None) -> StepOutcome:
+    def _bound_for(self, agreed: Agreed, runs: tuple[bool, ...]) -> Bound:
+        """The calls for a kind of batch, for whichever of its micro-batches have weight; bound where they are not."""
+        bound = self._bound.pop((agreed.kind, runs), None)
+        if bound is None or bound.kind.plan is not agreed.plan:
+            pattern = agreed.pattern
+            kind = BatchKind(agreed.plan, agreed.kind, runs, pattern.training, pattern.autocast)
+            bound = bind(kind, self._transport.pipe_rank, partial(self._executor, kind))
+        self._bound[agreed.kind, runs] = bound  # the last that was used is behind all others
+        if len(self._bound) > MOST_BOUND:
+            del self._bound[next(iter(self._bound))]
+        return bound
+
+    def _executor(self, kind: BatchKind, rank: int) -> Executor:
+        return Executor(kind, rank, self._exchange, self._state.device, self._gradients, self._effects)
+
+    def _outcome(self, agreed: Agreed, made: Sequence[Made], known: StepOutcome | None) -> StepOutcome:
         """The loss of the step, the same on every rank."""
         rank = agreed.plan.output_rank
-        at_output = next((executor.loss for executor in executors if executor.rank == rank), None)
+        at_output = next((one.loss for one in made if one.rank == rank), None)
         outcome = conclude(self._transport, at_output, rank, self._state.device, known)
         self._outcomes[agreed.kind] = outcome
         check_kind(outcome, self._is_sum, self._options.precision)
         self._is_sum = outcome.is_sum
         return outcome
 
-    def _bytes_of(self, executors: Sequence[Executor]) -> dict[Edge, int]:
+    def _bytes_of(self, made: Sequence[Made]) -> dict[Edge, int]:
         """What each edge carries, from all ranks."""
-        mine = {edge: size for executor in executors for edge, size in executor.bytes_of.items()}
+        mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
         return {edge: size for part in self._transport.gather("pipe", mine) for edge, size in part.items()}
 
-    def _output(self, agreed: Agreed, executors: Sequence[Executor], shares: Sequence[float], everywhere: bool) -> Any:
+    def _output(self, agreed: Agreed, made: Sequence[Made], shares: Sequence[float], everywhere: bool) -> Any:
         """The whole batch's output, out of the micro-batches'."""
-        results = {place: result for executor in executors for place, result in executor.results.items()}
+        results = {place: result for one in made for place, result in one.results.items()}
         output = None
         if results:
             places = sorted(results)  # one for each group, where a group makes it

@@ -149,8 +149,10 @@ class GradientsBase:
         self._earlier = {}
 
     def _scale(self, factor: Tensor | None) -> None:
+        if factor is None:
+            return
         for parameter in self._own.values():
-            if factor is not None and parameter.grad is not None:
+            if parameter.grad is not None:
                 local(parameter.grad).mul_(factor.to(parameter.grad.device))
 
     def _sum(self, scope: Scope, names: Iterable[str]) -> None:

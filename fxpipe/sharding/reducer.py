@@ -147,11 +147,11 @@ class Reducer(GradientsBase):
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         self._listen()
-        self._lasts = last_backwards(row)
         self._sync = sync
         self._hold = sync and scales and self._unsummed
         # what was frozen since a call that was not summed has gradients of it
         self._live = [bucket for bucket in self._buckets if bucket.trains or self._unsummed]
+        self._lasts = last_backwards(row) if self._live else {}
         self._queue = list(self._live)
         self._complete.clear()
         if self._asked is not None:
@@ -166,6 +166,8 @@ class Reducer(GradientsBase):
             bucket.stopwatch = stopwatch
 
     def before(self, action: Action) -> None:
+        if not self._live:  # nothing is shared
+            return
         self._last = self._lasts[action.stage] == action and self._sync and not self._hold
         if self.way.zero == 2 or self._last:
             mine = [bucket for bucket in self._live if bucket.layout.kind.stage == action.stage]
@@ -202,6 +204,8 @@ class Reducer(GradientsBase):
 
     def after(self, action: Action) -> None:
         """A backward is over, or was left out: what it has not filled goes as it is."""
+        if not self._live:
+            return
         for bucket in self._awaited:
             if bucket.layout.kind.stage == action.stage:
                 self._awaited[bucket].clear()

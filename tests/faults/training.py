@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.distributed import torch_transport
 from fxpipe.parameters.saving.writer import RankShare
-from fxpipe.run.executor import Executor
-from fxpipe.schedules.lower import Compute
+from fxpipe.run.actions import BackwardAction, ForwardAction
 
 RANKS = 4
 STEPS = 4
@@ -95,7 +94,7 @@ def train(fault: Fault, rank: int, folder: Path, strikes: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step == 1 and struck_in("evaluation"):
-            Executor.execute = _at("F", strike)  # type: ignore[method-assign]
+            ForwardAction.__call__ = before(strike, ForwardAction.__call__)  # type: ignore[method-assign]
         forward_backward.evaluate(batch)
         fxpipe.save(folder / "run", forward_backward, optimizer, step=step + 1)
         if strikes:
@@ -113,9 +112,9 @@ def before(first: Callable[..., object], then: Callable[..., Any]) -> Callable[.
 def _arm(strike: Callable[..., None], struck_in: Callable[[str], bool], forward_backward: Any, optimizer: Any) -> None:
     """For what happens in the second step."""
     if struck_in("forward"):
-        Executor.execute = _at("F", strike)  # type: ignore[method-assign]
+        ForwardAction.__call__ = before(strike, ForwardAction.__call__)  # type: ignore[method-assign]
     if struck_in("backward"):
-        Executor.execute = _at("B", strike)  # type: ignore[method-assign]
+        BackwardAction.__call__ = before(strike, BackwardAction.__call__)  # type: ignore[method-assign]
     if struck_in("reduction"):
         forward_backward._reducer.end = before(strike, forward_backward._reducer.end)
     if struck_in("optimizer"):
@@ -124,15 +123,3 @@ def _arm(strike: Callable[..., None], struck_in: Callable[[str], bool], forward_
         RankShare.write = before(strike, RankShare.write)  # type: ignore[method-assign]
     if struck_in("dcp.save"):
         forward_backward.state_dict = before(strike, forward_backward.state_dict)
-
-
-def _at(op: str, strike: Callable[..., None]) -> Any:
-    """What executes, and is struck before an action of that kind."""
-    execute = Executor.execute
-
-    def struck(self: Executor, instruction: Any) -> None:
-        if isinstance(instruction, Compute) and instruction.action.op.name == op:
-            strike()
-        execute(self, instruction)
-
-    return struck

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.plan.reads import MOST
+from fxpipe.plan.reads import MOST, Reads
 from tests.harness import assert_same
 
 TRACERS = ["symbolic", "export", "record"]
@@ -146,3 +146,38 @@ def test_other_parameters_than_were_compiled_are_refused(name: str, tracer: str)
     OTHERS[name](model)
     with pytest.raises(RunError, match=rf"the model's {name} is another parameter than when it was compiled"):
         forward_backward(*batch(1))
+
+
+def other_forward(x: Tensor) -> Tensor:
+    return x
+
+
+CHANGES_OF_WHAT_IS_READ: dict[str, Callable[[Model], object]] = {
+    "a number": lambda model: setattr(model, "beta", 2.0),
+    "a flag": lambda model: setattr(model, "halved", True),
+    "what is in a container": lambda model: model.weights["loss"].append(2.0),
+    "an item more": lambda model: model.weights.update(more=[]),
+    "settings": lambda model: setattr(model.settings, "shift", 1.0),
+    "one that is gone": lambda model: delattr(model, "halved"),
+    "a submodule": lambda model: setattr(model, "act", nn.Tanh()),
+    "one that is none": lambda model: model._modules.update(act=None),
+    "the table of submodules": lambda model: vars(model).update(_modules={**model._modules, "act": nn.Tanh()}),
+    "a hook": lambda model: model.above.register_forward_hook(lambda *_: None),
+    "what was a method": lambda model: setattr(model.norm, "forward", other_forward),
+    "what was a submodule": lambda model: vars(model).update(act=other_forward),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES_OF_WHAT_IS_READ)
+def test_any_change_between_steps_that_found_none_is_another_state(what: str) -> None:
+    model, reads = Model(), Reads()
+    with reads.noting() as noted:
+        model(torch.randn(2, 3), torch.tensor([0, 1]))
+    reads.keep(noted, [model], [])
+    reads.begin()
+    assert [reads.state() for _ in range(3)] == [0, 0, 0]
+    model.seen += 1  # which it does not read
+    model.beta = float("1.0")  # the same, and another object
+    assert [reads.state() for _ in range(2)] == [0, 0]
+    CHANGES_OF_WHAT_IS_READ[what](model)
+    assert [reads.state() for _ in range(3)] == [1, 1, 1]

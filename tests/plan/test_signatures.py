@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxpipe
 import fxpipe.plan.captures
 from fxpipe import stage_boundary
+from fxpipe.plan.pattern import modules_of, parameters_in
 from tests.harness import assert_same, engine_of, gradients_of
 from tests.thinned import every, in_turn
 
@@ -285,3 +286,15 @@ def test_a_number_of_items_that_the_user_gives_is_what_the_losses_are_parts_of()
     with torch.no_grad():
         parts = [language()(ids, labels, torch.tensor(4))["loss"] for ids, labels in _parts()]
     assert_same(loss, torch.stack(parts).sum(), "loss", 1e-6)
+
+
+def test_modules_and_parameters_are_torchs_in_its_order() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(
+        nn.Sequential(shared, nn.BatchNorm1d(2)), nn.ModuleList([shared, nn.Linear(2, 2, bias=False)])
+    )
+    model.register_module("none", None)
+    model[1][1].weight = shared.weight
+    modules = modules_of(model)
+    assert [id(one) for one in modules] == [id(one) for one in model.modules()]
+    assert [id(one) for one in parameters_in(modules)] == [id(one) for one in model.parameters()]

@@ -22,6 +22,7 @@ from fxpipe.errors import RunError
 from fxpipe.run.exchange import Mailbox, WireExchange
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Message
+from tests.messages import ByMessage
 
 CPU = torch.device("cpu")
 every_seed = pytest.mark.parametrize("seed", range(8))
@@ -47,22 +48,22 @@ class Recording:
         return getattr(self._transport, name)
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
-        self.sends.append(buffer.numel())
+        self.sends.append(buffer.nbytes)
         return self._transport.send(pair, buffer)
 
     def receive(self, pair: Pair, buffer: Tensor) -> Work:
-        self.receives.append(buffer.numel())
+        self.receives.append(buffer.nbytes)
         return self._transport.receive(pair, buffer)
 
 
-def on_two_ranks(body: Callable[[int, WireExchange, Recording], Any], seed: int = 0) -> list[Any]:
+def on_two_ranks(body: Callable[[int, ByMessage, Recording], Any], seed: int = 0) -> list[Any]:
     """``body(rank, exchange, transport)`` on ranks 0 and 1."""
     topology = Topology([("pipe", 2)])
 
     def run(rank: int) -> Any:
         transport = Recording(connect(topology))
         transport.open([(0, 1), (1, 0)], [])
-        return body(rank, WireExchange(transport, CPU), transport)  # type: ignore[arg-type]
+        return body(rank, ByMessage(WireExchange(transport, CPU)), transport)  # type: ignore[arg-type]
 
     return run_strict(run, 2, seed)
 
@@ -77,7 +78,7 @@ def test_values_arrive_as_they_were_step_after_step(seed: int) -> None:
         tensor = numbers(step, 2, 3).t().requires_grad_()
         return {"a": (tensor, 4, None), "b": [torch.tensor(step), torch.empty(0, 2)]}
 
-    def body(rank: int, exchange: WireExchange, _: Recording) -> list[Any]:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[Any]:
         taken = []
         for step in range(3):
             exchange.begin("kind")
@@ -100,7 +101,7 @@ def test_values_arrive_as_they_were_step_after_step(seed: int) -> None:
 
 
 def test_the_first_message_is_described_and_later_ones_are_posted_ahead() -> None:
-    def body(rank: int, exchange: WireExchange, transport: Recording) -> list[Any]:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[Any]:
         log = []
         for _ in range(3):
             exchange.begin("kind")
@@ -125,7 +126,7 @@ def test_the_first_message_is_described_and_later_ones_are_posted_ahead() -> Non
 
 
 def test_a_default_device_changes_nothing() -> None:
-    def body(rank: int, exchange: WireExchange, transport: Recording) -> Any:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> Any:
         value = {"x": numbers(3.0), "n": 4} if rank == 0 else None
         with torch.device("meta"):
             exchange.begin("batch")
@@ -142,7 +143,7 @@ def test_a_default_device_changes_nothing() -> None:
 
 
 def test_each_kind_of_batch_has_descriptions_of_its_own() -> None:
-    def body(rank: int, exchange: WireExchange, _: Recording) -> list[tuple[int, ...]]:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[tuple[int, ...]]:
         shapes = []
         for kind, rows in [("large", 5), ("small", 2), ("large", 5), ("small", 2)]:
             exchange.begin(kind)
@@ -162,7 +163,7 @@ def test_described_and_undescribed_messages_of_one_pair_keep_their_order(seed: i
     """As when a micro-batch that had no weight in the first step has some in the second."""
     steps = [[0, 2], [0, 1, 2, 3], [1, 3, 4], [0, 1, 2, 3, 4]]
 
-    def body(rank: int, exchange: WireExchange, _: Recording) -> list[list[float]]:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[list[float]]:
         taken = []
         for step, microbatches in enumerate(steps):
             exchange.begin("kind")
@@ -184,7 +185,7 @@ def test_described_and_undescribed_messages_of_one_pair_keep_their_order(seed: i
 
 @every_seed
 def test_messages_may_be_taken_in_another_order_than_they_come_in(seed: int) -> None:
-    def body(rank: int, exchange: WireExchange, _: Recording) -> list[list[float]]:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[list[float]]:
         taken = []
         for step in range(2):
             exchange.begin("kind")
@@ -203,7 +204,7 @@ def test_messages_may_be_taken_in_another_order_than_they_come_in(seed: int) -> 
 
 @every_seed
 def test_activations_and_gradients_pass_each_other(seed: int) -> None:
-    def body(rank: int, exchange: WireExchange, _: Recording) -> list[float]:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[float]:
         taken = []
         for step in range(3):
             exchange.begin("kind")
@@ -242,7 +243,7 @@ def test_activations_and_gradients_pass_each_other(seed: int) -> None:
 def test_a_deviation_is_an_error_at_the_sender_that_tells_both(first: Any, second: Any) -> None:
     raised: dict[int, BaseException] = {}
 
-    def body(rank: int, exchange: WireExchange, _: Recording) -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
         try:
             for value in (first, second):
                 exchange.begin("kind")
@@ -266,7 +267,7 @@ def test_a_deviation_is_an_error_at_the_sender_that_tells_both(first: Any, secon
 
 
 def test_a_deviation_is_told_by_type_and_shape() -> None:
-    def body(rank: int, exchange: WireExchange, _: Recording) -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
         for value in ((numbers(1, 2), 7), (numbers(1, 3).double(), 8)):
             exchange.begin("kind")
             if rank == 0:
@@ -284,7 +285,7 @@ def test_a_deviation_is_told_by_type_and_shape() -> None:
 
 @every_seed
 def test_what_was_posted_and_never_taken_is_drained_at_the_end_of_a_step(seed: int) -> None:
-    def body(rank: int, exchange: WireExchange, _: Recording) -> list[float]:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[float]:
         taken = []
         for step in range(3):
             exchange.begin("kind")
@@ -305,7 +306,7 @@ def test_what_was_posted_and_never_taken_is_drained_at_the_end_of_a_step(seed: i
 def test_the_end_of_a_step_waits_until_every_send_was_received(seed: int) -> None:
     log: list[str] = []
 
-    def body(rank: int, exchange: WireExchange, _: Recording) -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
         exchange.begin("kind")
         if rank == 0:
             exchange.send(forward(0), numbers(1))
@@ -325,7 +326,7 @@ def test_the_end_of_a_step_waits_until_every_send_was_received(seed: int) -> Non
 def test_the_end_of_a_step_waits_for_what_was_posted_and_not_taken(seed: int) -> None:
     log: list[str] = []
 
-    def body(rank: int, exchange: WireExchange, transport: Recording) -> None:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> None:
         for step in range(2):  # in the second step the receive is posted ahead
             exchange.begin("kind")
             if rank == 0:
@@ -343,7 +344,7 @@ def test_the_end_of_a_step_waits_for_what_was_posted_and_not_taken(seed: int) ->
 
 
 def test_a_mailbox_hands_over_the_very_same_value_once() -> None:
-    mailbox, value = Mailbox(), (numbers(1), object())
+    mailbox, value = ByMessage(Mailbox()), (numbers(1), object())
     mailbox.begin("kind")
     mailbox.post(forward(0))
     mailbox.send(forward(0), value)
@@ -353,7 +354,7 @@ def test_a_mailbox_hands_over_the_very_same_value_once() -> None:
 
 
 def test_a_mailbox_is_empty_at_the_start_of_a_step() -> None:
-    mailbox = Mailbox()
+    mailbox = ByMessage(Mailbox())
     mailbox.send(forward(0), 1)
     mailbox.begin("kind")
     with pytest.raises(KeyError):
@@ -368,7 +369,7 @@ class Handle:
 
 
 def test_what_is_no_plain_data_is_refused_at_its_sender() -> None:
-    def body(rank: int, exchange: WireExchange, _: Recording) -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
         exchange.begin("kind")
         if rank == 0:
             exchange.send(forward(0), {"x": numbers(1), "handle": Handle()})
@@ -400,7 +401,7 @@ def test_a_hostile_description_runs_nothing_and_takes_no_memory(kind: str, tmp_p
     body_of = {"a pickle": pickled, "a tensor of 2**60 bytes": json.dumps(["value", "TensorMeta", *fields]).encode()}
     length_of = {"too long": 2**40, "a negative length": -1}
 
-    def body(rank: int, exchange: WireExchange, transport: Recording) -> None:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> None:
         exchange.begin("kind")
         if rank == 1:
             exchange.post(forward(0))

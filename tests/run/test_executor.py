@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 import fxpipe.run.step
-from fxpipe.run.executor import Executor
+from fxpipe.run.executor import NOT_MADE, Executor, Held
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 
@@ -34,7 +34,7 @@ def by_hand() -> tuple[nn.Linear, fxpipe.StageGraph]:
 
 @pytest.fixture
 def executors(monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
-    """The executors that the next steps use."""
+    """The executors that the next kinds of batch are bound to."""
     made: list[Executor] = []
 
     def make(*args: Any) -> Executor:
@@ -65,7 +65,9 @@ def test_nothing_is_kept_of_a_micro_batch_without_weight(executors: list[Executo
     forward_backward = fxpipe.compile(model, TOPOLOGY, microbatches=3, loss_weight=weight)
     forward_backward(batch)
     assert len(executors) == 2
-    assert all(not executor._saved and not executor._values for executor in executors)
+    assert all(slot is NOT_MADE for executor in executors for slot in executor.slots)
+    assert all(executor.held.values() for executor in executors)
+    assert all(held == Held() for executor in executors for held in executor.held.values())
 
 
 def test_a_micro_batch_without_weight_may_have_a_loss_without_gradient(batch: Tensor) -> None:

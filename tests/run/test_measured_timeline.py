@@ -19,8 +19,8 @@ import fxpipe.run.measured_timeline
 from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
 from fxpipe.distributed.stopwatch import Lap, Reduced, Stopwatch
 from fxpipe.distributed.strict_transport import run_strict
-from fxpipe.run.executor import Executor
 from fxpipe.run.measured_timeline import Recording, Round, mean_costs, offset_between, timeline_of
+from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.schedule import Reduction
@@ -311,15 +311,16 @@ def test_a_step_that_not_every_rank_recorded_is_an_error_on_all_and_training_goe
 
 
 def test_without_recording_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Executor] = []
-    monkeypatch.setattr(fxpipe.run.step, "Executor", lambda *args: made.append(Executor(*args)) or made[-1])
+    made: list[Stopwatch] = []
+    make = TimelineRecorder.stopwatch
+    monkeypatch.setattr(TimelineRecorder, "stopwatch", lambda recorder: made.append(make(recorder)) or made[-1])
     forward_backward = compiled(CASES[NAME])
     forward_backward(**CASES[NAME].batch())
     forward_backward.record_timeline()
     forward_backward.record_timeline(False)
     forward_backward(**CASES[NAME].batch())
     assert len(made) == 8
-    assert all(not executor.stopwatch._moments for executor in made)
+    assert all(not stopwatch._moments for stopwatch in made)
 
 
 def test_recording_takes_three_marks_an_action_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from fxpipe.run.exchange import WireExchange
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
 from fxpipe.schedules.schedule import Link
 from tests.graphs import FAMILIES, random_bare
+from tests.messages import ByMessage
 from tests.thinned import ALL
 
 TABLES, CYCLES, PARTS = (10_000, 1_000, 20) if ALL else (400, 100, 2)
@@ -40,7 +41,7 @@ def play(rank: int, instructions: Sequence[Sequence[Instruction]], edges: Sequen
     sends = [step.message for row in instructions for step in row if isinstance(step, Send)]
     owners = sorted({step.ranks for row in instructions for step in row if isinstance(step, Reduce)})
     transport.open(sorted({(message.sender, message.receiver) for message in sends}), owners)
-    exchange = WireExchange(transport, torch.device("cpu"))
+    exchange = ByMessage(WireExchange(transport, torch.device("cpu")))
     awaited: dict[tuple[int, int, bool], list[Message]] = {}
     for step in instructions[rank]:
         if isinstance(step, Receive):

@@ -1,0 +1,193 @@
+"""Actions: a stage's forward and backward of one micro-batch, each bound to its function and to where its values lie.
+
+A bound action is called once in each step of its kind of batch. ``group_actions``, ``recompute_actions`` and ``halves``
+have those of stages that run in other ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpipe.distributed.whereabouts import here
+from fxpipe.errors import RunError
+from fxpipe.graph.loss import read_loss
+from fxpipe.graph.modes import within
+from fxpipe.graph.stage_calls import Saved
+from fxpipe.graph.stage_graph import Edge, bytes_in
+from fxpipe.run.executor import Executor, Take
+from fxpipe.schedules.action import Action, Op
+from fxpipe.seeds import seeded
+from fxpipe.torch_compat import pytree
+
+Outputs = tuple[tuple[Any, ...], Saved | None]
+"""A forward's, and what it leaves for its backward."""
+Run = Callable[[Sequence[Any]], Outputs]
+"""A stage's forward, given its inputs."""
+
+
+def run_of(executor: Executor, action: Action, finish: Callable[[Any, Saved], None] | None) -> Run:
+    """The forward of a stage, as an action runs it: with its own random numbers and region of autocast, if it has any.
+
+    ``finish``: is given the model's result, on the stage that returns it.
+    """
+    stage = executor.stage(action)
+    halved = executor.kind.training and (action.stage, action.microbatch) in executor.table.halves
+    forward = stage.forward_in_halves if halved else stage.forward
+
+    def plain_run(inputs: Sequence[Any]) -> Outputs:
+        outputs, saved = forward(*inputs)
+        if finish is not None:
+            finish(outputs[-1], saved)
+        return outputs, saved
+
+    run = _seeded(executor, action, plain_run) if stage.draws_random else plain_run
+    return run if not executor.kind.autocast else _within_autocast(executor, run)
+
+
+def _seeded(executor: Executor, action: Action, run: Run) -> Run:
+    def seeded_run(inputs: Sequence[Any]) -> Outputs:
+        with seeded(executor.step.seed(action.stage, action.microbatch), executor.device):
+            return run(inputs)
+
+    return seeded_run
+
+
+def _within_autocast(executor: Executor, run: Run) -> Run:
+    def run_within(inputs: Sequence[Any]) -> Outputs:
+        with within(executor.kind.autocast):
+            return run(inputs)
+
+    return run_within
+
+
+class ForwardAction:
+    """F: inputs → the stage's function → slots."""
+
+    def __init__(self, executor: Executor, action: Action) -> None:
+        self.action, self.stage, self._executor = action, executor.stage(action), executor
+        self._held = executor.held_by(action)
+        self._keeps = executor.has_backward(action)
+        self._takes = self._bound_inputs()
+        self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
+        self.run: Run = run_of(executor, action, self._finish if self.stage.returns_result else None)
+
+    def _bound_inputs(self) -> list[Take]:
+        take, take_input, place = self._executor.take, self._executor.take_input, self.action.microbatch
+        return [
+            take_input(entry, place) if isinstance(entry, str) else take(entry, Op.F, place)
+            for entry in self.stage.inputs
+        ]
+
+    def __call__(self) -> None:
+        executor, action = self._executor, self.action
+        here.at(action)
+        executor.parameters.settle(action.stage)
+        executor.stopwatch.mark()
+        arrived = [take() for take in self._takes]
+        executor.stopwatch.mark()
+        inputs = self._inputs(arrived)
+        try:
+            outputs, saved = self.run(inputs)
+        except BaseException as error:
+            executor.tell(error, action, inputs)
+            raise
+        if self._keeps:
+            self._held.saved = saved
+        self._give(outputs)
+        executor.stopwatch.end(action)
+
+    def _inputs(self, arrived: list[Any]) -> list[Any]:
+        return arrived
+
+    def _give(self, outputs: tuple[Any, ...]) -> None:
+        step, slots = self._executor.step, self._executor.slots
+        if step.extremes is not None:
+            step.extremes.add_outputs(self.action.stage, self.action.microbatch, outputs[: len(self._slots)])
+        for slot, value in zip(self._slots, outputs, strict=False):  # the result is no edge's
+            slots[slot] = value
+        if step.proves:
+            sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
+            self._executor.made.bytes_of.update(sizes)
+
+    def _finish(self, result: Any, saved: Saved) -> None:
+        """The model's result: a loss to begin backward at, or what evaluation returns."""
+        executor, microbatch = self._executor, self.action.microbatch
+        if not executor.kind.training:
+            executor.made.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            return
+        part = read_loss(result)
+        if self._keeps and not part.value.requires_grad:
+            raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
+        if executor.step.extremes is not None:
+            executor.step.extremes.add_loss(self.action.stage, microbatch, part.value)
+        saved.take_root(executor.made.loss.add(part, executor.step.shares[microbatch]))
+
+
+class BackwardAction:
+    """B or I: gradients of outputs → the stage's backward → slots."""
+
+    def __init__(self, executor: Executor, action: Action) -> None:
+        self.action, self.stage, self._executor = action, executor.stage(action), executor
+        self._held = executor.held_by(action)
+        self._ends_stage = action.op is not Op.I
+        self._takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
+        graph = executor.graph
+        self._fed = [
+            (place, edge)
+            for place, edge in enumerate(self.stage.inputs)
+            if isinstance(edge, Edge) and graph.stages[edge.source].has_backward
+        ]
+        self._slots = self._bound_outputs()
+
+    def _bound_outputs(self) -> list[int]:
+        return [self._executor.slot(edge, Op.B, self.action.microbatch) for _, edge in self._fed]
+
+    def __call__(self) -> None:
+        executor, action, held = self._executor, self.action, self._held
+        here.at(action)
+        if self._ends_stage:
+            executor.parameters.before(action)
+        executor.stopwatch.mark()
+        gradients: list[Any] = [take() for take in self._takes]
+        executor.stopwatch.mark()
+        returned: Sequence[Any] = [None] * len(self.stage.inputs)
+        saved, held.saved = held.saved, None
+        assert saved is not None
+        if self.stage.returns_result:
+            gradients.append(True)
+        # a loss without weight here has a backward where other replicas' losses need it
+        if not self.stage.returns_result or executor.step.shares[action.microbatch]:
+            try:
+                returned = self.stage.backward(saved, gradients)
+            except BaseException as error:
+                executor.tell(error, action)
+                raise
+            held.later = saved.deferred
+        self._give(returned)
+        executor.stopwatch.end(action)
+        if self._ends_stage:
+            executor.parameters.after(action)
+
+    def _give(self, returned: Sequence[Any]) -> None:
+        slots = self._executor.slots
+        for (place, _), slot in zip(self._fed, self._slots, strict=True):
+            slots[slot] = returned[place]
+
+
+class LeftOut:
+    """An action after F of a micro-batch without weight, which is not run: the others that sum its gradients hear."""
+
+    def __init__(self, executor: Executor, action: Action) -> None:
+        self.action, self._executor = action, executor
+
+    def __call__(self) -> None:
+        parameters, action = self._executor.parameters, self.action
+        here.at(action)
+        if action.op is Op.R:
+            parameters.settle(action.stage)
+        elif action.op is not Op.I:
+            parameters.before(action)
+            parameters.after(action)

@@ -1,0 +1,31 @@
+"""Halves: W, the second half of a backward, whose first one, I, has left it the gradients of parameters."""
+
+from __future__ import annotations
+
+from fxpipe.distributed.whereabouts import here
+from fxpipe.run.executor import Executor
+from fxpipe.schedules.action import Action
+
+
+class WeightsAction:
+    """W; of a stage that cannot leave anything to it, nothing."""
+
+    def __init__(self, executor: Executor, action: Action) -> None:
+        self.action, self.stage, self._executor = action, executor.stage(action), executor
+        self._held = executor.held_by(action)
+
+    def __call__(self) -> None:
+        executor, action = self._executor, self.action
+        here.at(action)
+        executor.parameters.before(action)
+        later, self._held.later = self._held.later, None
+        executor.stopwatch.mark()
+        executor.stopwatch.mark()
+        try:
+            if later is not None:
+                self.stage.backward.weights(later)
+        except BaseException as error:
+            executor.tell(error, action)
+            raise
+        executor.stopwatch.end(action)
+        executor.parameters.after(action)

@@ -1,0 +1,65 @@
+"""Recompute actions: the forward that keeps what it was given in place of its graph, and the one that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from fxpipe.distributed.whereabouts import here
+from fxpipe.graph.loss import read_loss, root_of
+from fxpipe.graph.stage_calls import Saved
+from fxpipe.run.actions import Outputs, Run, run_of
+from fxpipe.run.executor import Executor
+from fxpipe.run.recompute import Kept, without_graph
+from fxpipe.schedules.action import Action
+
+T = TypeVar("T")
+
+
+class Keeping:
+    """The run of a forward that will be recomputed."""
+
+    def __init__(self, executor: Executor, action: Action, run: Run) -> None:
+        self._executor, self._action, self._run = executor, action, run
+        self._stage, self._held = executor.stage(action), executor.held_by(action)
+
+    def __call__(self, inputs: Sequence[Any]) -> Outputs:
+        executor = self._executor
+        kept = Kept(self._stage, inputs, executor.effects, executor.device, executor.step.proves)
+        outputs, _ = kept.first(partial(self._run, inputs))
+        kept.first_is_over(outputs)
+        self._held.kept = kept
+        return without_graph(outputs), None
+
+
+class Recomputation:
+    """R: the forward again, for its graph alone: nothing is sent, counted or written."""
+
+    def __init__(self, executor: Executor, action: Action) -> None:
+        self.action, self.stage, self._executor = action, executor.stage(action), executor
+        self._held = executor.held_by(action)
+        self._run = run_of(executor, action, self._finish if self.stage.returns_result else None)
+
+    def __call__(self) -> None:
+        executor, action, held = self._executor, self.action, self._held
+        here.at(action)
+        executor.parameters.settle(action.stage)
+        executor.stopwatch.mark()
+        executor.stopwatch.mark()
+        kept, held.kept = held.kept, None
+        assert kept is not None
+        with kept.again():
+            outputs, held.saved = self._telling(lambda: self._run(kept.inputs), kept.inputs)
+        self._telling(lambda: kept.second_is_over(outputs))
+        executor.stopwatch.end(action)
+
+    def _telling(self, run: Callable[[], T], inputs: Sequence[Any] = ()) -> T:
+        try:
+            return run()
+        except BaseException as error:
+            self._executor.tell(error, self.action, inputs)
+            raise
+
+    def _finish(self, result: Any, saved: Saved) -> None:
+        saved.take_root(root_of(read_loss(result), self._executor.step.shares[self.action.microbatch]))

@@ -1,0 +1,163 @@
+"""What is bound is what is printed: a step calls each action of the table, in its order, and every message once."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fxpipe
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.run.actions import BackwardAction, ForwardAction, LeftOut
+from fxpipe.run.bind import Bound
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.lower import Compute, Receive, Reduce, Release, Send
+
+MICROBATCHES = 4
+
+
+class Chain(nn.Module):
+    def __init__(self, gather: Any = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.gather = gather
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = self.layers[1](fxpipe.stage_boundary(x))
+        return self.layers[2](fxpipe.stage_boundary(x, gather=self.gather)).square().mean()
+
+
+def bound_to(forward_backward: fxpipe.ForwardBackward) -> list[Bound]:
+    return list(forward_backward._steps._bound.values())
+
+
+def compiled(gather: Any = None, **options: Any) -> fxpipe.ForwardBackward:
+    torch.manual_seed(0)
+    return fxpipe.compile(Chain(gather), fxpipe.Topology([("pipe", 3)]), microbatches=MICROBATCHES, **options)
+
+
+def kinds_of(bound: Bound) -> Counter[type]:
+    return Counter(type(call) for one, call in bound.calls if isinstance(one, Compute))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe"},
+    "halves": {"schedule": "zb_h1"},
+    "recomputed": {"recompute": True},
+    "gathered": {"gather": "batch"},
+}
+
+
+def actions_called(forward_backward: fxpipe.ForwardBackward, monkeypatch: pytest.MonkeyPatch) -> list[Action]:
+    """By the calls themselves, in one step."""
+    called: list[Action] = []
+    run = Bound.run
+
+    def watched(bound: Bound, *args: Any) -> Any:
+        called.extend(call.action for _, call in bound.calls if hasattr(call, "action"))
+        return run(bound, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bound, "run", watched)
+        forward_backward(torch.randn(8, 4))
+    return called
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_calls_of_a_step_are_the_actions_of_the_table(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward_backward = compiled(**CASES[case])
+    called = actions_called(forward_backward, monkeypatch)
+    rows = forward_backward.schedule.rows
+    assert Counter(called) == Counter(action for row in rows for action in row)
+    for row in rows:
+        assert [action for action in called if action in row] == list(row)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_is_bound_to_its_row_and_to_each_of_its_messages(case: str) -> None:
+    def on_rank(rank: int) -> None:
+        forward_backward = compiled(**CASES[case])
+        forward_backward(torch.ones(8, 4))
+        (bound,) = bound_to(forward_backward)
+        instructions = forward_backward._plan.instructions[rank]
+        assert [one for one, _ in bound.calls] == [one for one in instructions if not isinstance(one, Reduce)]
+        computed = [call.action for one, call in bound.calls if isinstance(one, Compute)]  # type: ignore[attr-defined]
+        assert computed == list(forward_backward.schedule.rows[rank])
+
+    run_strict(on_rank, 3)
+
+
+def weight(x: Tensor) -> float:
+    return float(x.any())
+
+
+def test_what_has_no_weight_is_bound_without_its_messages_and_left_out() -> None:
+    def on_rank(rank: int) -> None:
+        forward_backward = compiled(loss_weight=weight)
+        batch = torch.ones(8, 4)
+        batch[2:4] = 0  # of micro-batch 1
+        forward_backward(batch)
+        (bound,) = bound_to(forward_backward)
+        left_out = [call.action for _, call in bound.calls if isinstance(call, LeftOut)]
+        assert left_out == [Action(rank, Op.B, 1)]
+        messages = [one.message for one, _ in bound.calls if isinstance(one, Receive | Send | Release)]
+        assert not any(message.op is Op.B and message.microbatch == 1 for message in messages)
+
+    run_strict(on_rank, 3)
+
+
+def test_a_kind_of_batch_is_bound_once_and_evaluation_is_bound_without_backwards() -> None:
+    forward_backward = compiled()
+    for _ in range(3):
+        forward_backward(torch.ones(8, 4))
+    (bound,) = bound_to(forward_backward)
+    forward_backward(torch.ones(12, 4))
+    forward_backward.evaluate(torch.ones(8, 4))
+    first, second, evaluated = bound_to(forward_backward)
+    assert first is bound
+    assert second.kind.training
+    kinds = Counter(type(call) for one, call in evaluated.calls if isinstance(one, Compute))
+    assert kinds == {ForwardAction: 3 * MICROBATCHES}
+    assert (
+        Counter(type(call) for one, call in bound.calls if isinstance(one, Compute))[BackwardAction] == 3 * MICROBATCHES
+    )
+
+
+def test_another_table_is_bound_anew() -> None:
+    forward_backward = compiled()
+    forward_backward.record_timeline()
+    forward_backward(torch.ones(8, 4))
+    before = forward_backward.schedule
+    after = forward_backward.reschedule("gpipe")
+    if after != before:
+        forward_backward(torch.ones(8, 4))
+        (bound,) = bound_to(forward_backward)
+        assert bound.kind.plan.schedule == after
+
+
+def test_kinds_that_are_not_met_for_long_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fxpipe.run.step, "MOST_BOUND", 2)
+    forward_backward = compiled(loss_weight=weight)
+    losses: Callable[[int], float] = lambda rows: forward_backward(torch.ones(rows, 4)).item()  # noqa: E731
+    wanted = {rows: losses(rows) for rows in (4, 8, 12)}
+    assert len(bound_to(forward_backward)) == 2
+    assert {rows: losses(rows) for rows in (4, 8, 12)} == wanted
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_nothing_of_a_step_is_kept_for_the_next(evaluates: bool) -> None:
+    forward_backward = compiled(recompute=True)
+    batch = torch.ones(8, 4)
+    memory = StorageWeakRef(batch.untyped_storage())
+    (forward_backward.evaluate if evaluates else forward_backward)(batch)
+    del batch
+    gc.collect()
+    assert memory.expired()
