@@ -28,6 +28,8 @@ distributed/process_state: distributed/watch
 distributed/whereabouts: distributed/watch
 run/settings: distributed/watch
 distributed/connect: distributed/strict_transport distributed/torch_transport
+distributed/grid: distributed/topology
+distributed/live_groups: distributed/topology
 distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline
 distributed/transport: distributed/strict_transport distributed/torch_transport
