@@ -54,6 +54,7 @@ plan/closeness: plan/capture_check
 plan/example: plan/planner
 plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
+plan/on_fakes: plan/node_costs plan/row_places
 plan/pattern: plan/signatures
 plan/replay: plan/capture_check
 plan/sizes: whole/lengths plan/signatures
