@@ -55,8 +55,7 @@ class GroupForward(ForwardAction):
             elif mode is None:
                 (value,) = parts
             else:
-                name = f"{entry.value} of stage {names[entry.source]!r}"
-                value, how = groups.of_stage(name, parts, microbatches, mode)
+                value, how = groups.of_stage(entry.value, names[entry.source], parts, microbatches, mode)
             inputs.append(value)
             joined.append(how)
         return inputs, joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,6 @@ from tests.hf import (  # noqa: E402
     ROUNDING,
     SGD,
     HFCase,
-    causal,
     gpt2,
     llama,
     mixtral,
@@ -45,7 +45,10 @@ from tests.hf import (  # noqa: E402
 STEPS = 2
 SECONDS = 150.0  # for a call: the first one imports transformers and torch.export in each worker
 every_model = pytest.mark.parametrize("name", MODELS)
-every_tracer = pytest.mark.parametrize("tracer", ["export", "record"])
+QUICK: dict[str, Any] = {} if ALL else {"tracer": "record"}
+"""Where it does not matter what captures: auto would come to torch.export, which takes several times as long."""
+HALVES = [(name, 4, "zb_h1") for name in ("T5", "CLIP", "GPT-2")]
+OTHER_TABLES = [("Llama", 2, "interleaved_1f1b"), ("Llama", 2, "gpipe")]
 
 
 def batches_of(case: HFCase) -> list[Inputs]:
@@ -81,7 +84,7 @@ def test_stages_of_a_captured_program_compute_what_the_model_does(name: str, tra
         assert_same(gradient, gradients[parameter], parameter, case.tolerance)
 
 
-@pytest.mark.parametrize("name", every(8, list(MODELS)))
+@pytest.mark.parametrize("name", every(12, list(MODELS)))
 def test_evaluation_gives_the_logits(name: str) -> None:
     case = MODELS[name]
     model = case.model()
@@ -145,7 +148,7 @@ def drop_what_is_only_rounding(run: Run) -> None:
                 tensor.zero_()
 
 
-@pytest.mark.parametrize("name", every(6, list(MODELS)))
+@pytest.mark.parametrize("name", every(12, list(MODELS)))
 def test_two_steps_on_processes_equal_plain_pytorch(name: str, pool: Pool) -> None:
     """On two ranks, two stages each, unless all cases run: each process captures the whole model."""
     case, ranks = MODELS[name], 4 if ALL else 2
@@ -160,19 +163,13 @@ def test_modules_kept_whole_on_two_processes_equal_plain_pytorch(name: str, pool
 @pytest.mark.parametrize("name", every(3, ["CLIP", "GPT-2", "T5"]))
 def test_micro_batches_of_two_shapes_equal_plain_pytorch(name: str) -> None:
     case = replace(MODELS[name], rows=10)
-    assert_trained(local(4, train, case, {}), case)
+    assert_trained(local(4, train, case, QUICK), case)
 
 
-@pytest.mark.parametrize("schedule", every(2, ["interleaved_1f1b", "gpipe"]))
-def test_no_schedule_changes_a_bit(schedule: str) -> None:
-    case = replace(MODELS["Llama"], ranks=2)
-    assert_trained(local(2, train, case, {"schedule": schedule}), case)
-
-
-@pytest.mark.parametrize("name", every(2, ["T5", "CLIP", "GPT-2"]))
-def test_backwards_in_two_halves_have_the_gradients_of_whole_ones(name: str) -> None:
-    case = MODELS[name]
-    assert_trained(local(4, train, case, {"schedule": "zb_h1"}), case)
+@pytest.mark.parametrize(("name", "ranks", "schedule"), every(5, HALVES + OTHER_TABLES))
+def test_no_schedule_changes_a_bit_be_backwards_in_halves_or_not(name: str, ranks: int, schedule: str) -> None:
+    case = replace(MODELS[name], ranks=ranks)
+    assert_trained(local(ranks, train, case, QUICK | {"schedule": schedule}), case)
 
 
 # --- what is commonly done to such models ---
@@ -184,10 +181,10 @@ def checkpointed(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", every(2, ["CLIP", "T5", "Llama"]))
+@pytest.mark.parametrize("name", every(3, ["CLIP", "T5", "Llama"]))
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:
     case = MODELS[name]
-    assert_trained(local(4, train, replace(case, build=partial(checkpointed, case.build)), {}), case)
+    assert_trained(local(4, train, replace(case, build=partial(checkpointed, case.build)), QUICK), case)
 
 
 def low_rank(model: nn.Module, *names: str) -> nn.Module:
@@ -211,7 +208,7 @@ class LowRank(nn.Module):
 def test_a_frozen_model_with_low_rank_terms_in_its_later_layers() -> None:
     names = [f"model.layers.{layer}.self_attn.{which}_proj" for layer in (2, 3) for which in "qv"]
     case = replace(MODELS["Llama"], build=lambda: low_rank(llama(), *names))
-    (run,) = local(4, train, case, {})
+    (run,) = local(4, train, case, QUICK)
     assert_trained([run], case)
     trained_names = {name for name, gradient in run.gradients[0].items() if gradient is not None}
     assert trained_names == {f"{name}.{part}.weight" for name in names for part in ("up", "down")}
@@ -224,10 +221,10 @@ def bfloat16() -> torch.autocast:
 def step_under_autocast(case: HFCase) -> Run:
     batch = case.batch()
     with bfloat16():  # for one step only: it keeps weights that it has cast
-        return trained(case, [batch], boundaries=case.boundaries, example_kwargs=batch)
+        return trained(case, [batch], boundaries=case.boundaries, example_kwargs=batch, **QUICK)
 
 
-@pytest.mark.parametrize("name", every(2, ["CLIP", "Llama", "Whisper"]))
+@pytest.mark.parametrize("name", every(3, ["Whisper", "CLIP", "Llama"]))
 def test_autocast_around_the_call_is_that_of_the_loop(name: str) -> None:
     case = MODELS[name]
     if case.tolerance:
@@ -237,17 +234,17 @@ def test_autocast_around_the_call_is_that_of_the_loop(name: str) -> None:
 
 def train_replica(case: HFCase) -> Run:
     """On half of each batch."""
-    topology = fxpipe.Topology([("data", 2), ("pipe", 2)])
+    topology = fxpipe.Topology([("data", 2), ("pipe", case.ranks)])
     half = replica_of(topology)
     batches = [cut(batch, 2)[half] for batch in batches_of(case)]
     options = {"topology": topology, "microbatches": 2, "example_kwargs": batches[0], "boundaries": case.boundaries}
-    return trained(case, batches, **options)
+    return trained(case, batches, **options, **QUICK)
 
 
 def test_labels_are_counted_over_replicas(pool: Pool) -> None:
     """Their numbers differ between micro-batches and between replicas."""
-    case = replace(MODELS["Llama"], tolerance=1e-6, **SGD)
-    assert_trained(pool.run(train_replica, case, seconds=SECONDS), case)
+    case = replace(MODELS["Llama"], ranks=2 if ALL else 1, tolerance=1e-6, **SGD)
+    assert_trained(pool.run(train_replica, case, ranks=2 * case.ranks, seconds=SECONDS), case)
 
 
 # --- dropout ---
@@ -258,7 +255,7 @@ def dropouts(case: HFCase) -> HFCase:
     return replace(case, build=builders[case.build])
 
 
-@every_tracer
+@pytest.mark.parametrize("tracer", every(2, ["record", "export"]))
 def test_dropout_in_one_stage_equals_a_loop_reseeded_per_micro_batch(tracer: str) -> None:
     case = dropouts(replace(MODELS["GPT-2"], stages=1, ranks=1, boundaries=()))
     batch = case.batch()
@@ -279,7 +276,7 @@ def test_dropout_in_one_stage_equals_a_loop_reseeded_per_micro_batch(tracer: str
 
 
 def train_with_dropout(name: str) -> Run:
-    return train(dropouts(replace(MODELS[name], ranks=2)), {})
+    return train(dropouts(replace(MODELS[name], ranks=2)), QUICK)
 
 
 @pytest.mark.parametrize("name", every(2, ["GPT-2", "T5"]))
@@ -293,9 +290,15 @@ def test_dropout_is_the_same_on_one_process_and_on_two(name: str, pool: Pool) ->
 # --- what a user does around it ---
 
 
+@functools.cache
+def trained_alone(name: str) -> Run:
+    """On one process that plays all ranks; for tests that only read it."""
+    (run,) = local(4, train, MODELS[name], QUICK)
+    return run
+
+
 def test_the_trained_weights_load_into_a_plain_model(tmp_path: Any) -> None:
-    case = MODELS["GPT-2"]
-    (run,) = local(4, train, case, {})
+    case, run = MODELS["GPT-2"], trained_alone("GPT-2")
     plain = gpt2()
     plain.load_state_dict(run.state)
     plain.save_pretrained(tmp_path)
@@ -307,8 +310,8 @@ def test_the_trained_weights_load_into_a_plain_model(tmp_path: Any) -> None:
 
 def test_the_number_of_labels_makes_the_loss_the_whole_batch_s() -> None:
     """Uneven padding: a mean of the micro-batches' means would be another number."""
-    case = replace(MODELS["Llama"], inputs=causal)
-    (run,) = local(4, train, case, {})
+    case = MODELS["GPT-2"]
+    run = trained_alone("GPT-2")
     model = case.model()
     whole = model(**case.batch())["loss"]
     parts = [model(**part)["loss"] for part in cut(case.batch(), case.microbatches)]
