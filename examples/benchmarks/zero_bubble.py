@@ -15,6 +15,8 @@ that ZB-H1's actions had, and the time that their table takes at these.
 import argparse
 import statistics
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,8 +55,11 @@ def sleep(gradient: Tensor) -> None:
 
 
 class Branches(nn.Module):
-    def __init__(self) -> None:
+    """Two branches of two stages and a join. ``gather``: how its boundaries gather, as ``stage_boundary`` takes it."""
+
+    def __init__(self, **gather: Any) -> None:
         super().__init__()
+        self.gather = gather
         self.sleepers = nn.ModuleList(Sleeper() for _ in range(5))
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(5))
         for scale in self.scales:
@@ -64,7 +69,7 @@ class Branches(nn.Module):
         ends = []
         for first in (0, 2):
             h = fxpipe.stage_boundary(self.sleepers[first](x * self.scales[first]))
-            ends.append(fxpipe.stage_boundary(self.sleepers[first + 1](h * self.scales[first + 1])))
+            ends.append(fxpipe.stage_boundary(self.sleepers[first + 1](h * self.scales[first + 1]), **self.gather))
         return self.sleepers[4]((ends[0] + ends[1]) * self.scales[4]).square().mean()
 
 
@@ -108,8 +113,20 @@ def run(model: type[nn.Module], ranks: int, microbatches: int, batch: Tensor, ro
             model(), topology, microbatches=microbatches, schedule=name, example_args=(batch,)
         )
     contestants["zb_h1"].record_timeline()
-    seconds: dict[str, list[float]] = {name: [] for name in SCHEDULES}
-    for round in range(rounds + 2):  # the first two warm up
+    seconds = timed(contestants, batch, rounds)
+    costs = contestants["zb_h1"].timeline().costs
+    if dist.get_rank() == 0:
+        report(ranks, microbatches, seconds, costs, {n: step.schedule for n, step in contestants.items()})
+    for step in contestants.values():
+        step.close()
+
+
+def timed(
+    contestants: Mapping[str, fxpipe.ForwardBackward], batch: Tensor, rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Each contestant's steps in seconds, of the slowest rank. They take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round in range(rounds + warm_up):
         for name, step in contestants.items():
             step.zero_grad()
             dist.barrier()
@@ -117,13 +134,9 @@ def run(model: type[nn.Module], ranks: int, microbatches: int, batch: Tensor, ro
             step(batch)
             slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if round > 1:
+            if round >= warm_up:
                 seconds[name].append(slowest.item())
-    costs = contestants["zb_h1"].timeline().costs
-    if dist.get_rank() == 0:
-        report(ranks, microbatches, seconds, costs, {n: step.schedule for n, step in contestants.items()})
-    for step in contestants.values():
-        step.close()
+    return seconds
 
 
 def report(
