@@ -146,6 +146,32 @@ def test_so_it_is_where_greedy_puts_each_w_where_memory_allows() -> None:
     assert_counted(forward_backward, held, costs)
 
 
+def test_so_it_is_where_only_a_limit_was_given_and_the_bytes_are_told_from_shapes() -> None:
+    """The batch itself, which is no activation, counts there."""
+    counted_ones = costs_of_one("zb_h1", kind=Chain, alike=True)
+    memory = 4 * max(counted_ones.activation_bytes or ())
+    options = {
+        "schedule": with_costs("greedy", memory=memory),
+        "microbatches": MICROBATCHES,
+        "example_kwargs": batch(ROWS),
+    }
+    topology = Topology([("pipe", 4)])
+    forward_backward, held = step(Chain(alike=True), ROWS, topo=topology, **options)
+    table, costs = forward_backward.schedule, forward_backward.schedule.costs
+    assert table.dependencies.halves
+    assert table.rows == fxpipe.preview(Chain(alike=True), topology, **options).schedule.rows
+    assert costs is not None
+    for name in ("activation_bytes", "input_bytes", "deferred_bytes"):
+        assert getattr(costs, name)[1:3] == pytest.approx(getattr(counted_ones, name)[1:3], rel=0.05)
+    assert max(held.peak.values()) <= 1.05 * memory
+    forward_backward.record_timeline()
+    forward_backward(**batch(ROWS))
+    again = forward_backward.reschedule(memory=0.75 * memory)
+    assert again.costs is not None
+    assert again.costs.deferred_bytes == costs.deferred_bytes
+    assert max(again.planned().peak_bytes or ()) <= 0.75 * memory < max(table.planned().peak_bytes or ())
+
+
 @pytest.mark.parametrize(("schedule", "group", "recompute"), pairwise(GATHERED, [4, MICROBATCHES], [False, True]))
 def test_so_it_is_where_a_stage_runs_once_for_a_group(schedule: Any, group: int, recompute: bool) -> None:
     options = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
