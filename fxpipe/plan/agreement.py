@@ -14,7 +14,7 @@ from torch import nn
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, ScheduleError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
 from fxpipe.graph.plain_data import admitted
@@ -35,6 +35,8 @@ from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Flags, Pattern, pattern_of
 from fxpipe.plan.planner import Plan, Planner
 from fxpipe.plan.together import plan_together
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.verify_replicas import verify_replicas
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
@@ -174,12 +176,29 @@ class Agreement:
                 raise RunError(
                     'a stage gathers "global", in the order of the table, but the replicas run tables of their own; '
                     f"this one has {len(agreed.sizes)} micro-batches. Give all replicas batches of one kind, that are "
-                    "cut into as many"
+                    f"cut into as many{self._told_apart(agreed.plan)}"
                 )
             raise RunError(
                 f"zero={zero} sums gradients in the order of the table, but the replicas' batches are of kinds with "
                 "tables of their own; give all replicas batches of one kind, or write zero=1"
             )
+
+    def _told_apart(self, plan: Plan) -> str:
+        """Where replicas that run these tables would wait for each other; a collective call of the data axis."""
+        mine = (plan.schedule.microbatches, [" ".join(map(str, row)) for row in plan.schedule.rows])
+        tables = [
+            dataclasses.replace(
+                plan.schedule,
+                rows=tuple(tuple(map(Action.parse, row.split())) for row in rows),
+                microbatches=microbatches,
+            )
+            for microbatches, rows in self._transport.gather("data", mine)
+        ]
+        try:
+            verify_replicas(tables, {stage.index for stage in plan.graph if "global" in stage.ways})
+        except ScheduleError as error:
+            return f"; {error}"
+        return ""
 
     def required(self, plan: Plan, rank: int | None) -> tuple[str, ...]:
         """The inputs that a rank (None: all of them) must be given."""
