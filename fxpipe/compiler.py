@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from fxpipe.distributed.connect import connect
+from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import clock_of
-from fxpipe.distributed.topology import ROLES, Topology
+from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import TopologyError

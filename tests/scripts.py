@@ -61,13 +61,18 @@ class Scripts:
 
     def run(self, arguments: list[str], folder: Path) -> str:
         """What the program prints; AssertionError with what it writes to stderr where it fails."""
+        status, printed, told = self.outcome(arguments, folder)
+        assert status == 0, f"exit status {status}\n{told}"
+        return printed
+
+    def outcome(self, arguments: list[str], folder: Path) -> tuple[int, str, str]:
+        """The program's exit status, what it prints, and what it writes to stderr."""
         files = {"stdin": os.devnull, "stdout": str(folder / "stdout.txt"), "stderr": str(folder / "stderr.txt")}
         status = self._done({"arguments": arguments, "folder": str(folder), **files})
         printed, told = (Path(files[name]).read_text() for name in ("stdout", "stderr"))
         for name in ("stdout", "stderr"):
             os.unlink(files[name])
-        assert status == 0, f"exit status {status}\n{told}"
-        return printed
+        return status, printed, told
 
     def close(self) -> None:
         if self._server is not None:

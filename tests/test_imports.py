@@ -58,7 +58,7 @@ PYTHONS = set("_replace _fields _getframe _current_frames _exit _SubParsersActio
 
 
 class File:
-    """A file of the source, parsed once."""
+    """A file of the source, parsed once, when a test first asks: every process of the suite imports this module."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
@@ -67,12 +67,25 @@ class File:
         """fxpipe/errors.py → errors; fxpipe/trace/record/tape.py → trace; passes/split.py → passes."""
         self.module = ".".join(part for part in ("fxpipe", *parts[parts[0] == "fxpipe" :]) if part != "__init__")
         """fxpipe/trace/fake.py → fxpipe.trace.fake; passes/__init__.py → fxpipe.passes."""
-        tree = ast.parse(path.read_text())
-        self.nodes = list(ast.walk(tree))
-        blocks = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        self._text = path.read_text()
+
+    @cached_property
+    def _tree(self) -> ast.Module:
+        return ast.parse(self._text)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self._tree))
+
+    @cached_property
+    def _for_annotations(self) -> set[ast.AST]:
+        blocks = [n for n in self._tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        return {inner for block in blocks for inner in ast.walk(block)}
+
+    @cached_property
+    def _in_functions(self) -> set[ast.AST]:
         functions = [n for n in self.nodes if isinstance(n, ast.FunctionDef)]
-        self._for_annotations = {inner for block in blocks for inner in ast.walk(block)}
-        self._in_functions = {inner for function in functions for inner in ast.walk(function)}
+        return {inner for function in functions for inner in ast.walk(function)}
 
     @cached_property
     def imported(self) -> set[str]:

@@ -28,6 +28,8 @@ distributed/process_state: distributed/watch
 distributed/whereabouts: distributed/watch
 run/settings: distributed/watch
 distributed/connect: distributed/strict_transport distributed/torch_transport
+distributed/grid: distributed/topology
+distributed/live_groups: distributed/topology
 distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline
 distributed/transport: distributed/strict_transport distributed/torch_transport
@@ -52,6 +54,7 @@ plan/closeness: plan/capture_check
 plan/example: plan/planner
 plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
+plan/on_fakes: plan/node_costs plan/row_places
 plan/pattern: plan/signatures
 plan/replay: plan/capture_check
 plan/sizes: whole/lengths plan/signatures

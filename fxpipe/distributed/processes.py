@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from fxpipe.distributed.last_words import install
+from fxpipe.distributed.live_groups import served_device_type
 from fxpipe.distributed.stores import job_store, restarted_store
-from fxpipe.distributed.topology import served_device_type
 from fxpipe.distributed.watch import watch
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.kinds import is_number

@@ -7,18 +7,31 @@ only they import it.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import operator
-import os
-from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Iterable, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
 from tabulate import tabulate
 
-from fxpipe.errors import TopologyError, nearest
+from fxpipe.distributed.grid import (
+    MODEL,
+    ROLES,
+    abbreviated,
+    axis_groups,
+    by_node,
+    check_rows,
+    checked_axes,
+    checked_node,
+    lengths,
+    listed,
+    positive,
+    replicas_of,
+    role_of,
+    shape,
+    whole,
+)
+from fxpipe.distributed.live_groups import LiveGroups, new_group, plays_all_ranks, served_device_type
+from fxpipe.errors import TopologyError
 from fxpipe.kinds import MOST_ACTIONS, is_flag, shown
 from fxpipe.notebook import Tabular
 
@@ -26,16 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import DistributedSampler
-
-# What an axis does, by every name it may bear. At most one axis plays each role.
-ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "tensor", "tp": "tensor"}
-# No axis, but a group: the ranks that work on one replica's data.
-MODEL = "model"
-
-
-# How many ranks of a group a printed row shows, and how many characters of groups.
-_SHOWN_RANKS = 8
-_SHOWN_WIDTH = 64
 
 
 class Topology(Tabular):
@@ -61,14 +64,14 @@ class Topology(Tabular):
     """
 
     def __init__(self, axes: Iterable[tuple[str, int]], ranks_per_node: int | None = None) -> None:
-        self._axes = _checked_axes(axes)
+        self._axes = checked_axes(axes)
         self._sizes = tuple(size for _, size in self._axes)
         self._index = {ROLES[name]: index for index, (name, _) in enumerate(self._axes)}
         self._world_size = math.prod(self._sizes)
         if self._world_size > MOST_ACTIONS:
             raise TopologyError(f"{self._shape()} is too large: write sizes whose product is at most {MOST_ACTIONS:,}")
-        self._ranks_per_node = None if ranks_per_node is None else self._checked_node(ranks_per_node)
-        self._live: _Live | None = None
+        self._ranks_per_node = None if ranks_per_node is None else checked_node(self._axes, ranks_per_node)
+        self._live: LiveGroups | None = None
         self._has_sampler = False
 
     @classmethod
@@ -97,10 +100,10 @@ class Topology(Tabular):
         Raises:
             TopologyError: the ranks are no multiple of ``pipe × tensor``, or the rows none of the replicas.
         """
-        model = _positive(pipe, "pipe") * _positive(tensor, "tensor")
-        data = _replicas(_positive(world_size, "world_size"), model, f"pipe {pipe} × tensor {tensor}")
+        model = positive(pipe, "pipe") * positive(tensor, "tensor")
+        data = replicas_of(positive(world_size, "world_size"), model, f"pipe {pipe} × tensor {tensor}")
         if rows is not None:
-            _check_rows(_positive(rows, "rows"), data, model)
+            check_rows(positive(rows, "rows"), data, model)
         axes = [("pipe", pipe), ("tensor", tensor), ("data", data)]
         return cls([(name, size) for name, size in axes if name != "tensor" or size > 1], ranks_per_node)
 
@@ -123,7 +126,7 @@ class Topology(Tabular):
         """How many ranks a group of ``axis`` has; 1 for a known axis that this topology lacks."""
         if axis == MODEL:
             return self._world_size // self.size("data")
-        index = self._index.get(_role(axis))
+        index = self._index.get(role_of(axis))
         return 1 if index is None else self._sizes[index]
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -132,7 +135,7 @@ class Topology(Tabular):
         Raises:
             TopologyError: no such rank.
         """
-        rest = _whole(rank, "a rank")
+        rest = whole(rank, "a rank")
         if not 0 <= rest < self._world_size:
             raise TopologyError(f"rank {rank} is outside {self._shape()}: its ranks are 0 to {self._world_size - 1}")
         indices: list[int] = []
@@ -151,7 +154,7 @@ class Topology(Tabular):
         """
         given: dict[str, int] = {}
         for name, value in coordinate.items():
-            role, index, size = _role(name), _whole(value, f"the index {name}"), self.size(name)
+            role, index, size = role_of(name), whole(value, f"the index {name}"), self.size(name)
             if role in given:
                 raise TopologyError(f"{_call(coordinate)} gives the {role} axis twice: keep one of its names")
             if not 0 <= index < size:
@@ -180,10 +183,10 @@ class Topology(Tabular):
         """
         if axis == MODEL:
             return [sorted(ranks) for ranks in zip(*self.groups("data"), strict=True)]
-        index = self._index.get(_role(axis))
+        index = self._index.get(role_of(axis))
         if index is None:
             return [[rank] for rank in range(self._world_size)]
-        return _axis_groups(self._sizes, index)
+        return axis_groups(self._sizes, index)
 
     def shard_groups(self) -> list[list[int]]:
         """Each data group's ranks inside one node: those among which ZeRO shards."""
@@ -222,12 +225,12 @@ class Topology(Tabular):
         Raises:
             TopologyError: as for ``mesh``, or ``axis`` is unknown.
         """
-        key = axis if axis == MODEL else _role(axis)
+        key = axis if axis == MODEL else role_of(axis)
         live = self._distributed()
         if key not in live.groups:
             index = self._index.get(key)
             live.groups[key] = (
-                _new_group(self.groups(key)) if index is None else self.mesh.get_group(self._axes[index][0])
+                new_group(self.groups(key)) if index is None else self.mesh.get_group(self._axes[index][0])
             )
         return live.groups[key]
 
@@ -252,7 +255,7 @@ class Topology(Tabular):
             shards, replicas = self.shard_groups(), self.replica_groups()
             if zero_scope == "data":
                 shards, replicas = self.groups("data"), [[rank] for rank in range(self._world_size)]
-            groups = [_new_group(replicas), _new_group(shards)]
+            groups = [new_group(replicas), new_group(shards)]
             rows = self._by_node(self._mine("data")) if zero_scope == "node" else [self._mine("data")]
             live.data_meshes[zero_scope] = DeviceMesh.from_group(
                 groups, served_device_type(), rows, mesh_dim_names=("replica", "shard")
@@ -306,7 +309,7 @@ class Topology(Tabular):
         for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
             if not is_flag(flag):
                 raise TopologyError(f"{name} is {shown(flag)}; it is True or False")
-        seed = _whole(seed, "the sampler's seed")
+        seed = whole(seed, "the sampler's seed")
         self._has_sampler = True
         return DistributedSampler(
             dataset,  # type: ignore[arg-type]
@@ -345,7 +348,7 @@ class Topology(Tabular):
         ranks = mesh.mesh.flatten().tolist()
         if ranks != list(range(topology.world_size)):
             raise TopologyError(
-                f"the mesh orders its ranks as {_abbreviated(ranks)}, but a topology counts them row-major: "
+                f"the mesh orders its ranks as {abbreviated(ranks)}, but a topology counts them row-major: "
                 "build the mesh with init_device_mesh, and reorder its dimensions instead"
             )
         live.mesh = mesh
@@ -358,7 +361,7 @@ class Topology(Tabular):
             nodes = f"{self._ranks_per_node} to a node"
             groups |= {"shard": self.shard_groups(), "replica": self.replica_groups()}
         rows = [
-            (name, _sizes(rows), _listed(rows), "yes" if self._cross(rows) else "no") for name, rows in groups.items()
+            (name, lengths(rows), listed(rows), "yes" if self._cross(rows) else "no") for name, rows in groups.items()
         ]
         table = tabulate(rows, headers=("axis", "size", "groups", "crosses nodes"), colalign=("left", "right"))
         return f"{self._world_size} ranks, {nodes}\n{table}"
@@ -380,51 +383,18 @@ class Topology(Tabular):
         return Topology, (self._axes, self._ranks_per_node)
 
     def _shape(self) -> str:
-        return " × ".join(f"{name} {shown(size)}" for name, size in self._axes)
+        return shape(self._axes)
 
     def _by_node(self, group: list[int]) -> list[list[int]]:
-        return _by_node(group, self._ranks_per_node or self._world_size)
+        return by_node(group, self._ranks_per_node or self._world_size)
 
     def _cross(self, groups: list[list[int]]) -> bool:
         per_node = self._ranks_per_node or self._world_size
         return any(group[0] // per_node != group[-1] // per_node for group in groups)
 
-    def _checked_node(self, ranks_per_node: int) -> int:
-        per_node = _whole(ranks_per_node, "ranks_per_node")
-        if per_node < 1 or self._world_size % per_node:
-            raise TopologyError(
-                f"ranks_per_node={per_node} does not divide the {self._world_size} ranks of {self._shape()}: "
-                f"write {self._fitting_nodes()}"
-            )
-        data = self._index.get("data")
-        uneven = None if data is None else _uneven(self._sizes, data, per_node)
-        if data is None or uneven is None:
-            return per_node
-        parts = ", ".join(f"{len(part)} in node {part[0] // per_node}" for part in _by_node(uneven, per_node))
-        inner = [*self._axes[:data], *self._axes[data + 1 :], self._axes[data]]
-        fits = _uneven([size for _, size in inner], len(inner) - 1, per_node) is None
-        remedy = f", or make data the innermost axis: Topology({inner!r}, ranks_per_node={per_node})"
-        raise TopologyError(
-            f"with ranks_per_node={per_node} the data group {_abbreviated(uneven)} of {self._shape()} meets "
-            f"nodes unevenly ({parts}), and cannot shard alike in all of them: write {self._fitting_nodes()}"
-            + (remedy if fits else "")
-        )
-
-    def _fitting_nodes(self) -> str:
-        data = self._index.get("data")
-        fitting = [
-            str(size)
-            for size in range(1, self._world_size + 1)
-            if self._world_size % size == 0 and (data is None or _uneven(self._sizes, data, size) is None)
-        ]
-        return "ranks_per_node=" + " or ".join(fitting)
-
     def _is_alone(self) -> bool:
         """Whether one process plays every rank; TopologyError where that cannot be told yet."""
-        import torch.distributed as dist
-
-        is_started = dist.is_available() and dist.is_initialized()
-        alone = dist.get_world_size() == 1 if is_started else not _has_company()
+        alone = plays_all_ranks()
         if not alone:
             self._distributed()
         return alone
@@ -435,7 +405,7 @@ class Topology(Tabular):
 
         return next(group for group in self.groups(axis) if dist.get_rank() in group)
 
-    def _distributed(self) -> _Live:
+    def _distributed(self) -> LiveGroups:
         """What this topology has made of the running torch.distributed, which must be of its size."""
         import torch.distributed as dist
 
@@ -452,154 +422,9 @@ class Topology(Tabular):
             )
         # A process group that was destroyed and started again takes meshes and groups with it.
         if self._live is None or self._live.world is not dist.group.WORLD:
-            self._live = _Live(dist.group.WORLD)
+            self._live = LiveGroups(dist.group.WORLD)
         return self._live
-
-
-@dataclass
-class _Live:
-    """What a topology has made in torch.distributed, and under which default group."""
-
-    world: object
-    mesh: DeviceMesh | None = None
-    groups: dict[str, ProcessGroup] = field(default_factory=dict)
-    data_meshes: dict[str, DeviceMesh] = field(default_factory=dict)
-
-
-def served_device_type() -> str:
-    """The device type that the started default process group serves: ``"cuda"``, or else ``"cpu"``."""
-    import torch
-    import torch.distributed as dist
-
-    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
-    # Gloo claims "cuda" too, but lacks most collectives there; whoever started gloo alone wants the CPU.
-    if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
-        return "cuda"
-    return "cpu"
-
-
-def _has_company() -> bool:
-    """Whether torchrun or srun has started this process as one of several."""
-    rank, count = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
-    return rank in os.environ and os.environ.get(count, "1") != "1"
-
-
-def _new_group(groups: list[list[int]]) -> ProcessGroup:
-    """Makes all ``groups``, as every rank must, and returns the one that this rank is in."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    mine: ProcessGroup | None = None
-    for ranks in groups:
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            mine = group
-    if mine is None:
-        raise TopologyError(f"rank {rank} is in none of the groups {_listed(groups)}")
-    return mine
-
-
-def _checked_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    checked: list[tuple[str, int]] = []
-    roles: dict[str, str] = {}
-    for axis in axes if isinstance(axes, Iterable) else [axes]:
-        if not isinstance(axis, tuple | list) or len(axis) != 2 or not isinstance(axis[0], str):
-            raise TopologyError(
-                f'an axis is a (name, size) pair, got {shown(axis)}: write Topology([("pipe", 2), ("data", 4)])'
-            )
-        name, size = axis[0], _whole(axis[1], f'the size of axis "{axis[0]}"')
-        role = _role(name)
-        if role in roles:
-            raise TopologyError(f'axes "{roles[role]}" and "{name}" are both the {role} axis: keep one of them')
-        if size < 1:
-            raise TopologyError(f'axis "{name}" has size {size}: write 1 or more, or leave the axis out')
-        roles[role] = name
-        checked.append((name, size))
-    if not checked:
-        raise TopologyError('a topology has at least one axis: write Topology([("pipe", 1)]) for a single rank')
-    return tuple(checked)
-
-
-def _role(axis: str) -> str:
-    role = ROLES.get(axis) if isinstance(axis, str) else None
-    if role is None:
-        raise TopologyError(f'unknown axis "{axis!s:.100}"{nearest(axis, ROLES)}')
-    return role
-
-
-def _whole(value: int, what: str) -> int:
-    with contextlib.suppress(TypeError):
-        if not isinstance(value, bool):
-            return operator.index(value)
-    raise TopologyError(f"{what} must be a whole number, got {shown(value)}")
-
-
-def _positive(value: int, what: str) -> int:
-    if _whole(value, what) < 1:
-        raise TopologyError(f"{what} is {value}: write 1 or more")
-    return _whole(value, what)
-
-
-def _replicas(ranks: int, model: int, what: str) -> int:
-    """How many replicas so many ranks make, of ``model`` ranks each."""
-    if ranks % model:
-        fewer, more = ranks // model * model, (ranks // model + 1) * model
-        start = f"{fewer} or {more}" if fewer else f"{more}"
-        raise TopologyError(f"{ranks} ranks are no multiple of {what}: start {start}, or write another pipe=")
-    return ranks // model
-
-
-def _check_rows(rows: int, data: int, model: int) -> None:
-    """TopologyError where replicas cannot share the rows of a step evenly; with numbers of ranks that can."""
-    if rows % data:
-        sizes = [size for size in range(1, min(rows, 4 * data) + 1) if rows % size == 0]
-        near = sorted(sorted(sizes, key=lambda size: abs(size - data))[:3])
-        raise TopologyError(
-            f"{rows} rows of a step are no multiple of {data} replicas, and a step would be another one: start "
-            f"{' or '.join(str(model * size) for size in near)} ranks, or write another pipe= or rows="
-        )
-
-
-def _axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:
-    """The groups of axis ``index`` of a row-major grid: arithmetic progressions, inner axes first."""
-    outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
-    block = size * inner  # ranks that share all coordinates outside this axis
-    return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
-
-
-def _by_node(group: list[int], per_node: int) -> list[list[int]]:
-    return [list(part) for _, part in groupby(group, key=lambda rank: rank // per_node)]
-
-
-def _uneven(sizes: Sequence[int], data: int, per_node: int) -> list[int] | None:
-    """The first data group that has more ranks in one node than in another, if there is one."""
-    for group in _axis_groups(sizes, data):
-        if len({len(part) for part in _by_node(group, per_node)}) > 1:
-            return group
-    return None
 
 
 def _call(coordinate: dict[str, int]) -> str:
     return "rank(" + ", ".join(f"{name}={index}" for name, index in coordinate.items()) + ")"
-
-
-def _abbreviated(group: list[int]) -> str:
-    if len(group) <= _SHOWN_RANKS:
-        return str(group)
-    start = ", ".join(str(rank) for rank in group[: _SHOWN_RANKS // 2])
-    return f"[{start}, …, {group[-1]}]"
-
-
-def _sizes(groups: list[list[int]]) -> str:
-    # Only shard and replica groups can differ: one data group fits into a node, and the next straddles two.
-    return " or ".join(str(size) for size in sorted({len(group) for group in groups}))
-
-
-def _listed(groups: list[list[int]]) -> str:
-    shown = ""
-    for count, group in enumerate(groups):
-        text = _abbreviated(group)
-        if count and len(shown) + len(text) > _SHOWN_WIDTH:
-            return f"{shown}… {len(groups)} groups"
-        shown += f"{text} "
-    return shown.rstrip()

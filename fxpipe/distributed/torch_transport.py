@@ -29,9 +29,10 @@ from fxpipe.distributed.collective import (
     Threads,
     Work,
 )
+from fxpipe.distributed.live_groups import served_device_type
 from fxpipe.distributed.post import Ending, failed
 from fxpipe.distributed.preflight import compare_facts, difference, facts_of
-from fxpipe.distributed.topology import Topology, served_device_type
+from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
 from fxpipe.distributed.whereabouts import are_apart, entered, here

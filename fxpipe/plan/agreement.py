@@ -15,6 +15,7 @@ from torch import nn
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError, ScheduleError
+from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
 from fxpipe.graph.plain_data import admitted
@@ -33,7 +34,7 @@ from fxpipe.plan.batch import (
 )
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Flags, Pattern, pattern_of
-from fxpipe.plan.planner import Plan, Planner
+from fxpipe.plan.planner import Plan, Planner, digest_of
 from fxpipe.plan.together import plan_together
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.verify_replicas import verify_replicas
@@ -51,6 +52,8 @@ class Agreed:
     plan: Plan
     sizes: tuple[int, ...]
     """Rows of each micro-batch."""
+    places: Places
+    """Where values that are gathered have their rows, as far as it is known."""
     has_loss: bool
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
 
@@ -91,6 +94,7 @@ class Agreement:
         if planner.captures is not None:
             planner.captures.reads.begin()
         self._told: dict[tuple[int, ...], _Together] = {}
+        self._rows: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._settled: dict[tuple[tuple[int, ...], tuple[int, ...]], Agreed] = {}
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
@@ -163,24 +167,14 @@ class Agreement:
         gathers = agreed.plan.graph.sees_replicas
         if (zero < 2 and not gathers) or self._transport.data_size == 1:
             return
-        if zero == 2:
-            counts = self._transport.gather_int("data", len(agreed.sizes))
-            if len(set(counts)) > 1:
-                raise RunError(
-                    f"zero=2 sums gradients after each micro-batch, but the replicas have {list(counts)} of them; "
-                    "give all as many (drop_last=True in a DataLoader), or write zero=1"
-                )
         digests = agreed.plan.row_digests if zero == 2 or gathers else agreed.plan.pass_digests
         if len(set(self._transport.gather_int("data", digests[self._transport.pipe_rank or 0]))) > 1:
-            if gathers:
-                raise RunError(
-                    'a stage gathers "global", in the order of the table, but the replicas run tables of their own; '
-                    f"this one has {len(agreed.sizes)} micro-batches. Give all replicas batches of one kind, that are "
-                    f"cut into as many{self._told_apart(agreed.plan)}"
-                )
+            what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
+            told = self._told_apart(agreed.plan) if gathers else ", or write zero=1"
             raise RunError(
-                f"zero={zero} sums gradients in the order of the table, but the replicas' batches are of kinds with "
-                "tables of their own; give all replicas batches of one kind, or write zero=1"
+                f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
+                f"{len(agreed.sizes)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
+                f"(drop_last=True in a DataLoader){told}"
             )
 
     def _told_apart(self, plan: Plan) -> str:
@@ -230,8 +224,12 @@ class Agreement:
         planner = self._planner
         if self._transport.data_size == 1 or not (planner.first.graph.sees_replicas and planner.needs_shapes):
             return ()
-        everyone = self._transport.gather("data", list(sizes))
-        return tuple(map(sum, zip(*everyone, strict=True))) if len({*map(len, everyone)}) == 1 else ()
+        key = self._transport.gather_int("data", digest_of(map(str, sizes)))
+        if key not in self._rows:
+            everyone = self._transport.gather("data", list(sizes))
+            is_even = len({*map(len, everyone)}) == 1
+            self._rows[key] = tuple(map(sum, zip(*everyone, strict=True))) if is_even else ()
+        return self._rows[key]
 
     def _merged(self, offers: Sequence[_Offer], mine: _Offer) -> _Together:
         """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
@@ -258,7 +256,9 @@ class Agreement:
             _check_nothing_gathered(plan)
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
-        return Agreed(len(self._settled), pattern, plan, sizes, has_loss)
+        joins = plan.graph.gathers and (len(sizes) > 1 or self._transport.data_size > 1)
+        places = self._planner.row_places(pattern) if joins else {}
+        return Agreed(len(self._settled), pattern, plan, sizes, places, has_loss)
 
     def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
         counts = [row_count(description, self._options.batch_dim) for description in merged]

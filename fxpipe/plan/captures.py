@@ -46,6 +46,8 @@ class Captured:
     """The rank of each stage, where it was searched for."""
     holds_for: SizeGuard | None = None
     """For which sizes it holds, where it was captured with symbolic ones."""
+    program: Program | None = None
+    """What the stages were cut from, where some of them gather."""
 
     @property
     def of_one_shape(self) -> bool:
@@ -176,7 +178,7 @@ class Captures:
             pattern.inputs,
             dict(pattern.fixed),
             self.options.loss_fn if pattern.with_loss else None,
-            example=None if shape is None else _example(pattern, shape),
+            example=None if shape is None else example_of(pattern, shape),
             cuts=self.cuts,
             may_lack_cuts=self.first is not None,  # which has called them all
             training=pattern.training,
@@ -240,9 +242,10 @@ class Captures:
             more = len(program.stage_names) > self.ranks > 1
             if self.finds_placement and more and first is None and shape is not None:
                 placement = self._placed(program, pattern, shape)
-        return program, Captured(
-            default_passes.split(program), _told(self.model, program), program.tracer, placement, program.holds_for
-        )
+        kept = program if program.gathered else None
+        told = _told(self.model, program)
+        graph = default_passes.split(program)
+        return program, Captured(graph, told, program.tracer, placement, program.holds_for, kept)
 
     def _placed(self, program: Program, pattern: Pattern, shape: Description) -> tuple[int, ...] | None:
         """The best placement found; None where what the stages cost is not known, so that parameters count."""
@@ -263,7 +266,7 @@ class Captures:
         program = self.first
         if program is None or not pattern.shapes:
             return None
-        example = _example(pattern, pattern.shapes[0])
+        example = example_of(pattern, pattern.shapes[0])
 
         def work() -> BlockGraph:
             costs = costs_from_shapes(program, example, self.device, pattern.autocast, compute=self.compute)
@@ -290,7 +293,7 @@ class Captures:
                 "will be passed in calls"
             )
         with progress("balancing the stages"):
-            example = _example(pattern, shape)
+            example = example_of(pattern, shape)
             costs = costs_from_shapes(program, example, self.device, pattern.autocast, compute=self.compute)
             given = (program, self.ranks, pattern.microbatches, costs, self.options.schedule)
             memory, again = self.options.memory_per_rank, self.options.recompute
@@ -318,7 +321,8 @@ def _varying(shape: Description | None, family: _Family) -> frozenset[Place]:
     return frozenset() if shape is None else varying(shape, family.shapes)
 
 
-def _example(pattern: Pattern, shape: Description) -> dict[str, Any]:
+def example_of(pattern: Pattern, shape: Description) -> dict[str, Any]:
+    """The inputs of a capture, each with a ``TensorLike`` for each tensor."""
     return {name: given.like for name, given in shape if name in pattern.inputs}
 
 

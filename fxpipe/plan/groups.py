@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from fxpipe.errors import PartitionError, TraceError
-from fxpipe.graph.gathering import concatenated
+from fxpipe.graph.boundary import Gathered
+from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import BatchDim
-from fxpipe.plan.batch import cut_description, dimension, row_count
+from fxpipe.plan.batch import Description, cut_description, dimension, row_count
 from fxpipe.plan.capture_check import Sample
-from fxpipe.plan.captures import Captured
+from fxpipe.plan.captures import LATER, Captured, Captures, example_of
 from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.row_places import Sized, of_rows, row_places
 from fxpipe.plan.same_stages import alike
 from fxpipe.torch_compat import pytree
 
@@ -38,8 +41,8 @@ def for_groups(
         if gathered is None:
             continue
         stages = {stage.index for stage in first.graph if stage.gathered == gathered}
-        size, rows = sizes[min(stages)], _rows_of(pattern, gathered.modes, batch_dim)
-        whole = capture(_pattern(pattern, rows, size, batch_dim), _sample(sample, size, batch_dim))
+        size = sizes[min(stages)]
+        whole = capture(_pattern(pattern, gathered, size, batch_dim), _sample(sample, size, batch_dim))
         made: dict[tuple[int, int], Captured] = {}
         for place, one in enumerate(captured):
             group = whole[place // size]
@@ -49,20 +52,51 @@ def for_groups(
     return captured
 
 
+def places_of_rows(captures: Captures, pattern: Pattern) -> Places:
+    """Where what a step of such micro-batches gathers has its rows; nothing where groups have no more rows than these.
+
+    Then a group is one micro-batch, whose rows may lie anywhere.
+    """
+    batch_dim, one = captures.options.batch_dim, captures.of(pattern, LATER)[0]
+    rows = row_count(pattern.shapes[0], batch_dim) if pattern.shapes else None
+    if rows is None:
+        return {}
+    places = partial(row_places, device=captures.device, autocast=pattern.autocast, compute=captures.compute)
+    if not one.of_one_shape:
+        few = max(rows, 2)  # a dimension of 1 may mean another thing
+        return places(*(_sized(one, pattern, of_rows(pattern.shapes[0], batch_dim, n), n) for n in (few, 2 * few)))
+    found: dict[tuple[str, int], tuple[int, ...]] = {}
+    for gathered in {stage.gathered for stage in one.graph if stage.gathered is not None}:
+        groups = _pattern(pattern, gathered, gathered.group or pattern.microbatches, batch_dim)
+        more = row_count(groups.shapes[0], batch_dim)
+        if more is not None and more != rows:
+            group = captures.of(groups, LATER)[0]
+            mine = _sized(one, pattern, pattern.shapes[0], rows)
+            found |= places(mine, _sized(group, pattern, groups.shapes[0], more))
+    return found
+
+
+def _sized(captured: Captured, pattern: Pattern, shape: Description, rows: int) -> Sized:
+    assert captured.program is not None
+    return Sized(captured.graph, captured.program, example_of(pattern, shape), rows)
+
+
 def _rows_of(pattern: Pattern, modes: Collection[str], batch_dim: BatchDim) -> Sequence[int]:
     """How many rows of each micro-batch are in a group's stage: its own, or those of all replicas."""
     if len(modes) > 1:
         raise TraceError(
             'a stage is given values that are gathered as "batch" and as "global", of different numbers of rows, which '
-            'the tracers "export" and "record" cannot tell apart; write tracer="symbolic"'
+            'the tracers "export" and "record" cannot tell apart; write tracer="symbolic", or gather all of them as '
+            '"global", where each replica computes the loss of all rows'
         )
     if "global" in modes and pattern.everyone:
         return pattern.everyone
     return [row_count(one, batch_dim) or 0 for one in pattern.shapes]
 
 
-def _pattern(pattern: Pattern, rows: Sequence[int], size: int, batch_dim: BatchDim) -> Pattern:
+def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDim) -> Pattern:
     """The pattern of a batch whose micro-batches are the groups."""
+    rows = _rows_of(pattern, gathered.modes, batch_dim)
     shapes = tuple(
         cut_description(pattern.shapes[start], batch_dim, sum(rows[start : start + size]))
         for start in range(0, pattern.microbatches, size)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 
+_GATHERED = "its boundary gathers inputs, and all that is computed stands behind it; "
+
 
 def place(graph: StageGraph, ranks: int, wanted: Mapping[str, int] | None) -> tuple[int, ...]:
     """The rank of each stage: as wanted, or in topological order, balanced by parameters.
@@ -14,7 +16,7 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, int] | None) -> tu
     PartitionError where there are more ranks than stages, a name is unknown, or a rank would have no stage.
     """
     if len(graph) < ranks:
-        none = "no stage_boundary was reached; " if len(graph) == 1 else ""
+        none = "" if len(graph) > 1 else _GATHERED if graph[0].gathered else "no stage_boundary was reached; "
         raise PartitionError(
             f"{ranks} pipe ranks, but the model has {len(graph)} stage{'s' * (len(graph) > 1)} "
             f"({', '.join(graph.names)}); {none}"

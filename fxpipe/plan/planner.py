@@ -14,18 +14,20 @@ import torch
 from torch import nn
 
 from fxpipe.errors import PartitionError, ScheduleError
+from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.captures import LATER, Captured, Captures
-from fxpipe.plan.groups import for_groups
+from fxpipe.plan.groups import for_groups, places_of_rows
 from fxpipe.plan.label_count import Items
 from fxpipe.plan.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
 from fxpipe.plan.recomputation import Make, Marked, recomputed, told
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.stage_compiler import compiled_lazily
+from fxpipe.progress import progress
 from fxpipe.schedules import Costs, Family, Limited, ScheduleName, build
 from fxpipe.schedules.lower import Instruction, lower, pairs
 from fxpipe.schedules.schedule import Schedule
@@ -80,20 +82,21 @@ class Plan:
     @cached_property
     def row_digests(self) -> tuple[int, ...]:
         """A number for each row: rows of one number run the same actions in one order."""
-        return tuple(_digest(map(str, row)) for row in self.schedule.rows)
+        return tuple(digest_of(map(str, row)) for row in self.schedule.rows)
 
     @cached_property
     def pass_digests(self) -> tuple[int, ...]:
         """The same for the order in which a row's stages begin and end, however many micro-batches there are."""
         passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
-        return tuple(_digest([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
+        return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
 
     @property
     def digest(self) -> str:
         return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
 
 
-def _digest(words: Iterable[str]) -> int:
+def digest_of(words: Iterable[str]) -> int:
+    """A number for a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=7).digest(), "little")
 
 
@@ -111,6 +114,8 @@ class Planner:
     again: frozenset[str] | None = None
     """The names of the stages that are recomputed, once that is decided."""
     plans: dict[Pattern, Plan] = field(default_factory=dict)
+    places: dict[Pattern, Places] = field(default_factory=dict)
+    """In which dimension gathered values have their rows."""
     by_shapes: list[Costs] = field(default_factory=list)
     """What the stages take, once that is asked for: told from the shapes of the example."""
 
@@ -186,6 +191,15 @@ class Planner:
         assert self.captures is not None
         captured = self.captures.of(pattern, sample)
         return for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
+
+    def row_places(self, pattern: Pattern) -> Places:
+        """Where the values that a step of such micro-batches gathers have their rows."""
+        assert self.captures is not None  # the user's own stages gather nothing
+        key = pattern if self.needs_shapes else pattern.for_any_shape()
+        if key not in self.places:
+            with progress("finding the rows of what is gathered"):
+                self.places[key] = places_of_rows(self.captures, pattern)
+        return self.places[key]
 
     def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""

@@ -181,8 +181,8 @@ class Executor:
             elif mode is None:
                 (value,) = parts
             else:
-                name = f"{entry.value} of stage {self.graph.names[entry.source]!r}"
-                value, how = self.step.groups.of_stage(name, parts, action.microbatches, mode)
+                maker = self.graph.names[entry.source]
+                value, how = self.step.groups.of_stage(entry.value, maker, parts, action.microbatches, mode)
             inputs.append(value)
             joined.append(how)
         if self.step.training and stage.has_backward and self._runs(Op.B, action.microbatch):

@@ -13,10 +13,10 @@ from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
-from fxpipe.graph.gathering import RowPlaces, concatenated
+from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.like import ITEMS
 from fxpipe.options import BatchDim
-from fxpipe.plan.batch import dimension, dimensions
+from fxpipe.plan.batch import dimension
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
@@ -50,11 +50,11 @@ class GroupInputs:
     """The inputs of a step's gathered stages.
 
     ``rows``: of each micro-batch. ``is_cut``: whether the micro-batches were cut from one batch, so that what they were
-    given whole is the same. ``places``: what earlier steps have shown of where values have their rows.
+    given whole is the same. ``places``: where values have their rows, as far as it is known.
     """
 
     def __init__(
-        self, transport: Transport, batch_dim: BatchDim, rows: Sequence[int], is_cut: bool, places: RowPlaces
+        self, transport: Transport, batch_dim: BatchDim, rows: Sequence[int], is_cut: bool, places: Places
     ) -> None:
         self._places = places
         self._transport, self._batch_dim, self._rows, self._is_cut = transport, batch_dim, rows, is_cut
@@ -75,16 +75,20 @@ class GroupInputs:
                 leaves.append(column[0])
         return pytree.tree_unflatten(leaves, flat[0][1])
 
-    def of_stage(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> tuple[Any, Joined]:
-        """A value that each micro-batch, or a group as a whole, has sent; and how it was put together."""
-        along = dimensions(self._batch_dim)
+    def of_stage(
+        self, value: str, maker: str, parts: Sequence[Any], microbatches: range, mode: Mode | None
+    ) -> tuple[Any, Joined]:
+        """A value that each micro-batch, or a group as a whole, has sent; and how it was put together.
+
+        ``maker``: the stage that has made it.
+        """
         rows = tuple(self._rows[place] for place in microbatches)
         rows = rows if len(parts) == len(rows) else (sum(rows),)
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
         flat = [pytree.tree_flatten(part) for part in parts]
         leaves, places, likes = [], [], []
         for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            place = self._place(name, number, column, rows, along)
+            place = self._place(value, number, maker, column, rows, bool(everyone))
             leaf = column[0] if place is None else concatenated(column, place)
             needs = isinstance(leaf, Tensor) and leaf.requires_grad
             likes.append(Like(leaf.shape, leaf.dtype, leaf.device) if needs else None)
@@ -112,25 +116,35 @@ class GroupInputs:
         return [None] * len(joined.rows) if leaf is None else list(torch.split(leaf, list(joined.rows), place))
 
     def _place(
-        self, name: str, leaf: int, column: Sequence[Any], rows: Sequence[int], along: Sequence[int]
+        self, value: str, leaf: int, maker: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
     ) -> int | None:
         """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
+        told = f"{value} of stage {maker!r} is gathered, and"
         if all(part is None for part in column):
             return None
         if not all(isinstance(part, Tensor) and part.dim() for part in column):
             raise RunError(
-                f"{name} is gathered, and is one number for each micro-batch, which has no rows to be put in a row; "
+                f"{told} is one number for each micro-batch, which has no rows to be put in a row; "
                 "gather what it is computed from, and compute it behind the boundary, or make it a mean there"
             )
-        place = self._places.of(name, leaf, column, rows, along)
-        if place is None:
-            shapes = ", ".join(str(list(part.shape)) for part in column)
-            where = " or ".join(map(str, dict.fromkeys([*along, 0])))
+        places = self._places.get((value, leaf), range(column[0].dim()))
+        fits = [place for place in places if _sizes(column, place) == list(rows)]
+        is_alone = len(column) == 1 and not (is_global and self._transport.data_size > 1)
+        if len(fits) == 1 or (fits and is_alone):
+            return fits[0]
+        shapes = ", ".join(str(list(part.shape)) for part in column)
+        told += f" has shapes {shapes} for micro-batches of {list(rows)} rows:"
+        if not fits:
+            raise RunError(f"{told} none of its dimensions is that of its rows; give it one in front of the boundary")
+        if (value, leaf) in self._places:
             raise RunError(
-                f"{name} is gathered, and has shapes {shapes} for micro-batches of {list(rows)} rows: none in "
-                f"dimension {where}; give it a row for each of the batch in front of the boundary"
+                f"{told} dimensions {fits[0]} and {fits[1]} are both as long as it has rows, so that it holds numbers "
+                "between rows of one micro-batch; gather what it is computed from, and compute it behind the boundary"
             )
-        return place
+        raise RunError(
+            f"{told} dimensions {fits[0]} and {fits[1]} could both be that of its rows, and what makes it cannot run "
+            "without numbers to tell; make them differ, with another number of micro-batches or rows"
+        )
 
     # over the replicas
 
@@ -177,6 +191,11 @@ def _padded(tensor: Tensor, place: int, rows: int) -> Tensor:
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     return padded
+
+
+def _sizes(column: Sequence[Tensor], place: int) -> list[int]:
+    """The parts' sizes in a dimension; none where they have not as many dimensions."""
+    return [part.shape[place] for part in column] if len({part.dim() for part in column}) == 1 else []
 
 
 def _check_whole(name: str, column: Sequence[Any]) -> None:

@@ -11,12 +11,35 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
-from fxpipe.graph.gathering import RowPlaces
 from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.options import BatchDim
 from fxpipe.plan.batch import dimensions
 from fxpipe.torch_compat import pytree
+
+
+class RowPlaces:
+    """In which dimension values have their rows, where the sizes of an earlier step have left no doubt of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, int], int] = {}
+
+    def of(
+        self, name: str, leaf: int, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]
+    ) -> int | None:
+        """The dimension of the rows of a leaf of the value ``name``; None where none is. RunError in doubt."""
+        fits, key = _fitting(parts, rows, along), (name, leaf, parts[0].dim())
+        if len(fits) == 1:
+            self._known[key] = fits[0]
+        if len(fits) < 2 or len(parts) == 1:
+            return self._known.get(key, fits[0]) if fits else None
+        if self._known.get(key) not in fits:
+            raise RunError(
+                f"{name} has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that dimensions "
+                f"{fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another number of "
+                f"micro-batches or rows, or by .unsqueeze(0) where its rows are in dimension 0"
+            )
+        return self._known[key]
 
 
 def join(
@@ -57,11 +80,26 @@ def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Calla
     if not isinstance(first, Tensor):
         return first
     if first.dim():
-        return torch.cat(list(column), rows_along())
+        along = rows_along()
+        _check_beside_rows(column, along)
+        return torch.cat(list(column), along)
     if not first.is_floating_point() and not first.is_complex():
         return torch.stack(list(column)).sum()
     weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
     return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
+
+
+def _check_beside_rows(column: Sequence[Tensor], along: int) -> None:
+    """RunError for parts of other sizes in another dimension than that of their rows, which are no tensor together."""
+    beside = {part.shape[:along] + part.shape[along % part.dim() + 1 :] for part in column}
+    if len(beside) > 1:
+        shapes = ", ".join(str(list(part.shape)) for part in column)
+        raise RunError(
+            f"an output has shapes {shapes}, one for each micro-batch or group of them, which are of different sizes "
+            f"beside their rows, in dimension {along}: what is computed between the rows of one, such as logits, is no "
+            "one tensor where they differ. Evaluate a batch that divides evenly, which puts one under the other; or "
+            "return what it is computed from, and compute it of evaluate's output"
+        )
 
 
 def _rows_along(
@@ -87,3 +125,14 @@ def _rows_along(
         f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "
         "return one row per row of the input, or a number"
     )
+
+
+def _fitting(parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> list[int]:
+    """Those of the inputs' dimensions, ``along``, and of the first, in which each part has its own number of rows."""
+    dims = parts[0].dim()
+    candidates = dict.fromkeys(place % dims for place in (*along, 0) if -dims <= place < dims)
+    return [place for place in candidates if all(part.dim() == dims for part in parts) and _are(parts, place, rows)]
+
+
+def _are(parts: Sequence[Tensor], place: int, rows: Sequence[int]) -> bool:
+    return [part.shape[place] for part in parts] == list(rows)

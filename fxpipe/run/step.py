@@ -17,7 +17,6 @@ from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
-from fxpipe.graph.gathering import RowPlaces
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.plan.agreement import Agreed, Agreement, Call
@@ -30,7 +29,7 @@ from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.group_inputs import GroupInputs
 from fxpipe.run.item_numbers import ItemNumbers
-from fxpipe.run.outputs import from_rank, join
+from fxpipe.run.outputs import RowPlaces, from_rank, join
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import of_groups, shares_of, weights_of
@@ -163,6 +162,8 @@ class Steps:
         mine = [share != 0 for share in shares]
         if not agreed.plan.graph.sees_replicas or self._options.loss_weight is None:
             return mine
+        if all(self._transport.gather_int("data", int(all(mine)))):
+            return mine
         return [any(runs) for runs in zip(*self._transport.gather("data", mine), strict=True)]
 
     def _row(self, plan: Plan) -> Sequence[Action]:
@@ -186,7 +187,7 @@ class Steps:
             self._items.add(agreed.plan.graph, batches, shares),
             shares,
             self._runs(agreed, shares),
-            GroupInputs(self._transport, self._options.batch_dim, agreed.sizes, is_cut, self._places),
+            GroupInputs(self._transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             training,
             agreed.pattern.autocast,

@@ -140,7 +140,12 @@ def _gathered(name: str, rule: Mapping[str, Any]) -> tuple[Any, Gather | None]:
         gather = checked_gather(f"boundaries= gives {name!r}", rule.get("gather"), rule.get("group"))
     except TraceError as error:
         raise PartitionError(str(error)) from None
-    return rule.get("cut", "before"), gather
+    if "cut" not in rule:
+        raise PartitionError(
+            f'boundaries= gathers at {name!r}, and does not say on which side of it; write {{"cut": "after", ...}} to '
+            'gather what it returns, or "before" for what it is given, so that it runs on the whole batch itself'
+        )
+    return rule["cut"], gather
 
 
 def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str]) -> Iterable[_SidedCut]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
+import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,10 @@ import torch.distributed as dist
 from fxpipe.distributed.processes import ProcessPlace, _gpu, first_host, init, slurm_place, slurm_port, torchrun_place
 from fxpipe.errors import FxpipeError, RunError, TopologyError
 from tests.distributed.environment import LAUNCHER_PREFIXES, TORCHRUN, clean_environment
+from tests.pool import forking
+from tests.scripts import Scripts
 
-SECONDS = 200.0  # for anything that starts processes; each imports torch
+SECONDS = 200.0  # for anything that starts processes
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -238,28 +243,37 @@ dist.destroy_process_group()
 
 
 def run_all(script: str, environs: list[dict[str, str]]) -> list[str]:
-    """The outputs of one process for each environment, all running at once."""
+    """The outputs of one process for each environment, all running at once; none has to import torch."""
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in environs]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=clean_environment(**environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for environ in environs
+        forking().Process(target=run_in, args=(script, clean_environment(**environ), write), daemon=True)
+        for environ, (_, write) in zip(environs, pipes, strict=True)
     ]
     outputs = []
+    for process in processes:
+        process.start()
     try:
-        for process in processes:
-            output, errors = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, errors
-            outputs.append(output.strip())
+        for read, _ in pipes:
+            assert read.poll(SECONDS)
+            outputs.append(read.recv())
     finally:
         for process in processes:
             process.kill()
-            process.wait(SECONDS)
+            process.join(SECONDS)
     return outputs
+
+
+def run_in(script: str, environ: dict[str, str], write: Connection) -> None:
+    """What the script prints in this process, or its error."""
+    os.environ.clear()
+    os.environ.update(environ)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(script, {})
+    except Exception:
+        printed.write(traceback.format_exc())
+    write.send(printed.getvalue().strip())
 
 
 def free_port() -> int:
@@ -290,22 +304,10 @@ def test_init_joins_the_processes_of_slurm_s_variables() -> None:
     assert run_all(MEET, environs) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
 
 
-def test_init_joins_the_processes_of_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "meet.py"
-    script.write_text(MEET)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    done = subprocess.run(
-        torchrun, env=clean_environment(), capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
+def test_init_joins_the_processes_of_torchrun(tmp_path: Path, scripts: Scripts) -> None:
+    (tmp_path / "meet.py").write_text(MEET)
+    printed = scripts.run(["-m", "tests.torchrun", "--standalone", "--nproc-per-node=2", "meet.py"], tmp_path)
+    assert sorted(printed.splitlines()) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same, but on the CPU")

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import fxpipe
-from fxpipe.distributed.topology import ROLES, Topology
+from fxpipe.distributed.grid import ROLES
+from fxpipe.distributed.topology import Topology
 from fxpipe.errors import TopologyError
 from tests.pool import Pool
 from tests.work import steps

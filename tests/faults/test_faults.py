@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from tests.faults.cases import cases
 from tests.faults.harness import faults
 from tests.faults.training import PHASES, Fault
+from tests.scripts import Scripts
 from tests.thinned import every
 
 
@@ -41,12 +40,12 @@ for step in range(9):
 
 
 @pytest.mark.slow
-def test_torchrun_names_the_rank_whose_loop_has_failed(tmp_path: Path) -> None:
+def test_torchrun_names_the_rank_whose_loop_has_failed(tmp_path: Path, scripts: Scripts) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run([*torchrun, tmp_path / "script.py"], capture_output=True, text=True, timeout=200)
-    assert re.search(r"Root Cause \(first observed failure\):\n.*\n.*\n.*\n  rank      : 2 ", done.stderr), done.stderr
-    first, *others = re.findall(r"^.*ValueError: bad row 17$", done.stderr, re.MULTILINE)
+    torchrun = ["-m", "tests.torchrun", "--standalone", "--nproc-per-node", "4"]
+    _, _, told = scripts.outcome([*torchrun, "script.py"], tmp_path)
+    assert re.search(r"Root Cause \(first observed failure\):\n.*\n.*\n.*\n  rank      : 2 ", told), told
+    first, *others = re.findall(r"^.*ValueError: bad row 17$", told, re.MULTILINE)
     assert first == "[rank2]: ValueError: bad row 17"
     assert all("another rank failed: rank 2 (pipe 1, data 0): " in line for line in others)
     assert others

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from tests.pool import Pool
 from tests.thinned import every
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 
 
 class Block(nn.Module):
@@ -412,38 +409,15 @@ def test_on_a_gpu_values_depend_on_no_placement_either(tmp_path: Path) -> None:
 
 # --- memory
 
-_PEAK = """
-import sys
-import torch
-from torch import nn
-from fxpipe.parameters.initialise import reset_parameters
-from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.parameters.materialise import materialise
-from fxpipe.parameters.weights import Weights
-from tests.parameters.test_materialise import peak
 
-source, rank = sys.argv[1], int(sys.argv[2])
-with torch.device("meta"):
-    model = nn.ModuleDict({f"stage{place}": nn.Linear(4096, 3584) for place in range(4)})  # 56 MiB each
-materialise(nn.Linear(4, 4, device="meta"), ["weight", "bias"], torch.device("cpu"), reset_parameters)  # torch imports
-mine = {name for name in all_tensors(model) if name.startswith(f"stage{rank}.")}
-weights = None if source == "init_fn" else Weights.open(source)
-before = peak()
-materialise(model, mine, torch.device("cpu"), reset_parameters, weights)
-share = sum(tensor.numel() * 4 for name, tensor in all_tensors(model).items() if name in mine)
-print(f"{(peak() - before) / share:.3f}")
-"""
+def four_stages() -> nn.Module:
+    """56 MiB each."""
+    return nn.ModuleDict({f"stage{place}": nn.Linear(4096, 3584) for place in range(4)})
 
 
-@pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of 224 MiB of each kind."""
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    folder = tmp_path_factory.mktemp("big")
-    state = nn.ModuleDict({f"stage{place}": nn.Linear(4096, 3584) for place in range(4)}).state_dict()
-    save_file(state, folder / "weights.safetensors")
-    torch.save(state, folder / "weights.pt")
-    return {"safetensors": folder / "weights.safetensors", "torch": folder / "weights.pt", "init_fn": Path("init_fn")}
+def ones(build: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    """A state dict of the model's shapes, for which no random numbers are drawn."""
+    return {name: torch.ones(tensor.shape) for name, tensor in on_meta(build).state_dict().items()}
 
 
 class Wide(nn.Module):
@@ -465,6 +439,26 @@ def peak() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+def memory_of_materialise(source: str, rank: int) -> float:
+    """The memory that the stage of a rank takes at most while it is made, as a multiple of what it then takes."""
+    model = on_meta(four_stages)
+    materialise(nn.Linear(4, 4, device="meta"), ["weight", "bias"], CPU, reset_parameters)  # what torch imports
+    mine = {name for name in all_tensors(model) if name.startswith(f"stage{rank}.")}
+    weights = None if source == "init_fn" else Weights.open(source)
+    before = peak()
+    materialise(model, mine, CPU, reset_parameters, weights)
+    return (peak() - before) / sum(tensor.nbytes for name, tensor in all_tensors(model).items() if name in mine)
+
+
+def in_new_processes(function: Callable[..., float], *args: Any, ranks: int) -> list[float]:
+    """By rank, in processes whose peaks are no earlier test's."""
+    fresh = Pool()
+    try:
+        return fresh.run(function, *args, ranks=ranks)
+    finally:
+        fresh.close()
+
+
 def memory_of_compile(checkpoint: str) -> float:
     """The memory that ``compile`` of 224 MiB takes at most, as a multiple of what this rank then holds."""
     topology = fxpipe.Topology([("pipe", 4)])
@@ -476,19 +470,18 @@ def memory_of_compile(checkpoint: str) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 @pytest.mark.parametrize(("kind", "rank"), every(3, [("safetensors", 3), ("torch", 2), ("init_fn", 1)]))
-def test_a_rank_needs_little_more_memory_than_what_it_holds(kind: str, rank: int, big: dict[str, Path]) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(_PEAK), str(big[kind]), str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
-    assert re.fullmatch(r"\d\.\d+\n", done.stdout), done.stderr
-    assert float(done.stdout) <= 1.3
+def test_a_rank_needs_little_more_memory_than_what_it_holds(kind: str, rank: int, tmp_path: Path) -> None:
+    source = {"safetensors": str(tmp_path / "all.safetensors"), "torch": str(tmp_path / "all.pt")}.get(kind, kind)
+    if kind == "safetensors":
+        pytest.importorskip("safetensors.torch").save_file(ones(four_stages), source)
+    elif kind == "torch":
+        torch.save(ones(four_stages), source)
+    (needed,) = in_new_processes(memory_of_materialise, source, rank, ranks=1)
+    assert 0.9 < needed <= 1.3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_compile_needs_little_more_memory_than_what_each_rank_holds(tmp_path: Path) -> None:
-    torch.save(Wide(3840).state_dict(), tmp_path / "weights.pt")
-    fresh = Pool()  # whose peaks are no earlier test's
-    try:
-        needed = fresh.run(memory_of_compile, str(tmp_path))
-    finally:
-        fresh.close()
+    torch.save(ones(lambda: Wide(3840)), tmp_path / "weights.pt")
+    needed = in_new_processes(memory_of_compile, str(tmp_path), ranks=4)
     assert 0.9 < min(needed) <= max(needed) <= 1.3

@@ -16,6 +16,7 @@ from fxpipe.parameters.initialise import init_weights_of
 from fxpipe.parameters.materialise import materialise
 from fxpipe.parameters.weights import Weights
 from tests.pool import Pool
+from tests.thinned import ALL, every
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -138,11 +139,13 @@ def deep_llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
+RANKS = 4 if ALL else 2
+"""Each captures the whole model, two of its four stages may lie on one."""
 Trained = tuple[list[float], dict[str, Tensor], int]
 
 
 def train(source: str) -> Trained:
-    """Two steps of a Llama on 4 pipe ranks; ``source``: a checkpoint, "init_fn", or "real" for no meta device at all.
+    """Two steps of a Llama on the pipe ranks; ``source``: a checkpoint, "init_fn", or "real" for no meta device at all.
 
     The losses, the trained model, and how many of the model's tensors this rank has memory for.
     """
@@ -151,7 +154,7 @@ def train(source: str) -> Trained:
     tokens = {"input_ids": torch.randint(0, 10, (8, 6)), "labels": torch.randint(0, 10, (8, 6))}
     forward_backward = fxpipe.compile(
         model,
-        fxpipe.Topology([("pipe", 4)]),
+        fxpipe.Topology([("pipe", RANKS)]),
         boundaries={"model.layers.*": {"every": 1}},
         microbatches=4,
         example_kwargs=tokens,
@@ -174,20 +177,20 @@ def assert_trained_alike(first: Trained, other: Trained) -> None:
     assert all(torch.equal(tensor, other[1][name]) for name, tensor in first[1].items())
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", every(2, [RANKS, 1]))
 def test_a_model_on_meta_trains_as_one_that_was_loaded(ranks: int, tmp_path: Path, pool: Pool) -> None:
     deep_llama().save_pretrained(tmp_path)
     if ranks == 1:
         assert_trained_alike(train(str(tmp_path)), train("real"))
         return
-    from_disk, real = pool.run(train, str(tmp_path), ranks=4), pool.run(train, "real", ranks=4)
+    from_disk, real = pool.run(train, str(tmp_path), ranks=ranks), pool.run(train, "real", ranks=ranks)
     for mine, expected in zip(from_disk, real, strict=True):
         assert_trained_alike(mine, expected)
     assert all(mine[2] < len(all_tensors(deep_llama())) for mine in from_disk)
 
 
-def test_init_fn_makes_the_same_model_on_one_rank_and_on_four(pool: Pool) -> None:
+def test_init_fn_makes_the_same_model_on_one_rank_and_on_several(pool: Pool) -> None:
     alone = train("init_fn")
-    for mine in pool.run(train, "init_fn", ranks=4):
+    for mine in pool.run(train, "init_fn", ranks=RANKS):
         assert mine[0] == pytest.approx(alone[0], rel=1e-6)  # a tied parameter's gradient is summed in another order
         assert all(torch.allclose(tensor, alone[1][name], atol=1e-6) for name, tensor in mine[1].items())

@@ -11,15 +11,18 @@ from torch import Tensor
 from fxpipe import RunError, Topology
 from fxpipe.distributed.strict_transport import current_seat, run_strict
 from fxpipe.distributed.transport import LocalTransport
-from fxpipe.graph.gathering import RowPlaces
+from fxpipe.graph.gathering import Places
 from fxpipe.run.group_inputs import SCOPE, GroupInputs
 
 ALL = range(3)
 ROWS = (2, 3, 2)
 
 
-def inputs(batch_dim: Any = 0, rows: Any = ROWS, is_cut: bool = False) -> GroupInputs:
-    return GroupInputs(LocalTransport(), batch_dim, rows, is_cut, RowPlaces())
+NOT_KNOWN: Places = {}
+
+
+def inputs(batch_dim: Any = 0, rows: Any = ROWS, is_cut: bool = False, places: Places = NOT_KNOWN) -> GroupInputs:
+    return GroupInputs(LocalTransport(), batch_dim, rows, is_cut, places)
 
 
 def cut(value: Tensor, along: int = 0) -> list[Tensor]:
@@ -28,7 +31,7 @@ def cut(value: Tensor, along: int = 0) -> list[Tensor]:
 
 def test_rows_stand_in_a_row_and_the_gradient_is_cut_where_they_were() -> None:
     value = torch.randn(7, 4, requires_grad=True)
-    joined, how = inputs().of_stage("v", cut(value), ALL, "batch")
+    joined, how = inputs().of_stage("v", "a", cut(value), ALL, "batch")
     assert joined.requires_grad
     assert joined.grad_fn is None
     assert torch.equal(joined, value)
@@ -36,35 +39,32 @@ def test_rows_stand_in_a_row_and_the_gradient_is_cut_where_they_were() -> None:
     assert all(map(torch.equal, inputs().cut(how, gradient), cut(gradient)))
 
 
-@pytest.mark.parametrize("batch_dim", [1, {"x": 1}])
-@pytest.mark.parametrize(("shape", "place"), [((5, 7, 3), 1), ((7, 5), 0)])
-def test_rows_are_in_a_dimension_of_the_inputs_or_else_in_the_first(
-    shape: tuple[int, ...], place: int, batch_dim: Any
-) -> None:
+@pytest.mark.parametrize(("shape", "place"), [((5, 7, 3), 1), ((7, 5), 0), ((2, 5, 7), 2)])
+def test_rows_are_where_sizes_show_them(shape: tuple[int, ...], place: int) -> None:
     value = torch.randn(shape)
-    joined, how = inputs(batch_dim=batch_dim).of_stage("v", cut(value, place), ALL, "batch")
+    joined, how = inputs().of_stage("v", "a", cut(value, place), ALL, "batch")
     assert torch.equal(joined, value)
     assert how.places == (place,)
 
 
-@pytest.mark.parametrize("batch_dim", [1, {"x": 1, "y": 0}])
-def test_rows_that_could_be_in_two_dimensions_are_refused_until_other_sizes_have_shown_them(batch_dim: Any) -> None:
-    places, square, wide = RowPlaces(), torch.randn(8, 4), torch.randn(6, 4)
-
-    def joined(value: Tensor) -> Any:
-        group = GroupInputs(LocalTransport(), batch_dim, (len(value) // 2,) * 2, True, places)
-        return group.of_stage("v", list(value.tensor_split(2)), range(2), "batch")[0]
-
-    with pytest.raises(RunError, match=r"\[4, 4\] for a micro-batch of 4 rows, so that dimensions . and . could both"):
-        joined(square)
-    assert torch.equal(joined(wide), wide)
-    assert torch.equal(joined(square), square)
+def test_of_two_dimensions_with_as_many_the_known_one_is_that_of_the_rows() -> None:
+    value, rows = torch.randn(4, 8), (4, 4)
+    parts = value.split(rows, 1)
+    with pytest.raises(
+        RunError, match=r"\[4, 4\] for micro-batches of \[4, 4\] rows: dimensions 0 and 1 could both be"
+    ):
+        inputs(rows=rows).of_stage("v", "a", parts, range(2), "batch")
+    joined, how = inputs(rows=rows, places={("v", 0): (1,)}).of_stage("v", "a", parts, range(2), "batch")
+    assert torch.equal(joined, value)
+    assert how.places == (1,)
+    with pytest.raises(RunError, match="none of its dimensions is that of its rows"):
+        inputs(rows=rows, places={("v", 0): ()}).of_stage("v", "a", parts, range(2), "batch")
 
 
 def test_a_container_keeps_its_form_and_what_needs_no_gradient_gets_none() -> None:
     value, mask = torch.randn(7, 4, requires_grad=True), torch.ones(7, dtype=torch.bool)
     parts = [{"v": v, "mask": m, "none": None} for v, m in zip(cut(value), cut(mask), strict=True)]
-    joined, how = inputs().of_stage("v", parts, ALL, "batch")
+    joined, how = inputs().of_stage("v", "a", parts, ALL, "batch")
     assert torch.equal(joined["v"], value)
     assert torch.equal(joined["mask"], mask)
     assert joined["none"] is None
@@ -74,21 +74,24 @@ def test_a_container_keeps_its_form_and_what_needs_no_gradient_gets_none() -> No
 
 
 def test_a_value_that_got_no_gradient_sends_none_back() -> None:
-    _, how = inputs().of_stage("v", cut(torch.randn(7, 4, requires_grad=True)), ALL, "batch")
+    _, how = inputs().of_stage("v", "a", cut(torch.randn(7, 4, requires_grad=True)), ALL, "batch")
     assert inputs().cut(how, None) == [None] * 3
 
 
 @pytest.mark.parametrize("parts", [[torch.tensor(1.0)] * 3, [2, 3, 2], [0.5] * 3])
 def test_a_number_for_each_micro_batch_is_refused(parts: list[Any]) -> None:
-    with pytest.raises(RunError, match=r"n is gathered, and is one number for each micro-batch, .*compute it behind"):
-        inputs().of_stage("n", parts, ALL, "batch")
+    with pytest.raises(
+        RunError, match=r"n of stage 'a' is gathered, and is one number for each micro-batch, .*compute it behind"
+    ):
+        inputs().of_stage("n", "a", parts, ALL, "batch")
 
 
 def test_a_value_without_rows_is_refused() -> None:
     with pytest.raises(
-        RunError, match=r"v is gathered, and has shapes \[4\], \[4\], \[4\] for micro-batches of \[2, 3, 2\]"
+        RunError,
+        match=r"v of stage 'a' is gathered, and has shapes \[4\], \[4\], \[4\] for micro-batches of \[2, 3, 2\]",
     ):
-        inputs().of_stage("v", [torch.ones(4)] * 3, ALL, "batch")
+        inputs().of_stage("v", "a", [torch.ones(4)] * 3, ALL, "batch")
 
 
 def test_inputs_are_gathered_by_their_own_dimension_and_whole_ones_stay() -> None:
@@ -119,9 +122,9 @@ def over_replicas(rows: list[tuple[int, ...]], along: int, has_gradient: list[bo
     transport = StrictTransport(seat, topology)
     transport.open([], [], {SCOPE: topology.groups("data")})
     mine, sizes = rows[seat.rank], [sum(one) for one in rows]
-    group = GroupInputs(transport, along, mine, True, RowPlaces())
+    group = GroupInputs(transport, along, mine, True, NOT_KNOWN)
     own = whole(sum(sizes), along).split(sizes, along)[seat.rank].requires_grad_()
-    joined, how = group.of_stage("v", own.split(list(mine), along), range(len(mine)), "global")
+    joined, how = group.of_stage("v", "a", own.split(list(mine), along), range(len(mine)), "global")
     gradient = (1 + seat.rank) * joined.detach() if has_gradient[seat.rank] else None
     return joined, group.cut(how, gradient)
 

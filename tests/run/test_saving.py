@@ -19,6 +19,7 @@ import fxpipe
 from fxpipe.errors import CheckpointError
 from tests.pool import forking
 from tests.run.test_loading import Trained, Two
+from tests.thinned import every
 
 
 def names(folder: Path) -> list[str]:
@@ -362,7 +363,7 @@ def killed_everywhere(folder: Path, block: bool) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("block", every(2, [False, True]))  # the same calls, on the writer's own thread or not
 def test_killed_at_any_moment_there_is_a_latest_that_loads(tmp_path: Path, block: bool) -> None:
     assert ended(killed_everywhere, tmp_path, block) == 0
     run, steps = Trained(1), []

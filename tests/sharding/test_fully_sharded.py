@@ -287,7 +287,7 @@ WHERE = [
 ]
 
 
-@pytest.mark.parametrize(("where", "kind", "microbatches"), every(2, pairwise(WHERE, list(GRAPHS), [1, 3])), ids=repr)
+@pytest.mark.parametrize(("where", "kind", "microbatches"), every(3, pairwise(WHERE, list(GRAPHS), [1, 3])), ids=repr)
 def test_gradients_are_those_of_the_whole_batch(
     pool: Pool, where: tuple[Topology, str], kind: str, microbatches: int
 ) -> None:
@@ -312,11 +312,14 @@ def without_weight(shares: dict[int, list[float]]) -> None:
 
 @pytest.mark.parametrize(
     "shares",
-    [
-        {0: [0.5, 0], 1: [0, 0.25], 2: [0.125, 0.125], 3: [0, 0]},
-        {0: [0, 0], 1: [0, 0], 2: [0, 1.0], 3: [0, 0]},
-        {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [0, 0]},
-    ],
+    every(
+        2,
+        [
+            {0: [0.5, 0], 1: [0, 0.25], 2: [0.125, 0.125], 3: [0, 0]},
+            {0: [0, 0], 1: [0, 0], 2: [0, 1.0], 3: [0, 0]},
+            {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [0, 0]},
+        ],
+    ),
 )
 def test_a_replica_that_runs_no_last_backward_or_none_takes_part(pool: Pool, shares: dict[int, list[float]]) -> None:
     pool.run(without_weight, shares, ranks=4)
@@ -395,7 +398,7 @@ def trained(topology: Topology, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "topology"), every(2, list(product(GRAPHS, [TWO_NODES, Topology([("pipe", 2), ("data", 2)])])))
+    ("kind", "topology"), every(3, list(product(GRAPHS, [TWO_NODES, Topology([("pipe", 2), ("data", 2)])])))
 )
 def test_some_steps_and_a_checkpoint(pool: Pool, topology: Topology, kind: str) -> None:
     pool.run(trained, topology, kind, ranks=4)

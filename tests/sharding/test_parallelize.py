@@ -34,7 +34,7 @@ from fxpipe import StageGraph, Topology
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import settle_foreach, whole_of
 from tests.pool import Pool
-from tests.thinned import every, pairwise
+from tests.thinned import every, in_turn
 
 WIDTH, ROWS, PARTS, STEPS = 6, 8, 4, 2
 PIPE_TENSOR = [("pipe", 2), ("tensor", 2)]
@@ -304,16 +304,16 @@ def check_equal(results: Sequence[Any], expected: Any) -> None:
     ("axes", "parallelize", "replicas", "last"),
     [
         *every(
-            3,
+            5,
             [
-                (PIPE_TENSOR, tensor_parallel, 1, Ends),
                 (PIPE_TENSOR, norms_too, 1, EndsInSum),
+                (PIPE_TENSOR, tensor_parallel, 1, Ends),
                 (DATA_TENSOR, tensor_parallel, 2, EndsInSum),
                 (DATA_TENSOR, norms_too, 2, Ends),
+                (PIPE_DATA, fully_sharded, 2, Ends),
             ],
         ),
         (DATA_TENSOR, both, 2, EndsInSum),
-        (PIPE_DATA, fully_sharded, 2, Ends),
         (PIPE_DATA, parts_sharded, 2, EndsInSum),
         (PIPE_DATA, sharded_and_checkpointed, 2, Ends),
         (PIPE_DATA, nothing, 2, EndsInSum),
@@ -341,7 +341,7 @@ def test_mixed_precision_is_fsdps(pool: Pool) -> None:
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("parallelize", [all_sharded, nothing])
+@pytest.mark.parametrize("parallelize", every(2, [all_sharded, nothing]))
 def test_a_stage_without_parameters_is_a_stage_too(pool: Pool, parallelize: Any) -> None:
     build = partial(graph_of, Square)
     check_equal(pool.run(trained, build, PIPE_DATA, parallelize), plain(build, 2))
@@ -363,7 +363,7 @@ def first_three(x: Tensor) -> float:
     return 0.0 if torch.equal(x, batch(0, 1).chunk(PARTS)[-1]) or torch.equal(x, batch(1, 1).chunk(PARTS)[-1]) else 1.0
 
 
-@pytest.mark.parametrize("parallelize", [fully_sharded, parts_sharded])
+@pytest.mark.parametrize("parallelize", every(2, [fully_sharded, parts_sharded]))
 def test_a_backward_that_one_replica_leaves_out_leaves_the_sums_in_step(pool: Pool, parallelize: Any) -> None:
     results = pool.run(trained_weighted, parallelize)
     check_equal(results, plain(graph_of, 2, [1.0] * PARTS + [1.0] * (PARTS - 1) + [0.0]))
@@ -392,7 +392,7 @@ def accumulated(axes: list[tuple[str, int]], parallelize: Any, last: Any, sync: 
 
 @pytest.mark.parametrize(
     ("way", "last", "sync"),
-    pairwise([(PIPE_DATA, fully_sharded, 2), (DATA_TENSOR, tensor_parallel, 2)], [Ends, EndsInSum], [True, False]),
+    in_turn([(PIPE_DATA, fully_sharded, 2), (DATA_TENSOR, tensor_parallel, 2)], [Ends, EndsInSum], [False, True]),
 )
 def test_gradients_of_several_calls_add_up(
     pool: Pool, way: tuple[list[tuple[str, int]], Any, int], last: Any, sync: bool
@@ -424,7 +424,7 @@ def frozen_in_turn(parallelize: Any) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("parallelize", [fully_sharded, up_sharded])
+@pytest.mark.parametrize("parallelize", every(2, [up_sharded, fully_sharded]))
 def test_what_is_sharded_may_be_frozen_and_unfrozen(pool: Pool, parallelize: Any) -> None:
     results = pool.run(frozen_in_turn, parallelize)
     for step, is_frozen in enumerate((True, False, True)):
@@ -489,7 +489,7 @@ def reloaded(axes: list[tuple[str, int]], parallelize: Any, state: dict[str, Ten
     return all(torch.equal(whole[n], state[n]) for n in state), all(torch.equal(again[n], state[n]) for n in state)
 
 
-@pytest.mark.parametrize(("axes", "parallelize"), [(PIPE_TENSOR, tensor_parallel), (DATA_TENSOR, both)])
+@pytest.mark.parametrize(("axes", "parallelize"), every(2, [(DATA_TENSOR, both), (PIPE_TENSOR, tensor_parallel)]))
 def test_a_plain_state_dict_loads_and_comes_back(pool: Pool, axes: list[tuple[str, int]], parallelize: Any) -> None:
     state = {name: torch.randn_like(tensor) for name, tensor in graph_of().module.state_dict().items()}
     assert pool.run(reloaded, axes, parallelize, state) == [(True, True)] * 4
@@ -510,7 +510,7 @@ def saved_and_loaded(folder: str, parallelize: Any) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("parallelize", [fully_sharded, parts_sharded])
+@pytest.mark.parametrize("parallelize", every(2, [fully_sharded, parts_sharded]))
 def test_torchs_distributed_checkpoint_takes_the_shards(pool: Pool, parallelize: Any, tmp_path: Path) -> None:
     assert pool.run(saved_and_loaded, str(tmp_path), parallelize) == [True] * 4
 
@@ -575,7 +575,7 @@ def traced_plain(replicas: int) -> tuple[list[float], list[float], dict[str, Ten
 @pytest.mark.parametrize(
     ("axes", "parallelize", "replicas"),
     every(
-        2, [(PIPE_TENSOR, blocks_tensor_parallel, 1), (PIPE_DATA, all_sharded, 2), (PIPE_DATA, blocks_checkpointed, 2)]
+        3, [(PIPE_DATA, blocks_checkpointed, 2), (PIPE_TENSOR, blocks_tensor_parallel, 1), (PIPE_DATA, all_sharded, 2)]
     ),
 )
 def test_a_traced_model_keeps_its_names_its_hooks_and_its_later_captures(
@@ -689,7 +689,7 @@ def llama_trained(axes: list[tuple[str, int]], parallelize: Any) -> tuple[list[f
 
 
 @pytest.mark.parametrize(
-    ("axes", "parallelize", "replicas"), [(PIPE_TENSOR, megatron, 1), (PIPE_DATA, layers_sharded, 2)]
+    ("axes", "parallelize", "replicas"), every(2, [(PIPE_TENSOR, megatron, 1), (PIPE_DATA, layers_sharded, 2)])
 )
 def test_an_unmodified_llama(pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int) -> None:
     pytest.importorskip("transformers")

@@ -62,7 +62,7 @@ GIVEN: dict[str, tuple[Any, dict[str, Cut]]] = {
         {"head": GatheredCut("after", after=Gather("batch"))},
     ),
     "gathered in groups, and cut on the other side": (
-        {"head": {"gather": "global", "group": 4}, "hea?": "after"},
+        {"head": {"cut": "before", "gather": "global", "group": 4}, "hea?": "after"},
         {"head": GatheredCut("both", before=Gather("global", 4))},
     ),
     "gathered on both sides": (
@@ -106,9 +106,13 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a group of nothing": ({"head": {"group": 2}}, "gives 'head' group=2 and no gather"),
     "gathers and more": ({"head": {"gather": "batch", "form": 1}}, "gives 'form' for 'head'; beside gather="),
     "gathers nowhere": ({"head": {"gather": "batch", "cut": "behind"}}, "gives 'behind' for 'head'"),
+    "gathers on no side": (
+        {"head": {"gather": "batch"}},
+        'gathers at \'head\', and does not say on which side of it; write {"cut": "after", ...}',
+    ),
     "gathers every": ({"image.layers.*": {"every": 2, "gather": "batch"}}, "'gather': 'batch'}"),
     "gathers in two ways": (
-        {"head": {"gather": "batch"}, "hea?": {"gather": "global"}},
+        {"head": {"cut": "before", "gather": "batch"}, "hea?": {"cut": "both", "gather": "global"}},
         "gathers before 'head' in two ways",
     ),
     "every too many": (

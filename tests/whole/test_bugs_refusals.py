@@ -17,7 +17,7 @@ from fxpipe import RunError, TraceError, stage_boundary
 from tests.harness import accumulate, assert_same, cut, engine_of, gradients_of
 from tests.models import Inputs
 from tests.pool import Pool
-from tests.thinned import every
+from tests.thinned import every, in_turn
 
 WIDTH = 8
 ENGINES = ["local", "distributed"]
@@ -140,11 +140,11 @@ class AdaptedByName(Adapted):
         return self.base_model(x=x, **kwargs)
 
 
-every_tracer = pytest.mark.parametrize("tracer", ["symbolic", "export", "record", "auto"])
+TRACERS = ["symbolic", "export", "record", "auto"]
+every_tracer = pytest.mark.parametrize("tracer", TRACERS)
 
 
-@every_tracer
-@pytest.mark.parametrize("make", [Adapted, AdaptedByName])
+@pytest.mark.parametrize(("tracer", "make"), in_turn(TRACERS, [Adapted, AdaptedByName]))
 def test_a_forward_of_args_and_kwargs_takes_its_inputs_by_name(make: Any, tracer: str) -> None:
     cuts = ["base_model.model.layers.1", "base_model.model.layers.3"]
     forward_backward = assert_trains(make, [vectors(0), vectors(1), vectors(2)], cuts, stages=3, tracer=tracer)
@@ -514,8 +514,7 @@ class HighResolution(nn.Module):
         return F.mse_loss(values[0] + values[1], y)
 
 
-@every_tracer
-@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(("tracer", "reads"), in_turn(TRACERS, [True, False]))
 def test_a_list_that_a_submodule_changes_is_its_callers(reads: bool, tracer: str) -> None:
     cuts = ["stages.1", "stages.2"]
     assert_trains(lambda: HighResolution(reads), [vectors(0), vectors(1)], cuts, tracer=tracer)

@@ -132,7 +132,7 @@ def test_replicas_have_the_global_batchs_loss_and_gradients(
     assert_alike(results, on_the_whole_batch(sum(rows)))
 
 
-@pytest.mark.parametrize("tracer", ["export", "record"])
+@pytest.mark.parametrize("tracer", every(2, ["export", "record"]))
 def test_what_is_captured_for_shapes_is_captured_for_all_replicas_rows(
     tracer: str, request: pytest.FixtureRequest
 ) -> None:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import RunError, Topology
+from fxpipe import RunError, Topology, stage_boundary
+from fxpipe.distributed.strict_transport import StrictTransport
 from tests.harness import engine_of, gradients_of, local, replica_of, strict
 from tests.pool import Pool
 from tests.whole.gathered import Contrastive, LocalLoss, OverReplicas, batch, by_hand, cut, model, store_all
@@ -208,6 +209,17 @@ def test_evaluate_puts_the_rows_of_groups_in_a_row() -> None:
     assert torch.allclose(output["logits"], torch.cat(halves))
 
 
+def test_evaluate_refuses_blocks_of_different_sizes_and_returns_what_they_are_made_of() -> None:
+    class Features(LogitsInGroups):
+        def loss(self, v: Tensor, t: Tensor) -> Any:
+            return {"loss": super().loss(v, t)["loss"], "v": v, "t": t}
+
+    with pytest.raises(RunError, match=r"shapes \[6, 6\], \[5, 5\], .* in dimension 0: .*; or return what it is comp"):
+        evaluated(LogitsInGroups, PIPE_4, (11,))
+    output, (v, t) = evaluated(Features, PIPE_4, (11,)), model(Contrastive).towers(*batch(11))
+    assert torch.allclose(output["v"] @ output["t"].T, v @ t.T)
+
+
 # --- what is told, and what is refused ---
 
 
@@ -329,6 +341,37 @@ def test_a_batch_that_is_not_cut_is_refused() -> None:
     )
     with pytest.raises(RunError, match="no input of this batch is cut into them"):
         forward_backward(*batch(6))
+
+
+def test_a_boundary_in_front_of_everything_is_told_of() -> None:
+    class Bare(Contrastive):
+        def forward(self, image: Tensor, text: Tensor) -> Any:
+            image, text = stage_boundary((image, text), gather="batch")
+            return self.loss(torch.tanh(self.lower(image))[:, :4], self.text(text))
+
+    with pytest.raises(fxpipe.FxpipeError, match="its boundary gathers inputs, and all that is computed stands behind"):
+        fxpipe.compile(model(Bare), PIPE_4, microbatches=4)
+
+
+def test_replicas_tell_each_other_their_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list travels for each of the two kinds of batch, not for each step."""
+    lists: list[Any] = []
+    gather = StrictTransport.gather
+
+    def watched(self: StrictTransport, scope: str, item: Any) -> Any:
+        lists.extend([item] if scope == "data" and isinstance(item, list) else [])
+        return gather(self, scope, item)
+
+    monkeypatch.setattr(StrictTransport, "gather", watched)
+    strict(0)(4, some_steps)
+    assert sorted(lists) == 4 * [[3, 3]] + 4 * [[5, 4]]
+
+
+def some_steps() -> None:
+    options = {"tracer": "export", "example_args": batch(8)}
+    forward_backward = fxpipe.compile(model(OverReplicas), TWO_BY_TWO, microbatches=2, **options)
+    for rows in (6, 6, 9, 6, 9):
+        forward_backward(*batch(rows))
 
 
 def test_cuts_that_fxpipe_finds_gather_nothing() -> None:

@@ -272,6 +272,8 @@ UNROUNDED = [layout for layout in SHOWN if not layout.precise]
 RESUMES += [(layout, PLAIN, "one call") for layout in every(2, [layout for layout in UNROUNDED if layout.zero])]
 RESUMES += [(PLAIN, layout, "one call") for layout in every(2, UNROUNDED)]
 
+RESUMES.sort(key=lambda resume: str(resume[0]))  # those that go on from one run stand beside each other, and share it
+
 Saved = Callable[[Layout], tuple[Path, dict[str, Tensor], list[float]]]
 
 

@@ -73,14 +73,13 @@ def test_a_table_with_whole_backwards_among_halves_runs() -> None:
     assert_run(strict(3)(4, train, name, mixed), reference(CASES[name], [CASES[name].batch(n) for n in range(2)])[0])
 
 
-@pytest.mark.parametrize("communication", [False, True])
-def test_a_table_from_a_file_runs(communication: bool, pool: Pool, tmp_path: Path) -> None:
-    for name in every(2, MODELS):
-        table = table_of(name, "gpipe")
-        table.to_csv(tmp_path / "table.csv", communication=communication)
-        read = Schedule.from_csv(tmp_path / "table.csv")  # its edges are a chain's: the model's own replace them
-        assert read.rows == table.rows
-        assert_trains(pool, name, read)
+@pytest.mark.parametrize(("name", "communication"), in_turn(every(2, MODELS), [False, True]))
+def test_a_table_from_a_file_runs(name: str, communication: bool, pool: Pool, tmp_path: Path) -> None:
+    table = table_of(name, "gpipe")
+    table.to_csv(tmp_path / "table.csv", communication=communication)
+    read = Schedule.from_csv(tmp_path / "table.csv")  # its edges are a chain's: the model's own replace them
+    assert read.rows == table.rows
+    assert_trains(pool, name, read)
 
 
 def backwards_last(problem: Problem) -> Sequence[Sequence[Action]]:

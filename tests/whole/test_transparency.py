@@ -35,7 +35,7 @@ from tests.harness import (
 )
 from tests.models import CASES, PLAIN, RANDOM, WIDTH, Case, ColumnBatch, Inputs, linear
 from tests.pool import Pool
-from tests.thinned import ALL, every, in_turn, pairwise
+from tests.thinned import ALL, every, in_turn
 
 ENGINES = ["local", "strict 0", "strict 1", "distributed"]
 EVERY = CASES | PLAIN | RANDOM
@@ -196,7 +196,7 @@ REPLICAS = {"even rows": (8, 8), "uneven rows": (9, 5)}
 
 @pytest.mark.parametrize(
     ("name", "rows", "many_ranks"),
-    pairwise(["chain", "tied", "frozen middle"], list(REPLICAS.values()), MANY_RANKS),
+    in_turn(["chain", "tied", "frozen middle"], list(REPLICAS.values()), MANY_RANKS),
     indirect=["many_ranks"],
 )
 def test_two_replicas_have_the_full_batchs_loss_and_gradients(
@@ -471,7 +471,7 @@ def step_masked(schedule: str) -> tuple[list[Tensor], dict[str, Tensor | None]]:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "rows", "some_engine"), pairwise(["last", "all"], [10, 3], SOME), indirect=["some_engine"]
+    ("outputs", "rows", "some_engine"), in_turn(["last", "all"], [10, 3], SOME), indirect=["some_engine"]
 )
 def test_evaluate_returns_the_output_of_the_whole_batch(outputs: str, rows: int, some_engine: Engine) -> None:
     case = CASES["loss function"]

@@ -141,7 +141,7 @@ def test_one_replica_has_the_whole_batchs_loss_and_gradients(kind: str, rows: in
 
 @pytest.mark.parametrize(
     ("kind", "rows", "two_replicas"),
-    pairwise(list(LOSSES), list(ROWS.values()), TWO_REPLICAS),
+    in_turn(list(LOSSES), list(ROWS.values()), TWO_REPLICAS),
     indirect=["two_replicas"],
 )
 def test_two_replicas_have_the_whole_batchs_loss_and_gradients(
@@ -171,7 +171,7 @@ class WithAccuracy(Tagger):
 
 @pytest.mark.parametrize(
     ("kind", "build", "two_replicas"),
-    pairwise(["Sum", "loss_weight"], [Tagger, WithAccuracy], TWO_REPLICAS),
+    in_turn(["Sum", "loss_weight"], [WithAccuracy, Tagger], TWO_REPLICAS),
     indirect=["two_replicas"],
 )
 def test_a_replica_that_is_fully_masked_adds_nothing(kind: str, build: type[Tagger], two_replicas: Engine) -> None:

@@ -8,8 +8,7 @@ follows from what needs a gradient: frozen parts cost less. What is kept for bac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,16 +17,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, TraceError
-from fxpipe.graph.like import TensorLike
-from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
-from fxpipe.graph.program import Program, is_assertion, where
+from fxpipe.graph.modes import Autocast, modes_restored, within
+from fxpipe.graph.program import Program, where
 from fxpipe.passes.defer_weights import deferred_calls
 from fxpipe.plan.balance.hardware import Hardware
 from fxpipe.plan.balance.operator_costs import OperatorMeter
+from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import FakeModel, fake_model
-from fxpipe.trace.snapshot import RandomState, Snapshot
 
 
 class CostUnknown(PartitionError, TraceError):
@@ -106,23 +104,12 @@ def costs_from_shapes(
     missing = [name for name in program.inputs if name not in example]
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
-    with _left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
+    with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
         run = _CostingRun(program, fake, example, hardware or Hardware())
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
         run.defer(deferred_calls(program))
         return run.costs()
-
-
-@contextmanager
-def _left_as_it_is(module: nn.Module) -> Iterator[None]:
-    """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
-    snapshot, random = Snapshot(module), RandomState()
-    try:
-        yield
-    finally:
-        snapshot.restore()
-        random.restore()
 
 
 class _CostingRun:
@@ -159,7 +146,7 @@ class _CostingRun:
                 if node.op == "placeholder":
                     self.values[node] = self.inputs[str(node.target)]
                 elif node.op == "get_attr":
-                    self.values[node] = self._attribute(node)
+                    self.values[node] = attribute(self.program, node, self.fake)
                 elif node.op != "output":
                     self._note(node)
 
@@ -169,16 +156,6 @@ class _CostingRun:
             cost = self.found[name]
             self.memory[-place] = cost.bytes_out  # a key that is no object's
             self.found[name] = dataclasses.replace(cost, deferred=cost.saved | {-place})
-
-    def _attribute(self, node: fx.Node) -> Any:
-        value = self.program.attribute(str(node.target))
-        if str(node.target) not in self.program.constants:
-            return value
-        return pytree.tree_map_only(Tensor, lambda tensor: self._like(TensorLike.of(tensor)), value)
-
-    def _like(self, like: TensorLike) -> Tensor:
-        tensor: Tensor = self.fake.inputs({"tensor": like})["tensor"]
-        return tensor
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -193,8 +170,8 @@ class _CostingRun:
         self.meter.clear()
         self._saved, self._packed = set(), set()
         try:
-            with _modes_of(node), self.meter:
-                self.values[node] = _call_node(self.program, node, self.values)
+            with modes_of(node), self.meter:
+                self.values[node] = call_node(self.program, node, self.values)
             cost = self._measured()
         except Exception as error:
             cost = self._guessed(node, error)
@@ -223,7 +200,7 @@ class _CostingRun:
                 f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
                 "is not known; balance by hand with boundaries= and placement="
             ) from error
-        self.values[node] = pytree.tree_map_only(Tensor, lambda t: self._like(TensorLike.of(t)), node.meta["val"])
+        self.values[node] = faked(node.meta["val"], self.fake)
         made = _tensors(self.values[node])
         rows = max((tensor.numel() // max(tensor.shape[-1:], default=1) for tensor in made), default=1)
         sizes = [self.held[number].count for number in self._parameters(node)]
@@ -249,33 +226,6 @@ class _CostingRun:
         if effects is None:
             return list(module.parameters())
         return [*module.parameters(), *(self.program.attribute(name) for name in effects.reads)]
-
-
-def _call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Runs one node on the values of those before it; not an assertion, which need not hold for made-up numbers."""
-    if is_assertion(node):
-        return None
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    if node.op == "call_module":
-        return program.attribute(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
-
-
-@contextmanager
-def _modes_of(node: fx.Node) -> Iterator[None]:
-    """The modes in which forward runs a node."""
-    modes = node.meta.get("modes")
-    if modes is None:
-        yield
-        return
-    entered = enter_modes(modes.grad, modes.autocast)
-    try:
-        yield
-    finally:
-        leave_modes(entered)
 
 
 def _tensors(value: Any) -> list[Tensor]:

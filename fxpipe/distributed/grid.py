@@ -1,0 +1,166 @@
+"""The grid of ranks: a row-major index, its axes and the groups along them. Plain arithmetic; what is wrong is told."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from fxpipe.errors import TopologyError, nearest
+from fxpipe.kinds import shown
+
+# What an axis does, by every name it may bear. At most one axis plays each role.
+ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "tensor", "tp": "tensor"}
+# No axis, but a group: the ranks that work on one replica's data.
+MODEL = "model"
+
+# How many ranks of a group a printed row shows, and how many characters of groups.
+_SHOWN_RANKS = 8
+_SHOWN_WIDTH = 64
+
+
+def checked_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """What a topology is given, as pairs; TopologyError where it is no axes, or not those of a topology."""
+    checked: list[tuple[str, int]] = []
+    roles: dict[str, str] = {}
+    for axis in axes if isinstance(axes, Iterable) else [axes]:
+        if not isinstance(axis, tuple | list) or len(axis) != 2 or not isinstance(axis[0], str):
+            raise TopologyError(
+                f'an axis is a (name, size) pair, got {shown(axis)}: write Topology([("pipe", 2), ("data", 4)])'
+            )
+        name, size = axis[0], whole(axis[1], f'the size of axis "{axis[0]}"')
+        role = role_of(name)
+        if role in roles:
+            raise TopologyError(f'axes "{roles[role]}" and "{name}" are both the {role} axis: keep one of them')
+        if size < 1:
+            raise TopologyError(f'axis "{name}" has size {size}: write 1 or more, or leave the axis out')
+        roles[role] = name
+        checked.append((name, size))
+    if not checked:
+        raise TopologyError('a topology has at least one axis: write Topology([("pipe", 1)]) for a single rank')
+    return tuple(checked)
+
+
+def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
+    """How many ranks a node has; TopologyError where that leaves nodes, or data groups in them, uneven."""
+    per_node, sizes = whole(ranks_per_node, "ranks_per_node"), [size for _, size in axes]
+    ranks = math.prod(sizes)
+    data = next((place for place, (name, _) in enumerate(axes) if ROLES[name] == "data"), None)
+    if per_node < 1 or ranks % per_node:
+        raise TopologyError(
+            f"ranks_per_node={per_node} does not divide the {ranks} ranks of {shape(axes)}: "
+            f"write {_fitting(sizes, data)}"
+        )
+    group = None if data is None else uneven(sizes, data, per_node)
+    if data is None or group is None:
+        return per_node
+    parts = ", ".join(f"{len(part)} in node {part[0] // per_node}" for part in by_node(group, per_node))
+    inner = [*axes[:data], *axes[data + 1 :], axes[data]]
+    remedy = ""
+    if uneven([size for _, size in inner], len(inner) - 1, per_node) is None:
+        remedy = f", or make data the innermost axis: Topology({inner!r}, ranks_per_node={per_node})"
+    raise TopologyError(
+        f"with ranks_per_node={per_node} the data group {abbreviated(group)} of {shape(axes)} meets "
+        f"nodes unevenly ({parts}), and cannot shard alike in all of them: write {_fitting(sizes, data)}{remedy}"
+    )
+
+
+def _fitting(sizes: Sequence[int], data: int | None) -> str:
+    ranks = math.prod(sizes)
+    fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    fits = [size for size in fits if data is None or uneven(sizes, data, size) is None]
+    return "ranks_per_node=" + " or ".join(map(str, fits))
+
+
+def shape(axes: Sequence[tuple[str, int]]) -> str:
+    """The axes as they are told: "pipe 2 × data 4"."""
+    return " × ".join(f"{name} {shown(size)}" for name, size in axes)
+
+
+def role_of(axis: str) -> str:
+    """The role of an axis by any of its names."""
+    role = ROLES.get(axis) if isinstance(axis, str) else None
+    if role is None:
+        raise TopologyError(f'unknown axis "{axis!s:.100}"{nearest(axis, ROLES)}')
+    return role
+
+
+def whole(value: int, what: str) -> int:
+    """An int; TopologyError where ``what`` is none."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool):
+            return operator.index(value)
+    raise TopologyError(f"{what} must be a whole number, got {shown(value)}")
+
+
+def positive(value: int, what: str) -> int:
+    """An int of at least 1."""
+    if whole(value, what) < 1:
+        raise TopologyError(f"{what} is {value}: write 1 or more")
+    return whole(value, what)
+
+
+def replicas_of(ranks: int, model: int, what: str) -> int:
+    """How many replicas so many ranks make, of ``model`` ranks each."""
+    if ranks % model:
+        fewer, more = ranks // model * model, (ranks // model + 1) * model
+        start = f"{fewer} or {more}" if fewer else f"{more}"
+        raise TopologyError(f"{ranks} ranks are no multiple of {what}: start {start}, or write another pipe=")
+    return ranks // model
+
+
+def check_rows(rows: int, data: int, model: int) -> None:
+    """TopologyError where replicas cannot share the rows of a step evenly; with numbers of ranks that can."""
+    if rows % data:
+        sizes = [size for size in range(1, min(rows, 4 * data) + 1) if rows % size == 0]
+        near = sorted(sorted(sizes, key=lambda size: abs(size - data))[:3])
+        raise TopologyError(
+            f"{rows} rows of a step are no multiple of {data} replicas, and a step would be another one: start "
+            f"{' or '.join(str(model * size) for size in near)} ranks, or write another pipe= or rows="
+        )
+
+
+def axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:
+    """The groups of axis ``index`` of a row-major grid: arithmetic progressions, inner axes first."""
+    outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
+    block = size * inner  # ranks that share all coordinates outside this axis
+    return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
+
+
+def by_node(group: list[int], per_node: int) -> list[list[int]]:
+    """A group's ranks, ascending, node by node."""
+    return [list(part) for _, part in groupby(group, key=lambda rank: rank // per_node)]
+
+
+def uneven(sizes: Sequence[int], data: int, per_node: int) -> list[int] | None:
+    """The first data group that has more ranks in one node than in another, if there is one."""
+    for group in axis_groups(sizes, data):
+        if len({len(part) for part in by_node(group, per_node)}) > 1:
+            return group
+    return None
+
+
+def abbreviated(group: list[int]) -> str:
+    """A group as it is shown."""
+    if len(group) <= _SHOWN_RANKS:
+        return str(group)
+    start = ", ".join(str(rank) for rank in group[: _SHOWN_RANKS // 2])
+    return f"[{start}, …, {group[-1]}]"
+
+
+def lengths(groups: list[list[int]]) -> str:
+    # Only shard and replica groups can differ: one data group fits into a node, and the next straddles two.
+    return " or ".join(str(size) for size in sorted({len(group) for group in groups}))
+
+
+def listed(groups: list[list[int]]) -> str:
+    """Groups as they are shown, the first few of many."""
+    shown = ""
+    for count, group in enumerate(groups):
+        text = abbreviated(group)
+        if count and len(shown) + len(text) > _SHOWN_WIDTH:
+            return f"{shown}… {len(groups)} groups"
+        shown += f"{text} "
+    return shown.rstrip()

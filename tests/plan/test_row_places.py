@@ -1,0 +1,114 @@
+"""Row places: in which dimension gathered values have their rows, as their shapes for two numbers of rows show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxpipe
+from fxpipe import RunError, Topology, stage_boundary
+from fxpipe.plan import row_places
+from tests.harness import gradients_of, replica_of, strict
+from tests.whole.gathered import Contrastive, OverReplicas, batch, model
+from tests.whole.test_gathered import assert_alike, on_the_whole_batch
+
+WIDTH = 4
+"""The towers' features: as many as a micro-batch has rows."""
+PIPE_4, TWO_BY_TWO = Topology([("pipe", 4)]), Topology([("pipe", 2), ("data", 2)])
+
+
+class Transposed(Contrastive):
+    """What it gathers of the image lies features × rows; of the text in three dimensions, the rows last."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        v, t = self.towers(image, text)
+        v, t = stage_boundary((v.T, t.T[None] * torch.ones(2, 1, 1)), name="loss", gather=self.gather)
+        return self.loss(v.T, t[0].T)
+
+
+class TransposedOverReplicas(Transposed):
+    gather = "global"
+
+
+def step(kind: type[Contrastive], topology: Topology, rows: tuple[int, ...], m: int, options: dict[str, Any]) -> Any:
+    forward_backward = fxpipe.compile(model(kind), topology, microbatches=m, **options)
+    replica = replica_of(topology) if len(rows) > 1 else 0
+    loss = forward_backward(*(tensor.split(list(rows))[replica] for tensor in batch(sum(rows))))
+    return [loss], gradients_of(forward_backward.named_parameters())
+
+
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_rows_are_found_where_another_dimension_has_their_size(tracer: str, shown: bool) -> None:
+    """In the first step, and by every tracer; symbolic captures before it has seen a batch."""
+    example = {"example_args": batch(4 * WIDTH)} if shown or tracer != "symbolic" else {}
+    got = step(Transposed, PIPE_4, (4 * WIDTH,), 4, {"tracer": tracer, **example})
+    assert_alike([got], on_the_whole_batch(4 * WIDTH))
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+def test_one_micro_batch_of_each_replica_is_no_doubt(tracer: str) -> None:
+    options = {"tracer": tracer, "example_args": batch(WIDTH)}
+    results = strict(0)(4, step, TransposedOverReplicas, TWO_BY_TWO, (WIDTH, WIDTH), 1, options)
+    assert_alike(results, on_the_whole_batch(2 * WIDTH))
+
+
+class Centre(Contrastive):
+    """Gathers one row for each micro-batch, as long as that has rows."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        v, t = self.towers(image, text)
+        centre, v, t = stage_boundary((v.mean(0), v, t), name="loss", gather=self.gather)
+        return self.loss(v, t) + centre.square().mean()
+
+
+class Between(Contrastive):
+    """Gathers a number for each pair of rows of a micro-batch."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        v, t = self.towers(image, text)
+        pairs = stage_boundary(v @ t.T, name="loss", gather=self.gather)
+        return pairs.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fact"),
+    [
+        (Centre, r"mean of stage 'upper' is gathered, and has shapes \[4\], \[4\], .*: none of its dimensions is that"),
+        (
+            Between,
+            r"dimensions 0 and 1 are both as long as it has rows, .* between rows of one micro-batch; gather what",
+        ),
+    ],
+)
+def test_what_has_no_rows_of_its_own_is_refused_whatever_its_size(kind: type[Contrastive], fact: str) -> None:
+    forward_backward = fxpipe.compile(model(kind), Topology([("pipe", 2)]), microbatches=4)
+    with pytest.raises(RunError, match=fact):
+        forward_backward(*batch(4 * WIDTH))
+
+
+class Plain(Contrastive):
+    gather = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches", "runs"), [(Plain, 4, 0), (Contrastive, 1, 0), (OverReplicas, 1, 0), (Contrastive, 4, 2)]
+)
+def test_nothing_is_run_for_it_where_nothing_is_gathered_or_a_group_is_one_micro_batch(
+    kind: type[Contrastive], microbatches: int, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    shapes_of = row_places.shapes_of
+
+    def watched(program: Any, example: Any, *given: Any) -> Any:
+        rows.append(example["image"].shape[0])
+        return shapes_of(program, example, *given)
+
+    monkeypatch.setattr(row_places, "shapes_of", watched)
+    forward_backward = fxpipe.compile(model(kind), PIPE_4, microbatches=microbatches)
+    for size in (8, 8, 9):
+        forward_backward(*batch(size))
+    assert rows == [2, 4][:runs]
