@@ -55,13 +55,22 @@ def gather(program: Program) -> Program:
         groups = {one.group for one in said} | {one.group for one in before}
         if len(groups) > 1:
             _fail(program, stage, f"is given groups of several sizes, group={sorted(groups, key=str)}; write one")
-        modes = frozenset(one.mode for one in said).union(*(one.modes for one in before))
+        modes = frozenset(one.mode for one in _of_copies(program, stage))
+        modes = modes.union(*(_modes(program, arrival) for arrival in arriving))
         found[stage] = Gathered(groups.pop(), modes)
         program = program.replace(gathered=dict(found))
         for arrival in arriving:
             _check(program, stage, arrival, bool(said))
         _check_no_batch_norm(program, stage)
     return program
+
+
+def _modes(program: Program, arrival: Entering) -> frozenset[Mode]:
+    """Whose rows a value has that enters: its group's alone, or every replica's, too."""
+    source = program.gathered.get(program.stage_of.get(arrival.value.name, -1))
+    if arrival.gather is not None and (source is None or arrival.gather.mode == "global"):
+        return frozenset([arrival.gather.mode])
+    return frozenset() if source is None else source.modes
 
 
 def entering(program: Program, stage: int) -> Iterator[Entering]:
@@ -118,7 +127,7 @@ def _of_copies(program: Program, stage: int) -> list[Gather]:
 def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> None:
     """PartitionError for what cannot enter. ``gathers``: whether the stage is behind a boundary that gathers."""
     value, gathered = arrival.value, program.gathered
-    told = f"is given {value.name}{where(value)}"
+    told = f"is given {value.name}{where(value) or where(arrival.reader)}"
     source = gathered.get(program.stage_of.get(value.name, -1))
     if source is not None:
         if arrival.gather is not None and arrival.gather.mode == "global" and source.modes != {"batch"}:

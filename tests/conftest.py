@@ -26,21 +26,30 @@ SLOW = """
     passes/test_partition_random.py
     plan/test_auto.py
     plan/test_balance.py
+    plan/test_recomputation.py::test_auto
     plan/test_signatures.py
     plan/test_stage_compiler.py
     run/test_measured_timeline.py
+    run/test_recompute.py
+    run/test_saving.py::test_killed
+    run/test_saving.py::test_another
     schedules/test_lower_bound.py
     schedules/test_verify.py::test_no_
     schedules/test_verify.py::test_verify_and_the_simulator
     schedules/test_families_closed_forms.py
+    schedules/test_gathered.py
+    schedules/test_table.py::test_printing
     schedules/test_table.py::test_what_is_shown
     sharding/test_data_axis.py
     sharding/test_reducer.py
     test_command_line.py
+    test_options.py::test_what_functions
     test_imports.py::test_any_name
     trace/test_every_tracer.py
     trace/test_hidden_values.py
     trace/test_operations.py
+    trace/test_record.py::test_without
+    trace/test_record.py::test_a_checkpointed
     trace/test_symbolic.py::test_torch_compile_works
     whole/
 """

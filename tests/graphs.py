@@ -13,6 +13,7 @@ from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.schedule import Schedule, Timeline
+from tests.thinned import seeds
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -110,10 +111,11 @@ def before(graph: Bare, action: Action, halved: Collection[tuple[int, int]]) -> 
     return [Action(stage, Op.F, j), *gradients]
 
 
+@cache
 def random_timelines(name: str) -> list[Timeline]:
     """Random graphs at random costs, some of them 0; every third one is called measured, in seconds."""
     made = []
-    for seed in range(24):
+    for seed in seeds(24):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 2 == 0)
         stages = graph.stages

@@ -56,7 +56,8 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Run:
 
 @pytest.fixture
 def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The same in this process, which has torch: for what a process of its own adds nothing to."""
+    """The same in this process, which has torch: for what a process of its own adds nothing to. A test of each command
+    runs one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -106,44 +107,45 @@ def test_show_prints_table_bubble_makespan_and_peaks(run: Run) -> None:
         assert peak in text
 
 
-def test_show_reckons_with_the_costs_that_are_given(run: Run) -> None:
+def test_show_reckons_with_the_costs_that_are_given(called: Run) -> None:
     """(m + p − 1)(F + B) = 5 · 7 for F = 3, B = 4."""
-    assert "35" in printed(run("show", "1f1b", "--stages", "2", "-m", "4", "--forward", "3", "--backward", "4"))
+    assert "35" in printed(called("show", "1f1b", "--stages", "2", "-m", "4", "--forward", "3", "--backward", "4"))
 
 
-def test_the_worked_example(run: Run) -> None:
-    text = printed(run("show", "1f1b", *EDGES, "-m", "8", "--full"))
+def test_the_worked_example(called: Run) -> None:
+    text = printed(called("show", "1f1b", *EDGES, "-m", "8", "--full"))
     assert cells(text) == [list(map(str, row)) for row in build("1f1b", WORKED, 8).rows]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_shown(family: str, run: Run) -> None:
-    text = printed(run("show", family, "--stages", "4", "-m", "4", "--placement", "0,1,0,1", "--full"))
+def test_every_family_is_shown(family: str, called: Run) -> None:
+    text = printed(called("show", family, "--stages", "4", "-m", "4", "--placement", "0,1,0,1", "--full"))
     assert family in text
     assert cells(text) == [list(map(str, row)) for row in build(family, chain(4), 4, (0, 1, 0, 1)).rows]
 
 
-def test_stages_without_edges_are_a_chain_and_a_placement_says_how_many(run: Run) -> None:
-    by_stages = printed(run("show", "1f1b", "--stages", "4", "--placement", "0,1,0,1"))
-    by_edges = printed(run("show", "1f1b", "--edges", "0-1,1-2,2-3", "--placement", "0,1,0,1"))
-    assert printed(run("show", "1f1b", "--placement", "0,1,0,1")) == by_stages == by_edges
+def test_stages_without_edges_are_a_chain_and_a_placement_says_how_many(called: Run) -> None:
+    by_stages = printed(called("show", "1f1b", "--stages", "4", "--placement", "0,1,0,1"))
+    by_edges = printed(called("show", "1f1b", "--edges", "0-1,1-2,2-3", "--placement", "0,1,0,1"))
+    assert printed(called("show", "1f1b", "--placement", "0,1,0,1")) == by_stages == by_edges
 
 
-def test_micro_batches_are_8_unless_said(run: Run) -> None:
-    assert "8 micro-batches" in printed(run("show", "1f1b", "--stages", "2"))
-    assert "3 micro-batches" in printed(run("show", "1f1b", "--stages", "2", "--microbatches", "3"))
+def test_micro_batches_are_8_unless_said(called: Run) -> None:
+    assert "8 micro-batches" in printed(called("show", "1f1b", "--stages", "2"))
+    assert "3 micro-batches" in printed(called("show", "1f1b", "--stages", "2", "--microbatches", "3"))
 
 
-def test_a_limit_in_flight_is_kept_by_the_family_that_looks_at_it(run: Run) -> None:
+def test_a_limit_in_flight_is_kept_by_the_family_that_looks_at_it(called: Run) -> None:
     """1 in flight: one micro-batch after another, each p(F + B)."""
-    text = printed(run("show", "greedy", "--stages", "3", "-m", "2", "--in-flight", "1"))
+    text = printed(called("show", "greedy", "--stages", "3", "-m", "2", "--in-flight", "1"))
     assert re.search(r"makespan\D+18\b", text)
 
 
-def test_a_memory_limit_needs_bytes(run: Run) -> None:
-    assert "activation_bytes" in told(run("show", "greedy", "--stages", "3", "--memory", "2"), 1)
+def test_a_memory_limit_needs_bytes(called: Run) -> None:
+    assert "activation_bytes" in told(called("show", "greedy", "--stages", "3", "--memory", "2"), 1)
     assert re.search(
-        r"makespan\D+18\b", printed(run("show", "greedy", "--stages", "3", "-m", "2", "--memory", "2", "--bytes", "2"))
+        r"makespan\D+18\b",
+        printed(called("show", "greedy", "--stages", "3", "-m", "2", "--memory", "2", "--bytes", "2")),
     )
 
 
@@ -156,24 +158,24 @@ def test_a_table_that_was_written_is_shown_again(run: Run, tmp_path: Path) -> No
     assert printed(run("show", "zb_h1.csv", *EDGES, "--full")) == first
 
 
-def test_a_file_with_messages_is_shown_as_its_table(run: Run, tmp_path: Path) -> None:
-    first = printed(run("show", "1f1b", "--stages", "3", "--csv", "1f1b.CSV", "--communication"))
+def test_a_file_with_messages_is_shown_as_its_table(called: Run, tmp_path: Path) -> None:
+    first = printed(called("show", "1f1b", "--stages", "3", "--csv", "1f1b.CSV", "--communication"))
     assert "0SEND_F0" in (tmp_path / "1f1b.CSV").read_text()
-    assert printed(run("show", "1f1b.CSV")) == first
+    assert printed(called("show", "1f1b.CSV")) == first
 
 
-def test_a_file_may_be_written_from_a_file(run: Run, tmp_path: Path) -> None:
+def test_a_file_may_be_written_from_a_file(called: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    printed(run("show", "mine.csv", "--csv", "again.csv"))
+    printed(called("show", "mine.csv", "--csv", "again.csv"))
     assert (tmp_path / "again.csv").read_text() == "0F0,,,0B0\n,1F0,1B0,\n"
 
 
 @pytest.mark.parametrize(
     ("option", "beginning"), [("--svg", "<svg"), ("--html", "<!doctype html"), ("--trace", "{")], ids=str
 )
-def test_pictures_and_traces_are_written(option: str, beginning: str, run: Run, tmp_path: Path) -> None:
-    first = printed(run("show", "1f1b", "--stages", "3"))
-    assert printed(run("show", "1f1b", "--stages", "3", option, "picture")) == first
+def test_pictures_and_traces_are_written(option: str, beginning: str, called: Run, tmp_path: Path) -> None:
+    first = printed(called("show", "1f1b", "--stages", "3"))
+    assert printed(called("show", "1f1b", "--stages", "3", option, "picture")) == first
     assert beginning in (tmp_path / "picture").read_text(encoding="utf-8")[:200].lower()
 
 
@@ -191,9 +193,9 @@ def lines_of(text: str) -> dict[str, list[str]]:
     return {words[0]: words[1:] for words in map(str.split, text.splitlines()) if words}
 
 
-def test_compare_has_a_line_for_each_family(run: Run) -> None:
+def test_compare_has_a_line_for_each_family(called: Run) -> None:
     """Closed forms for p = 4, m = 8, F = 1, B = 2, I = W = 1: makespan, bound, bubble, peaks."""
-    lines = lines_of(printed(run("compare", *BALANCED_CHAIN)))
+    lines = lines_of(printed(called("compare", *BALANCED_CHAIN)))
     assert set(FAMILIES) <= set(lines)
     assert lines["gpipe"] == ["33", "33", "27.3%", "8", "32"]
     assert lines["1f1b"] == ["33", "33", "27.3%", "4", "10"]
@@ -211,16 +213,16 @@ def test_compare_takes_families_and_costs(run: Run) -> None:
     assert set(lines) & set(FAMILIES) == {"1f1b", "gpipe"}
 
 
-def test_a_family_that_refuses_leaves_the_others_in_the_table(run: Run) -> None:
+def test_a_family_that_refuses_leaves_the_others_in_the_table(called: Run) -> None:
     """With room for one micro-batch a rank, greedy takes turns, 8 · 2(F + B), and 1F1B, which holds two, says no."""
-    done = run("compare", "1f1b", "greedy", "--stages", "2", "--bytes", "5", "--memory", "5")
+    done = called("compare", "1f1b", "greedy", "--stages", "2", "--bytes", "5", "--memory", "5")
     assert done.returncode == 0
     assert lines_of(done.stdout)["greedy"] == ["48", "27", "50.0%", "1", "2", "5"]
     assert done.stderr.startswith("fxpipe: 1f1b: 1f1b holds 10 bytes on rank 0, memory=5")
 
 
-def test_what_all_families_refuse_is_an_error(run: Run) -> None:
-    assert "the edges form a cycle" in told(run("compare", "--edges", "0-1,1-0"), 1)
+def test_what_all_families_refuse_is_an_error(called: Run) -> None:
+    assert "the edges form a cycle" in told(called("compare", "--edges", "0-1,1-0"), 1)
 
 
 # --- topology ---
@@ -232,8 +234,8 @@ def test_topology_is_printed(run: Run) -> None:
     assert printed(run("topology", "pipe=2,tensor=2,data=4", "--ranks-per-node", "8")) == f"{Topology(axes, 8)}\n"
 
 
-def test_a_big_topology_is_printed(run: Run) -> None:
-    assert printed(run("topology", "pp=16,tp=8,dp=128", "--ranks-per-node", "8")).startswith("16384 ranks")
+def test_a_big_topology_is_printed(called: Run) -> None:
+    assert printed(called("topology", "pp=16,tp=8,dp=128", "--ranks-per-node", "8")).startswith("16384 ranks")
 
 
 # --- checkpoint ---
@@ -538,30 +540,30 @@ def test_main_returns_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
 # --- gathered stages ---
 
 
-def test_a_gathered_stage_is_shown_with_what_was_chosen(run: Run) -> None:
+def test_a_gathered_stage_is_shown_with_what_was_chosen(called: Run) -> None:
     """1 + 8 forwards, F and B of the join, 8 backwards and the first stage's last."""
-    text = printed(run("show", "1f1b", *EDGES, "-m", "8", "--gather", "4", "--full"))
+    text = printed(called("show", "1f1b", *EDGES, "-m", "8", "--gather", "4", "--full"))
     assert "1f1b (store_all): 5 stages" in text
     assert "4F0-7" in text
     assert "makespan 30 F (lower bound 30 F)" in text
 
 
-def test_groups_of_given_size_and_cost_are_compared(run: Run) -> None:
-    lines = lines_of(printed(run("compare", *EDGES, "-m", "16", "--gather", "4:4")))
+def test_groups_of_given_size_and_cost_are_compared(called: Run) -> None:
+    lines = lines_of(printed(called("compare", *EDGES, "-m", "16", "--gather", "4:4")))
     assert set(SCHEDULES) - {"zb_v"} <= set(lines)
     assert lines["store_all"] == ["51", "51", "20.0%", "16", "68"]
-    done = run("compare", "store_all", *EDGES, "-m", "8", "--gather", "4", "--gather-cost", "5,7")
+    done = called("compare", "store_all", *EDGES, "-m", "8", "--gather", "4", "--gather-cost", "5,7")
     assert lines_of(printed(done))["store_all"][0] == "39"
 
 
-def test_memory_decides_for_recomputation(run: Run) -> None:
+def test_memory_decides_for_recomputation(called: Run) -> None:
     limits = "--bytes", "10,10,10,10,1", "--input-bytes", "1", "--memory", "20"
-    assert "1f1b (cached)" in printed(run("show", "1f1b", *EDGES, "-m", "8", "--gather", "4", *limits))
+    assert "1f1b (cached)" in printed(called("show", "1f1b", *EDGES, "-m", "8", "--gather", "4", *limits))
 
 
-def test_stages_that_are_run_again_are_shown(run: Run) -> None:
+def test_stages_that_are_run_again_are_shown(called: Run) -> None:
     """(p − 1)(F + B) + m(2F + B)"""
-    text = printed(run("show", "1f1b", "--stages", "2", "-m", "3", "--recompute", "0,1", "--full"))
+    text = printed(called("show", "1f1b", "--stages", "2", "-m", "3", "--recompute", "0,1", "--full"))
     assert {"0R0", "0R1", "0R2", "1R0", "1R1", "1R2"} <= set(text.split())
     assert "makespan 15 F" in text
 

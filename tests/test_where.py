@@ -60,6 +60,7 @@ plan/replay: plan/capture_check
 plan/sizes: whole/lengths plan/signatures
 plan/same_stages: plan/signatures whole/absent
 plan/together: whole/refusals
+run/written_parameters: run/recompute
 run/failing: whole/refusals whole/bugs_refusals
 run/forward_backward: whole/transparency
 run/item_numbers: whole/whole_batch

@@ -40,8 +40,8 @@ def in_turn(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def seeds(number: int) -> range:
-    """Of as many random cases a third."""
-    return range(number if ALL else number // 3)
+    """Of as many random cases a quarter."""
+    return range(number if ALL else number // 4)
 
 
 def every(step: int, cases: Sequence[T]) -> Sequence[T]:

@@ -29,7 +29,7 @@ class Gather(NamedTuple):
 class Gathered:
     """A stage that runs once for a group of micro-batches. ``group``: how many of them; None for all.
 
-    ``modes``: what it, and such stages before it, gather.
+    ``modes``: whose rows it is given, the group's own, or those of every replica.
     """
 
     group: int | None

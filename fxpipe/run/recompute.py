@@ -20,6 +20,7 @@ from fxpipe.graph.stage_graph import Stage
 from fxpipe.parameters.dtensors import local
 from fxpipe.plan.replay import checkpoints_that_keep
 from fxpipe.run.side_effects import EffectsOf, StageState
+from fxpipe.run.written_parameters import WrittenParameters
 from fxpipe.torch_compat import pytree, version_of
 
 T = TypeVar("T")
@@ -42,8 +43,7 @@ class Kept:
         self._stage, self._device, self._proves = stage, device, proves
         self.inputs = [without_graph(value) for value in inputs]
         self._versions = [_versions(value) for value in self.inputs]
-        self._weights = [parameter for parameter in stage.parameters.values() if parameter.requires_grad]
-        self._trained = _versions(self._weights)
+        self._parameters = WrittenParameters(stage, proves)
         self._effects_of, self._effects = effects, effects.of(stage)
         self._start = StageState(self._effects, device)
         self._bumped = frozenset[int]()
@@ -66,8 +66,7 @@ class Kept:
 
     def first_is_over(self, outputs: Sequence[Any]) -> None:
         """The forward has run."""
-        if _versions(self._weights) != self._trained:  # as an embedding with max_norm= does, which changes them once
-            self._weights, self._trained = [], []
+        self._parameters.first_is_over()
         self._bumped = self._start.bumped()
         if self._effects is not None and not self._effects.is_known:
             self._effects.learn(self._start)
@@ -85,19 +84,14 @@ class Kept:
                 f"stage {self._stage.name!r} cannot be recomputed: what it was given was written in place since; write "
                 "it out of place (x = x + 1 for x += 1), or leave the stage out of recompute="
             )
-        if _versions(self._weights) != self._trained:
-            raise RunError(
-                f"stage {self._stage.name!r} cannot be recomputed: its parameters were written since its forward, as a "
-                "hook does that makes an optimizer's step in backward; make it behind forward_backward(...), or leave "
-                "the stage out of recompute="
-            )
-        now = StageState(self._effects, self._device)
-        self._start.restore(self._bumped)
-        try:
-            with checkpoints_that_keep():
-                yield
-        finally:
-            now.restore(now.bumped())
+        with self._parameters.again():
+            now = StageState(self._effects, self._device)
+            self._start.restore(self._bumped)
+            try:
+                with checkpoints_that_keep():
+                    yield
+            finally:
+                now.restore(now.bumped())
 
     def second_is_over(self, outputs: Sequence[Any]) -> None:
         """RunError where it has made something else than the first one."""

@@ -25,23 +25,26 @@ class SideEffects:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self._written, self._changes_python = module, dict[int, Tensor](), False
-        self._is_new = True
+        self.module, self._written, self._is_new = module, dict[int, Tensor](), True
+        self._last: Snapshot | None = None
         self.begin()
 
     def begin(self) -> None:
         """A step begins: in between the user may have put other tensors in place, or set what forward goes by."""
         self.is_known = False
-        self.writes = _plain_tensors(Snapshot(self.module))
-        """All of them until the step's first forward has shown it; and so for what is no tensor."""
+        self.writes = _plain_tensors(self.snapshot())
+        """All of them until the step's first forward has shown it."""
         self.others: list[Tensor] = []
-        self.keeps_python = True
+
+    def snapshot(self) -> Snapshot:
+        """Of what is no tensor, too: any forward may be the first to change it. The last one, where nothing is another
+        since: to look is much cheaper than to take one."""
+        if self._last is None or self._last.has_generators or any(self._last.changes()):
+            self._last = Snapshot(self.module)
+        return self._last
 
     def learn(self, before: StageState) -> None:
         """The first forward is over, which began at ``before``."""
-        assert before.snapshot is not None
-        self._changes_python |= before.snapshot.has_generators or any(before.snapshot.changes())
-        self.keeps_python = self._changes_python
         statistics = {
             id(buffer)
             for part in self.module.modules()
@@ -94,7 +97,7 @@ class StageState:
     def __init__(self, effects: SideEffects | None, device: torch.device) -> None:
         self._random, self._device = RandomState(), device
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.snapshot = Snapshot(effects.module) if effects is not None and effects.keeps_python else None
+        self.snapshot = effects.snapshot() if effects is not None else None
         tensors = effects.writes if effects is not None else []
         self.numbers = [_Numbers(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors]
         self.versions = [version_of(tensor) for tensor in effects.others] if effects is not None else []

@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.torch_compat import bytes_of, storage_id
 
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _MISSING = object()
 
 

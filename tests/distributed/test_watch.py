@@ -302,14 +302,28 @@ def one_does_not_come() -> str:
     return text
 
 
-def test_at_the_deadline_all_say_who_is_waited_for(pool: Pool) -> None:
-    first, second = pool.run(one_does_not_come, ranks=2)
+def with_a_folder(folder: Path) -> str:
+    os.environ["FXPIPE_DEBUG_DIR"] = str(folder)
+    try:
+        return one_does_not_come()
+    finally:
+        del os.environ["FXPIPE_DEBUG_DIR"]
+
+
+def test_at_the_deadline_all_say_who_is_waited_for_and_what_they_did_last_is_written(
+    pool: Pool, tmp_path: Path
+) -> None:
+    first, second = pool.run(with_a_folder, tmp_path / "traces", ranks=2)
     assert re.match(
         r"rank 0 \(pipe 0\) waits for an all-gather over pipe, \d+ s; rank 1 \(pipe 1\) is outside of fxpipe's calls, "
         r"behind forward_backward, step 0, at test_watch.py:\d+ in hear, \d+ s: longer than timeout=2 s",
         first,
     ), first
     assert first.partition(";")[0] in second
+    for rank, action in enumerate(["0B1", "1B1"]):
+        lines = (tmp_path / "traces" / f"rank{rank}.txt").read_text().splitlines()
+        assert lines[0].startswith(f"rank {rank} (pipe {rank}) ")
+        assert any(re.fullmatch(rf" +\d+\.\d+ s ago  {action}", line) for line in lines), lines
 
 
 def one_is_late_in_its_stage() -> str:
@@ -354,7 +368,7 @@ def one_is_slow(extends: bool) -> list[str]:
         forward_backward = in_a_hurry() if extends else compiled()
         if dist.get_rank():
             with announced("save", extends=True) if extends else contextlib.nullcontext():
-                hear("said") if not extends else threading.Event().wait(4)
+                hear("said") if not extends else threading.Event().wait(3)
         else:
             say = WorldWatch.say
             WorldWatch.say = lambda self, text: (said.append(text), tell("said"))  # type: ignore[method-assign, assignment]
@@ -506,22 +520,6 @@ def test_a_thread_that_has_died_is_told_of_at_the_deadline(pool: Pool) -> None:
 
 
 # --- what is left
-
-
-def with_a_folder(folder: Path) -> str:
-    os.environ["FXPIPE_DEBUG_DIR"] = str(folder)
-    try:
-        return one_does_not_come()
-    finally:
-        del os.environ["FXPIPE_DEBUG_DIR"]
-
-
-def test_the_last_actions_of_each_rank_are_written(pool: Pool, tmp_path: Path) -> None:
-    pool.run(with_a_folder, tmp_path / "traces", ranks=2)
-    for rank, action in enumerate(["0B1", "1B1"]):
-        lines = (tmp_path / "traces" / f"rank{rank}.txt").read_text().splitlines()
-        assert lines[0].startswith(f"rank {rank} (pipe {rank}) ")
-        assert any(re.fullmatch(rf" +\d+\.\d+ s ago  {action}", line) for line in lines), lines
 
 
 def threads_and_sockets() -> list[tuple[int, int]]:

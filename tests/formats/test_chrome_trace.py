@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections import Counter, defaultdict
@@ -18,6 +19,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Reduction, Span, Timeline
 from tests.graphs import FAMILIES, JOINED, WORKED, chain, joined, random_bare
+from tests.thinned import seeds
 
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
 Event = dict[str, Any]
@@ -29,14 +31,16 @@ def events(timeline: Timeline, *phases: str) -> list[Event]:
 
 
 def slices(timeline: Timeline) -> dict[str, Event]:
-    found = {event["name"]: event for event in events(timeline, "X")}
-    assert len(found) == len(events(timeline, "X"))
+    listed = events(timeline, "X")
+    found = {event["name"]: event for event in listed}
+    assert len(found) == len(listed)
     return found
 
 
+@functools.cache
 def random_timelines(name: str) -> list[Timeline]:
     made = []
-    for seed in range(24):
+    for seed in seeds(24):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 2 == 0)
         forward = [draw.choice([0.5, 1, 1 / 3]) for _ in range(graph.stages)]

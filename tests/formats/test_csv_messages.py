@@ -11,6 +11,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, examples
+from tests.thinned import every
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -173,7 +174,7 @@ def test_edges_may_be_an_iterator(tmp_path: Path) -> None:
     assert schedule.edges == ((0, 2),)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every(2, FAMILIES))
 def test_a_message_taken_away_doubled_or_beyond_its_action_is_refused(name: str, tmp_path: Path) -> None:
     for schedule in examples(name):
         schedule.to_csv(tmp_path / "right.csv", communication=True)

@@ -156,6 +156,7 @@ def train(source: str) -> Trained:
         model,
         fxpipe.Topology([("pipe", RANKS)]),
         boundaries={"model.layers.*": {"every": 1}},
+        tracer="auto" if ALL else "record",  # torch.export takes several times as long
         microbatches=4,
         example_kwargs=tokens,
         init_fn=None if source == "real" else model._init_weights,

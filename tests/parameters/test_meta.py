@@ -78,7 +78,7 @@ def step(tracer: str, data: int, **options: Any) -> tuple[Tensor, dict[str, Tens
 
 @pytest.mark.parametrize(
     ("where", "tracer"),
-    every(2, list(product([("local", 1), ("strict 1", 1), ("distributed", 1), ("distributed", 2)], TRACERS))),
+    every(5, list(product([("local", 1), ("strict 1", 1), ("distributed", 1), ("distributed", 2)], TRACERS))),
 )
 def test_initialised_on_each_rank(where: tuple[str, int], tracer: str, request: pytest.FixtureRequest) -> None:
     engine, data = where

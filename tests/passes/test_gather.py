@@ -85,7 +85,7 @@ TAKEN = {
     a_stage_behind: {"b": (None, {"batch"}, {"a": "batch"}), "head": (None, {"batch"}, {"y": "batch", "b": None})},
     global_behind_batch: {
         "b": (None, {"batch"}, {"a": "batch"}),
-        "stage3": (None, {"batch", "global"}, {"b": "global", "head": "global"}),
+        "stage3": (None, {"global"}, {"b": "global", "head": "global"}),
     },
 }
 

@@ -19,7 +19,7 @@ from fxpipe.graph.program import Program, is_boundary, is_compute
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.passes.analysis.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
-from fxpipe.plan.balance import Balanced, Hardware, NodeCosts, balance, costs_from_shapes, place_stages
+from fxpipe.plan.balance import Balanced, Hardware, NodeCosts, balance, coarsen, costs_from_shapes, place_stages
 from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
 from fxpipe.plan.balance.candidates import numbered
 from fxpipe.plan.balance.coarsen import coarsened
@@ -329,7 +329,7 @@ def test_a_frozen_tower_is_reckoned_without_its_backward() -> None:
 
 @pytest.mark.parametrize("family", ["1f1b", "gpipe", "greedy", "interleaved_1f1b", "zb_h1"])
 def test_the_family_that_is_going_to_run_is_the_one_that_is_simulated(family: str) -> None:
-    found = balanced(Towers(3, 2), 3, schedule=family)
+    found = balanced(Towers(2, 2), 2, schedule=family)
     graph = stage_graph(found)
     table = fxpipe.schedules.build(
         with_costs(family, found.costs),
@@ -768,10 +768,12 @@ def test_four_times_as_many_nodes_are_made_coarse_with_four_times_the_work_and_a
     assert pieces(*many) < 300
 
 
-def test_more_nodes_than_pieces_are_balanced_at_all() -> None:
-    program, costs = long_towers(500)
+def test_more_nodes_than_pieces_are_balanced_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coarsen, "GRAINS", 64)  # a quarter of them, and of the nodes
+    monkeypatch.setattr(coarsen, "GRAINS_A_RANK", 6)
+    program, costs = long_towers(150)
     assert len(work_of_program(program, costs)) > pieces(program, costs)
-    assert len(set(balance(program, 2, 2, costs).placement)) == 2
+    assert len(set(balance(program, 4, 8, costs).placement)) == 4
 
 
 def test_the_finest_work_has_the_time_of_all_nodes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.plan.reads import MOST
 from tests.harness import assert_same
+from tests.thinned import every, in_turn
 
 TRACERS = ["symbolic", "export", "record"]
 
@@ -78,8 +80,7 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 }
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("tracer", "change"), every(2, list(product(TRACERS, CHANGES))))
 def test_what_changes_between_steps_counts_as_in_plain_pytorch(change: str, tracer: str) -> None:
     plain, model, forward_backward = compiled(tracer)
     for number in range(2):
@@ -138,8 +139,7 @@ OTHERS: dict[str, Callable[[Model], Any]] = {
 }
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("tracer", "name"), in_turn(TRACERS, list(OTHERS)))
 def test_other_parameters_than_were_compiled_are_refused(name: str, tracer: str) -> None:
     _, model, forward_backward = compiled(tracer)
     forward_backward(*batch(0))

@@ -247,7 +247,7 @@ def language_step(tracer: str, data: int) -> tuple[Tensor, Tensor, dict[str, Ten
 
 @pytest.mark.parametrize(
     ("where", "tracer"),
-    every(2, list(product([("local", 1), ("strict 1", 1), ("distributed", 1), ("distributed", 2)], LANGUAGE_TRACERS))),
+    every(5, list(product([("local", 1), ("strict 1", 1), ("distributed", 1), ("distributed", 2)], LANGUAGE_TRACERS))),
 )
 def test_a_loss_over_padded_labels_is_the_whole_batchs(
     where: tuple[str, int], tracer: str, request: pytest.FixtureRequest

@@ -100,7 +100,7 @@ class Amid(nn.Module):
         self.seen: list[float] = []
         self.generator = torch.Generator().manual_seed(3) if kind == "draws from a generator of its own" else None
         self.numpy = np.random.RandomState(3) if kind == "draws from NumPy's older generator" else None
-        self.begins = False
+        self.begins, self.tally = False, Counter[str]()
         self.register_buffer("scale", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,6 +123,10 @@ class Amid(nn.Module):
     def listed(self, x: Tensor) -> float:
         self.seen.append(x.sum().item())
         return sum(self.seen)
+
+    def tallied(self, x: Tensor) -> float:
+        self.tally["calls"] += 1
+        return self.tally["calls"]
 
     def replaced_later(self, x: Tensor) -> Tensor:
         return self.replaced(x) if self.begins else self.scale
@@ -149,6 +153,7 @@ def count_outside(amid: Amid, x: Tensor) -> float:
 
 KINDS: dict[str, Callable[[Amid, Tensor], Any]] = {
     "counts in an attribute": Amid.counted,
+    "counts in a Counter": Amid.tallied,
     "appends to a list": Amid.listed,
     "replaces a buffer": Amid.replaced,
     "writes a buffer": lambda amid, x: amid.changed(lambda scale: scale.mul_(1.1)),
@@ -298,11 +303,13 @@ def descend(parameter: Tensor) -> None:
         parameter.sub_(parameter.grad)  # type: ignore[arg-type]
 
 
-def trained_in_backward(first: nn.Module, makes_steps: bool) -> list[Tensor]:
+def trained_in_backward(
+    first: nn.Module, makes_steps: bool, recompute: bool | Sequence[str] = ("first",)
+) -> list[Tensor]:
     """Three micro-batches; a hook may make a step as soon as a gradient is there."""
     stages = {"first": first, "last": Last()}
     graph = StageGraph.from_callables(stages, [("first", "last")], {"first": ["x"], "last": ["y"]})
-    options = {"microbatches": 3, "schedule": "gpipe", "recompute": ["first"]}
+    options = {"microbatches": 3, "schedule": "gpipe", "recompute": recompute}
     forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), **options)
     for parameter in first.parameters() if makes_steps else ():
         parameter.register_post_accumulate_grad_hook(descend)
@@ -314,6 +321,76 @@ def test_weights_that_are_written_between_a_forward_and_its_second_run_are_an_er
     with pytest.raises(fxpipe.RunError, match="'first' cannot be recomputed: its parameters were written since"):
         trained_in_backward(look_up(), makes_steps=True)
     assert trained_in_backward(look_up(max_norm=1.0), makes_steps=False), "what forward itself renorms"
+
+
+class Counts(nn.Linear):
+    """Counts the micro-batches whose first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += int(x[0, 0] > 0)
+        return super().forward(x)
+
+
+def test_what_only_some_forwards_change_is_changed_once() -> None:
+    first, batch = Counts(), torch.ones(8, WIDTH)
+    batch[:4] = -1  # the first forwards of a step change nothing
+    graph = StageGraph.from_callables(
+        {"first": first, "last": Last()}, [("first", "last")], {"first": ["x"], "last": ["y"]}
+    )
+    forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=4, recompute=["first"])
+    for step in (1, 2):
+        forward_backward(batch, BATCH)
+        assert first.count == 2 * step
+
+
+class Renews(nn.Linear):
+    """Writes a parameter of its own in forward."""
+
+    def __init__(self, way: Callable[[Renews, Tensor], Any]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.mean, self.way = nn.Parameter(torch.ones(WIDTH), requires_grad=False), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.way(self, x)
+        return super().forward(x)
+
+
+RENEWALS: dict[str, Callable[[Renews, Tensor], Any]] = {
+    "mean": lambda one, x: one.mean.mul_(0.9).add_(x.mean(0), alpha=0.1),
+    "mean, unseen": lambda one, x: one.mean.data.lerp_(x.mean(0), 0.1),
+    "weight, unseen": lambda one, x: one.weight.data.mul_(1 - 1e-4),
+}
+
+
+@pytest.mark.parametrize("way", RENEWALS)
+def test_a_parameter_that_a_forward_would_write_twice_is_refused(way: str) -> None:
+    name = way.partition(",")[0]
+    with pytest.raises(fxpipe.RunError, match=f"its forward writes its parameter 'first.{name}', and would do so twic"):
+        trained_in_backward(Renews(RENEWALS[way]), makes_steps=False)
+
+
+def test_a_parameter_that_a_forward_leaves_as_it_has_made_it_is_not() -> None:
+    def normalised(one: Renews, x: Tensor) -> None:
+        one.weight.data.div_(one.weight.data.norm())
+
+    assert trained_in_backward(Renews(normalised), makes_steps=False)
+
+
+def test_a_frozen_parameter_that_is_put_in_place_of_another_is_so_once() -> None:
+    def moved(one: Renews, x: Tensor) -> None:
+        one.mean.data = one.mean.data * 0.9 + x.mean(0) * 0.1
+
+    seen = []
+    for recompute in (False, ["first"]):
+        torch.manual_seed(0)
+        first = Renews(moved)
+        trained_in_backward(first, makes_steps=False, recompute=recompute)
+        seen.append(first.mean)
+    assert_same(*seen, "the mean")
 
 
 def test_an_input_that_is_written_meanwhile_is_refused() -> None:

@@ -219,7 +219,7 @@ def test_and_so_they_are_over_gloo(
 
 @pytest.mark.parametrize(
     ("pipe", "data", "order", "tied", "microbatches"),
-    [(*shape, tied, number) for shape, tied, number in every(3, pairwise(SHAPES, [False, True], [1, 6]))]
+    [(*shape, tied, number) for shape, tied, number in every(5, pairwise(SHAPES, [False, True], [1, 6]))]
     + [(*LARGE[1], True, 6)],  # 8 processes on few cores: the hardest case stands for all
 )
 def test_zero_3_is_fsdp2(

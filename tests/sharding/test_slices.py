@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fxpipe.sharding.slices import Box, Slice, boxes, memory_order
+from tests.thinned import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
 
@@ -30,7 +31,7 @@ def slice_of(tensor: Tensor, start: int, stop: int) -> Slice:
     return Slice(flat[start:stop].clone(), start, tensor.shape, memory_order(tensor))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_boxes_cover_the_run_once_and_hold_its_values_in_any_order_of_memory(seed: int) -> None:
     draw = random.Random(seed)
     shape = [draw.randint(1, 5) for _ in range(draw.randint(0, 4))]

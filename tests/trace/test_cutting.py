@@ -20,6 +20,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.trace import Cut, Request, capture
 from fxpipe.trace.cutting import cutting
 from tests.capturing import run_stages
+from tests.thinned import pairwise
 
 TRACERS_BY_NAME = sorted(TRACERS)
 
@@ -116,9 +117,12 @@ MARKS: dict[str, dict[int, Cut]] = {
 }
 
 
-@pytest.mark.parametrize("marks", ["before", "after", "mixed"])
-@pytest.mark.parametrize("layer", [Layer, Wrapped, Further])
-@pytest.mark.parametrize("tracer", [name for name in TRACERS_BY_NAME if name != "auto"])
+@pytest.mark.parametrize(
+    ("tracer", "layer", "marks"),
+    pairwise(
+        [name for name in TRACERS_BY_NAME if name != "auto"], [Layer, Wrapped, Further], ["before", "after", "mixed"]
+    ),
+)
 def test_a_named_submodule_is_cut_as_if_its_call_were_marked(tracer: str, layer: type[Layer], marks: str) -> None:
     inputs = batch((6, 4), (6, 1))
     marked, named = Marked(MARKS[marks], layer), Marked({}, layer)

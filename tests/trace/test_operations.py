@@ -218,8 +218,7 @@ WRITES = [
 ]
 
 
-@every_tracer
-@pytest.mark.parametrize("operation", WRITES)
+@pytest.mark.parametrize(("operation", "tracer"), in_turn(WRITES, sorted(NEED_SHAPES)))
 def test_a_write(operation: Operation, tracer: str) -> None:
     assert_captured(operation, tracer)
 

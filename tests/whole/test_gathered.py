@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import Topology
-from tests.harness import Engine, engine_of, gradients_of, replica_of
+from fxpipe import Topology, stage_boundary
+from tests.harness import Engine, engine_of, gradients_of, replica_of, strict
 from tests.thinned import every, pairwise
 from tests.whole.gathered import (
     AsSum,
@@ -169,3 +169,38 @@ def test_the_loss_of_a_step_is_the_mean_over_groups_weighted_by_their_rows(
         losses.append(2 * losses[0])
     results = engine("strict 3", request)(4, step, kind, Topology([("pipe", 4)]), (rows,), microbatches, {})
     assert_alike(results, (losses, gradients_of(plain.named_parameters())))
+
+
+class InTwoSteps(Contrastive):
+    """A projection of the batch's rows, and a loss over those of every replica, weighted by an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, image: Tensor, text: Tensor, weight: Tensor) -> Any:
+        v, t = stage_boundary(self.towers(image, text), name="head", gather="batch")
+        v, t = stage_boundary((self.head(v), t), name="loss", gather="global")
+        return {"loss": self.loss(v, t) * weight.mean(), "rows": (0 * v[:, 0] + 1).long().sum()}
+
+
+def in_two_steps(tracer: str, rows: tuple[int, int]) -> Any:
+    example = [*batch(rows[0]), torch.ones(rows[0])]
+    topology = Topology([("pipe", 2), ("data", 2)])
+    forward_backward = fxpipe.compile(model(InTwoSteps), topology, microbatches=3, tracer=tracer, example_args=example)
+    given = [*batch(sum(rows)), torch.arange(sum(rows)).double()]
+    mine = [tensor.split(list(rows))[replica_of(topology)] for tensor in given]
+    loss = forward_backward(*mine)
+    output = forward_backward.evaluate(*mine, outputs="all")
+    assert output["rows"] == sum(rows)
+    return [loss, output["loss"]], gradients_of(forward_backward.named_parameters())
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_the_rows_of_groups_are_gathered_once_more_over_the_replicas(tracer: str) -> None:
+    rows = (7, 9)
+    plain = model(InTwoSteps)
+    loss = plain(*batch(sum(rows)), torch.arange(sum(rows)).double())["loss"]
+    loss.backward()
+    wanted = [loss.detach()] * 2, gradients_of(plain.named_parameters())
+    assert_alike(strict(0)(4, in_two_steps, tracer, rows), wanted)

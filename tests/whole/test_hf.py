@@ -45,6 +45,8 @@ from tests.hf import (  # noqa: E402
 STEPS = 2
 SECONDS = 150.0  # for a call: the first one imports transformers and torch.export in each worker
 every_model = pytest.mark.parametrize("name", MODELS)
+QUICK: dict[str, Any] = {} if ALL else {"tracer": "record"}
+"""Where it does not matter what captures: auto would come to torch.export, which takes several times as long."""
 HALVES = [(name, 4, "zb_h1") for name in ("T5", "CLIP", "GPT-2")]
 OTHER_TABLES = [("Llama", 2, "interleaved_1f1b"), ("Llama", 2, "gpipe")]
 
@@ -161,13 +163,13 @@ def test_modules_kept_whole_on_two_processes_equal_plain_pytorch(name: str, pool
 @pytest.mark.parametrize("name", every(3, ["CLIP", "GPT-2", "T5"]))
 def test_micro_batches_of_two_shapes_equal_plain_pytorch(name: str) -> None:
     case = replace(MODELS[name], rows=10)
-    assert_trained(local(4, train, case, {}), case)
+    assert_trained(local(4, train, case, QUICK), case)
 
 
 @pytest.mark.parametrize(("name", "ranks", "schedule"), every(5, HALVES + OTHER_TABLES))
 def test_no_schedule_changes_a_bit_be_backwards_in_halves_or_not(name: str, ranks: int, schedule: str) -> None:
     case = replace(MODELS[name], ranks=ranks)
-    assert_trained(local(ranks, train, case, {"schedule": schedule}), case)
+    assert_trained(local(ranks, train, case, QUICK | {"schedule": schedule}), case)
 
 
 # --- what is commonly done to such models ---
@@ -182,7 +184,7 @@ def checkpointed(build: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("name", every(3, ["CLIP", "T5", "Llama"]))
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:
     case = MODELS[name]
-    assert_trained(local(4, train, replace(case, build=partial(checkpointed, case.build)), {}), case)
+    assert_trained(local(4, train, replace(case, build=partial(checkpointed, case.build)), QUICK), case)
 
 
 def low_rank(model: nn.Module, *names: str) -> nn.Module:
@@ -206,7 +208,7 @@ class LowRank(nn.Module):
 def test_a_frozen_model_with_low_rank_terms_in_its_later_layers() -> None:
     names = [f"model.layers.{layer}.self_attn.{which}_proj" for layer in (2, 3) for which in "qv"]
     case = replace(MODELS["Llama"], build=lambda: low_rank(llama(), *names))
-    (run,) = local(4, train, case, {})
+    (run,) = local(4, train, case, QUICK)
     assert_trained([run], case)
     trained_names = {name for name, gradient in run.gradients[0].items() if gradient is not None}
     assert trained_names == {f"{name}.{part}.weight" for name in names for part in ("up", "down")}
@@ -219,7 +221,7 @@ def bfloat16() -> torch.autocast:
 def step_under_autocast(case: HFCase) -> Run:
     batch = case.batch()
     with bfloat16():  # for one step only: it keeps weights that it has cast
-        return trained(case, [batch], boundaries=case.boundaries, example_kwargs=batch)
+        return trained(case, [batch], boundaries=case.boundaries, example_kwargs=batch, **QUICK)
 
 
 @pytest.mark.parametrize("name", every(3, ["Whisper", "CLIP", "Llama"]))
@@ -236,7 +238,7 @@ def train_replica(case: HFCase) -> Run:
     half = replica_of(topology)
     batches = [cut(batch, 2)[half] for batch in batches_of(case)]
     options = {"topology": topology, "microbatches": 2, "example_kwargs": batches[0], "boundaries": case.boundaries}
-    return trained(case, batches, **options)
+    return trained(case, batches, **options, **QUICK)
 
 
 def test_labels_are_counted_over_replicas(pool: Pool) -> None:
@@ -274,7 +276,7 @@ def test_dropout_in_one_stage_equals_a_loop_reseeded_per_micro_batch(tracer: str
 
 
 def train_with_dropout(name: str) -> Run:
-    return train(dropouts(replace(MODELS[name], ranks=2)), {})
+    return train(dropouts(replace(MODELS[name], ranks=2)), QUICK)
 
 
 @pytest.mark.parametrize("name", every(2, ["GPT-2", "T5"]))
@@ -291,7 +293,7 @@ def test_dropout_is_the_same_on_one_process_and_on_two(name: str, pool: Pool) ->
 @functools.cache
 def trained_alone(name: str) -> Run:
     """On one process that plays all ranks; for tests that only read it."""
-    (run,) = local(4, train, MODELS[name], {})
+    (run,) = local(4, train, MODELS[name], QUICK)
     return run
 
 

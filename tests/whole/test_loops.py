@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import LlamaForCausalLM, Trainer
 
 from tests.distributed.test_processes import free_port
 from tests.scripts import Scripts
@@ -131,6 +130,8 @@ def numbers(history: list[dict[str, float]]) -> Tensor:
 
 
 def test_the_trainer_logs_what_a_plain_one_does(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM, Trainer  # seconds, which only the process that runs this test needs
+
     script = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "hf_trainer.py")))
     piped = script.main(str(tmp_path / "piped"), epochs=2)
 

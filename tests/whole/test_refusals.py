@@ -211,7 +211,7 @@ def refusal(function: Callable[[int], None]) -> tuple[type[BaseException] | None
     return None, ""
 
 
-ON_PROCESSES = every(2, REFUSALS)
+ON_PROCESSES = every(4, REFUSALS)
 """Ranks exchange there what they do in a strict world, which refuses all of them."""
 
 

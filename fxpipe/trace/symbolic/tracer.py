@@ -140,7 +140,8 @@ class _Tracer(fx.Tracer):
         if (kind, target) == ("call_method", "backward") or target is BACKWARD:
             refuse_backward()
         node = super().create_node(kind, target, *args, **kwargs)
-        node.stack_trace = current_line()
+        if kind != "placeholder":  # which no line of the user's makes
+            node.stack_trace = current_line()
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
