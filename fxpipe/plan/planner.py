@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from fxpipe.plan.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
 from fxpipe.plan.recomputation import Make, Marked, recomputed, told
 from fxpipe.plan.same_stages import alike, like
+from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_lazily
 from fxpipe.progress import progress
 from fxpipe.schedules import Costs, Family, Limited, ScheduleName, build
@@ -114,7 +115,7 @@ class Planner:
     again: frozenset[str] | None = None
     """The names of the stages that are recomputed, once that is decided."""
     plans: dict[Pattern, Plan] = field(default_factory=dict)
-    places: dict[Pattern, Places] = field(default_factory=dict)
+    places: dict[Hashable, Places] = field(default_factory=dict)
     """In which dimension gathered values have their rows."""
     by_shapes: list[Costs] = field(default_factory=list)
     """What the stages take, once that is asked for: told from the shapes of the example."""
@@ -195,7 +196,7 @@ class Planner:
     def row_places(self, pattern: Pattern) -> Places:
         """Where the values that a step of such micro-batches gathers have their rows."""
         assert self.captures is not None  # the user's own stages gather nothing
-        key = pattern if self.needs_shapes else pattern.for_any_shape()
+        key = pattern if self.needs_shapes else (pattern.for_any_shape(), *map(outline, pattern.shapes[:1]))
         if key not in self.places:
             with progress("finding the rows of what is gathered"):
                 self.places[key] = places_of_rows(self.captures, pattern)
