@@ -48,7 +48,7 @@ def defer_weights(stage: Stage) -> Stage:
     trained = {name: parameter for name, parameter in stage.parameters.items() if parameter.requires_grad}
     if not isinstance(stage.module, fx.GraphModule):
         return dataclasses.replace(stage, deferring=None, in_input=tuple(trained))
-    found = _Deferrable(stage.module)
+    found = _Deferrable(Program(stage.module, stage.module.graph))
     code = fx.GraphModule(stage.module, found.rewritten(), class_name=f"{type(stage.module).__name__}_in_halves")
     return dataclasses.replace(
         stage,
@@ -57,21 +57,28 @@ def defer_weights(stage: Stage) -> Stage:
     )
 
 
+def deferred_calls(program: Program) -> list[str]:
+    """The nodes of a program that would leave gradients to W, if its stages' backwards were in two halves."""
+    found = _Deferrable(program)
+    trained = {id(parameter) for parameter in program.module.parameters() if parameter.requires_grad}
+    return [node.name for node in found.calls if found.parameters(node) & trained]
+
+
 class _Deferrable:
-    """Which calls of a stage's graph can leave their parameters' gradients to W.
+    """Which calls of a graph can leave their parameters' gradients to W.
 
     ``made_from``: the nodes that are parameters, or made from them alone → the ``get_attr`` nodes of these. ``kept``:
     the parameters, by id, that cannot.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._program = Program(module, module.graph)
-        self._nodes = list(module.graph.nodes)
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._nodes = list(program.graph.nodes)
         self._fixed: set[fx.Node] = set()  # made from neither inputs nor parameters
         self.made_from: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self._nodes:
             self._trace(node)
-        users = [node for node in self._nodes if node not in self.made_from and self._parameters(node)]
+        users = [node for node in self._nodes if node not in self.made_from and self.parameters(node)]
         self.calls = [node for node in users if self._is_listed(node)]
         differentiates = any(node.target is torch.autograd.grad for node in self._nodes)
         self.kept = self._every() if differentiates else self._inside_others()
@@ -122,7 +129,7 @@ class _Deferrable:
         inputs = [operand for operand in given if operand not in self.made_from and not is_number(operand)]
         return len(inputs) > len(set(inputs))
 
-    def _parameters(self, node: fx.Node) -> set[int]:
+    def parameters(self, node: fx.Node) -> set[int]:
         """The parameters, by id, that a call uses."""
         found = {id(self._program.attribute(str(root.target))) for root in self._roots(node)}
         if node.op == "call_module":
@@ -147,16 +154,16 @@ class _Deferrable:
         """The parameters that a node uses which is neither made from parameters alone, nor one of the calls."""
         split = {*self.calls, *self.made_from}
         others = [node for node in self._nodes if node not in split and not is_number(node)]
-        return set().union(*map(self._parameters, others))
+        return set().union(*map(self.parameters, others))
 
     def _kept_by_calls(self) -> set[int]:
         """Takes away the calls that use a parameter that is kept; what else they use."""
-        lost = [node for node in self.calls if self._parameters(node) & self.kept]
+        lost = [node for node in self.calls if self.parameters(node) & self.kept]
         self.calls = [node for node in self.calls if node not in lost]
-        return set().union(*map(self._parameters, lost))
+        return set().union(*map(self.parameters, lost))
 
     def _every(self) -> set[int]:
-        return set().union(*map(self._parameters, self._nodes))
+        return set().union(*map(self.parameters, self._nodes))
 
     # the graph in halves
 

@@ -1,4 +1,5 @@
-"""How many bytes of activations each stage holds: what autograd saves, and what recomputed stages keep, counted.
+"""How many bytes of activations each stage holds: what autograd saves, what recomputed stages keep, and the gradients
+that an I leaves for its W, counted.
 
 A tensor's memory counts once for a stage, whole; parameters, buffers and the batch itself do not count.
 """
@@ -9,7 +10,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from fxpipe.graph.deferred import Deferred
 from fxpipe.run.bind import Bound, Call
 from fxpipe.run.executor import Executor
 from fxpipe.run.recompute import Kept
@@ -68,6 +70,11 @@ class Held:
         counts[key] -= 1
         self.now[stage] -= size * (not counts[key])
 
+    def left(self, seeds: Sequence[Tensor], deferred: Deferred) -> None:
+        """An I has left these gradients for its W."""
+        for seed in seeds:
+            self._take(self._stage, seed, deferred)
+
     def ran(self, executor: Executor) -> None:
         """An action is over: what its stage keeps for a recomputation counts from now on."""
         for (stage, _), kept in [(half, held.kept) for half, held in executor.held.items() if held.kept is not None]:
@@ -84,7 +91,7 @@ def counted(forward_backward: fxpipe.ForwardBackward, batch: Mapping[str, Any]) 
     tensors = [*forward_backward.module.parameters(), *forward_backward.module.buffers()]
     tensors += [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
     held.left_out = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    run = Bound.run
+    run, keep = Bound.run, Deferred.keep
 
     def watched(bound: Bound, *args: Any) -> Any:
         calls = [(one, partial(called, bound, one, call)) for one, call in bound.calls]
@@ -99,8 +106,13 @@ def counted(forward_backward: fxpipe.ForwardBackward, batch: Mapping[str, Any]) 
         if isinstance(instruction, Compute):
             held.behind[instruction.action] = held.now[held._stage]
 
+    def left(deferred: Deferred, roots: Any, seeds: Sequence[Tensor], parameters: Any) -> None:
+        keep(deferred, roots, seeds, parameters)
+        held.left(seeds, deferred)
+
     with (
         mock.patch.object(Bound, "run", watched),
+        mock.patch.object(Deferred, "keep", left),
         torch.autograd.graph.saved_tensors_hooks(held.pack, lambda saved: saved.tensor),
     ):
         yield held

@@ -14,7 +14,7 @@ from torch import nn
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
@@ -36,6 +36,8 @@ from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
 from fxpipe.plan.planner import Plan, Planner, digest_of
 from fxpipe.plan.together import plan_together
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.verify_replicas import verify_replicas
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
@@ -168,11 +170,29 @@ class Agreement:
         digests = agreed.plan.row_digests if zero == 2 or gathers else agreed.plan.pass_digests
         if len(set(self._transport.gather_int("data", digests[self._transport.pipe_rank or 0]))) > 1:
             what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
+            told = self._told_apart(agreed.plan) if gathers else ", or write zero=1"
             raise RunError(
                 f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
                 f"{len(agreed.sizes)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
-                "(drop_last=True in a DataLoader)" + ", or write zero=1" * (not gathers)
+                f"(drop_last=True in a DataLoader){told}"
             )
+
+    def _told_apart(self, plan: Plan) -> str:
+        """Where replicas that run these tables would wait for each other; a collective call of the data axis."""
+        mine = (plan.schedule.microbatches, [" ".join(map(str, row)) for row in plan.schedule.rows])
+        tables = [
+            dataclasses.replace(
+                plan.schedule,
+                rows=tuple(tuple(map(Action.parse, row.split())) for row in rows),
+                microbatches=microbatches,
+            )
+            for microbatches, rows in self._transport.gather("data", mine)
+        ]
+        try:
+            verify_replicas(tables, {stage.index for stage in plan.graph if "global" in stage.ways})
+        except ScheduleError as error:
+            return f"; {error}"
+        return ""
 
     def required(self, plan: Plan, rank: int | None) -> tuple[str, ...]:
         """The inputs that a rank (None: all of them) must be given."""

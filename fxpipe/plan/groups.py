@@ -22,7 +22,7 @@ from fxpipe.plan.batch import Description, cut_description, dimension, row_count
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.captures import LATER, Captured, Captures, example_of
 from fxpipe.plan.pattern import Pattern
-from fxpipe.plan.row_places import Sized, of_rows, row_places
+from fxpipe.plan.row_places import Shown, of_rows, row_places
 from fxpipe.plan.same_stages import alike
 from fxpipe.torch_compat import pytree
 
@@ -64,21 +64,21 @@ def places_of_rows(captures: Captures, pattern: Pattern) -> Places:
     places = partial(row_places, device=captures.device, autocast=pattern.autocast, compute=captures.compute)
     if not one.of_one_shape:
         few = max(rows, 2)  # a dimension of 1 may mean another thing
-        return places(*(_sized(one, pattern, of_rows(pattern.shapes[0], batch_dim, n), n) for n in (few, 2 * few)))
+        return places(*(_shown(one, pattern, of_rows(pattern.shapes[0], batch_dim, n), n) for n in (few, 2 * few)))
     found: dict[tuple[str, int], tuple[int, ...]] = {}
     for gathered in {stage.gathered for stage in one.graph if stage.gathered is not None}:
         groups = _pattern(pattern, gathered, gathered.group or pattern.microbatches, batch_dim)
         more = row_count(groups.shapes[0], batch_dim)
         if more is not None and more != rows:
             group = captures.of(groups, LATER)[0]
-            mine = _sized(one, pattern, pattern.shapes[0], rows)
-            found |= places(mine, _sized(group, pattern, groups.shapes[0], more))
+            mine = _shown(one, pattern, pattern.shapes[0], rows)
+            found |= places(mine, _shown(group, pattern, groups.shapes[0], more))
     return found
 
 
-def _sized(captured: Captured, pattern: Pattern, shape: Description, rows: int) -> Sized:
+def _shown(captured: Captured, pattern: Pattern, shape: Description, rows: int) -> Shown:
     assert captured.program is not None
-    return Sized(captured.graph, captured.program, example_of(pattern, shape), rows)
+    return Shown(captured.graph, captured.program, example_of(pattern, shape), rows)
 
 
 def _rows_of(pattern: Pattern, modes: Collection[str], batch_dim: BatchDim) -> Sequence[int]:

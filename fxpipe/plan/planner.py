@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -26,9 +26,10 @@ from fxpipe.plan.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
 from fxpipe.plan.recomputation import Make, Marked, recomputed, told
 from fxpipe.plan.same_stages import alike, like
+from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_lazily
 from fxpipe.progress import progress
-from fxpipe.schedules import Limited, build
+from fxpipe.schedules import Costs, Family, Limited, ScheduleName, build
 from fxpipe.schedules.lower import Instruction, lower, pairs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step, execution_order
@@ -114,8 +115,10 @@ class Planner:
     again: frozenset[str] | None = None
     """The names of the stages that are recomputed, once that is decided."""
     plans: dict[Pattern, Plan] = field(default_factory=dict)
-    places: dict[Pattern, Places] = field(default_factory=dict)
+    places: dict[Hashable, Places] = field(default_factory=dict)
     """In which dimension gathered values have their rows."""
+    by_shapes: list[Costs] = field(default_factory=list)
+    """What the stages take, once that is asked for: told from the shapes of the example."""
 
     @staticmethod
     def none_yet(model: nn.Module | StageGraph, options: Options, ranks: int, device: torch.device) -> Planner:
@@ -193,7 +196,7 @@ class Planner:
     def row_places(self, pattern: Pattern) -> Places:
         """Where the values that a step of such micro-batches gathers have their rows."""
         assert self.captures is not None  # the user's own stages gather nothing
-        key = pattern if self.needs_shapes else pattern.for_any_shape()
+        key = pattern if self.needs_shapes else (pattern.for_any_shape(), *map(outline, pattern.shapes[:1]))
         if key not in self.places:
             with progress("finding the rows of what is gathered"):
                 self.places[key] = places_of_rows(self.captures, pattern)
@@ -226,6 +229,8 @@ class Planner:
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
+        if family.costs is not None and not _tells_bytes(family.costs) and self.by_shapes:
+            family = dataclasses.replace(family, costs=family.costs.or_else(self.by_shapes[0]))
         options = dataclasses.replace(self.options, schedule=family)
         planner = dataclasses.replace(self, options=options, again=self.first.graph.recomputed, plans={})
         for pattern, plan in self.plans.items():
@@ -239,7 +244,7 @@ class Planner:
     def without_tracers(self, wrong: Mapping[str, str]) -> Planner:
         """Before the first plan; these tracers, with what is wrong of them, are not tried."""
         captures = None if self.captures is None else self.captures.without_tracers(wrong)
-        return dataclasses.replace(self, captures=captures, plans={})
+        return dataclasses.replace(self, captures=captures, plans={}, by_shapes=[])
 
     def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> Planner:
         """The same plans; their stages hold what the module now holds, and nothing that it has let go of.
@@ -307,7 +312,7 @@ class Planner:
             if known is not None:
                 return known
         if not isinstance(table, Schedule) or not pattern.training:
-            make = partial(self._built, graph, microbatches, backward, tied)
+            make = partial(self._built, self._family(graph, pattern), graph, microbatches, backward, tied)
             return make(self._recomputed(graph, pattern, make))
         if self.options.recompute:
             raise ScheduleError(
@@ -330,17 +335,36 @@ class Planner:
         schedule.verify()
         return schedule
 
+    def _family(self, graph: StageGraph, pattern: Pattern) -> ScheduleName | Family:
+        """The family that the options name; with bytes told from shapes, where it has a limit of memory and none."""
+        table: ScheduleName | Family | Schedule = self.options.schedule
+        if isinstance(table, Schedule):
+            return "1f1b"
+        if not isinstance(table, Limited) or table.memory is None or _tells_bytes(table.costs):
+            return table
+        if not self.by_shapes and (work := self._stage_work(pattern, graph.placement)) is not None:
+            again = (bool(self.options.recompute),) * len(graph)
+            self.by_shapes.append(self._as_it_runs(work.costs(again)))
+        for known in self.by_shapes:
+            return dataclasses.replace(table, costs=known if table.costs is None else table.costs.or_else(known))
+        return table
+
+    def _as_it_runs(self, costs: Costs) -> Costs:
+        """Without what would have backwards in halves, where the stages' code cannot run these."""
+        whole = self.options.stage_compiler is not None or self.options.parallelize is not None
+        return dataclasses.replace(costs, deferred_bytes=None) if whole else costs
+
     def _built(
         self,
+        family: ScheduleName | Family,
         graph: StageGraph,
         microbatches: int,
         backward: tuple[bool, ...],
         tied: tuple[tuple[int, ...], ...],
         recompute: Marked,
     ) -> Schedule:
-        table = self.options.schedule
         return build(
-            "1f1b" if isinstance(table, Schedule) else table,
+            family,
             graph.stage_edges,
             microbatches,
             graph.placement,
@@ -370,7 +394,8 @@ class Planner:
         if self.options.recompute is False:
             return plan
         graph, tied = plan.graph, plan.schedule.tied
-        without = self._built(graph, pattern.microbatches, plan.schedule.backward, tied, (False,) * len(graph))
+        family, none = self._family(graph, pattern), (False,) * len(graph)
+        without = self._built(family, graph, pattern.microbatches, plan.schedule.backward, tied, none)
         saving = told(graph, without, plan.schedule, self._stage_work(pattern, graph.placement))
         return dataclasses.replace(plan, saving=saving)
 
@@ -399,6 +424,11 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _tells_bytes(costs: Costs | None) -> bool:
+    """Whether they tell some of the bytes: others would not be in their unit."""
+    return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
 
 
 def _with_halves(graph: StageGraph, split: Collection[int]) -> StageGraph:

@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True)
-class Sized:
+class Shown:
     """Stages and the program that they were cut from, and the inputs of a micro-batch of so many rows."""
 
     graph: StageGraph
@@ -40,7 +40,7 @@ class Sized:
 
 
 def row_places(
-    one: Sized, other: Sized, device: torch.device, autocast: Sequence[Autocast], compute: torch.dtype | None
+    one: Shown, other: Shown, device: torch.device, autocast: Sequence[Autocast], compute: torch.dtype | None
 ) -> Places:
     """(value, leaf) → its dimensions of rows, for what gathered stages of ``one`` are given, by the names there.
 
@@ -80,24 +80,35 @@ def shapes_of(
 ) -> dict[str, Shapes]:
     """Node → the shapes of what it makes for an example, whose tensors are ``TensorLike``; those that are known."""
     values: dict[fx.Node, Any] = {}
-    with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
-        inputs = fake.inputs(example)
-        with quiet(), torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
-            for node in program.graph.nodes:
-                if node.op == "placeholder":
-                    values[node] = inputs[str(node.target)]
-                elif node.op == "get_attr":
-                    values[node] = attribute(program, node, fake)
-                elif node.op != "output" and all(operand in values for operand in node.all_input_nodes):
-                    _run(program, node, values, fake)
+    with (
+        left_as_it_is(program.module),
+        fake_model(program.module, device, compute) as fake,
+        quiet(),
+        torch.enable_grad(),
+        modes_restored(),
+        within(autocast),
+        fake.mode,
+    ):
+        for node in program.graph.nodes:
+            if node.op != "output" and all(operand in values for operand in node.all_input_nodes):
+                _note(program, node, values, fake, example)
     return {node.name: tuple(map(_shape, pytree.tree_leaves(value))) for node, value in values.items()}
 
 
-def _run(program: Program, node: fx.Node, values: dict[fx.Node, Any], fake: FakeModel) -> None:
+def _note(
+    program: Program, node: fx.Node, values: dict[fx.Node, Any], fake: FakeModel, example: Mapping[str, Any]
+) -> None:
+    """What a node makes; where it looks at numbers, what its capture saw it make, if that was of this size."""
     try:
-        with modes_of(node):
-            values[node] = call_node(program, node, values)
-    except Exception:  # it looks at numbers: what its capture saw it make is known, or nothing is
+        if node.op == "placeholder":
+            name = str(node.target)
+            values[node] = fake.inputs({name: example[name]})[name]
+        elif node.op == "get_attr":
+            values[node] = attribute(program, node, fake)
+        else:
+            with modes_of(node):
+                values[node] = call_node(program, node, values)
+    except Exception:  # whatever it is, nothing is known of what it makes
         if program.holds_for is None and "val" in node.meta:
             values[node] = faked(node.meta["val"], fake)
 

@@ -297,8 +297,8 @@ class ForwardBackward:
             schedule: the family, as in ``fxpipe.schedules.build``.
             in_flight: the most micro-batches per stage, as there.
             memory: the most bytes per rank, as there.
-            activation_bytes: what a stage holds per micro-batch in flight, one number or one per stage; it is not
-                measured.
+            activation_bytes: what a stage holds per micro-batch in flight, one number or one per stage; None: as the
+                family of ``compile`` has it, given or told from shapes.
 
         Raises:
             RunError: no step was recorded.

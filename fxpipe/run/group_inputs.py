@@ -135,7 +135,10 @@ class GroupInputs:
         shapes = ", ".join(str(list(part.shape)) for part in column)
         told += f" has shapes {shapes} for micro-batches of {list(rows)} rows:"
         if not fits:
-            raise RunError(f"{told} none of its dimensions is that of its rows; give it one in front of the boundary")
+            raise RunError(
+                f"{told} none of its dimensions is that of its rows; give it one in front of the boundary (where it "
+                "holds k values for each row, by .unflatten(0, (-1, k)))"
+            )
         if (value, leaf) in self._places:
             raise RunError(
                 f"{told} dimensions {fits[0]} and {fits[1]} are both as long as it has rows, so that it holds numbers "

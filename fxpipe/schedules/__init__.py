@@ -183,7 +183,8 @@ def with_costs(
         family: a name out of ``SCHEDULES``, or a function of the same kind.
         costs: what it reckons with; None: those that it is given.
         in_flight: the most micro-batches, one number or one per stage.
-        memory: the most bytes of them, one number or one per rank; the costs must then have ``activation_bytes``.
+        memory: the most bytes of them, one number or one per rank; the costs must then have ``activation_bytes``, or
+            ``compile`` an example, from whose shapes it tells the bytes.
 
     Raises:
         ScheduleError: there is no such family, or costs and limits are none.

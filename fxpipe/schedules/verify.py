@@ -285,13 +285,14 @@ class Machine:
         actions = [f"{event}{self._home(event)}" for event in events if isinstance(event, Action)]
         return actions or [f"the {event}{self._behind(event)}" for event in events if isinstance(event, Message)]
 
+    def waiting(self) -> list[Step]:
+        """The ranks that cannot go on, and at what; none if all got to the end."""
+        rows = zip(self._next, self.instructions, strict=True)
+        return [(rank, row[place]) for rank, (place, row) in enumerate(rows) if place < len(row)]
+
     def stuck(self) -> list[Halt]:
-        """The ranks that cannot go on; none if all got to the end."""
-        return [
-            self._halt(rank, row[self._next[rank] :])
-            for rank, row in enumerate(self.instructions)
-            if self._next[rank] < len(row)
-        ]
+        """The same, with the cells and in words."""
+        return [self._halt(rank, self.instructions[rank][self._next[rank] :]) for rank, _ in self.waiting()]
 
     def _halt(self, rank: int, left: Sequence[Instruction]) -> Halt:
         cells = tuple(step.action for step in left if isinstance(step, Compute))[:1]

@@ -22,7 +22,7 @@ from tests.capturing import run_stages
 from tests.thinned import ALL
 
 BLOCKS = range(8)
-PROGRAMS_A_BLOCK = 100 if ALL else 25
+PROGRAMS_A_BLOCK = 100 if ALL else 15
 COMPUTING = ("op", "view", "random", "write", "shape", "size", "product")
 NUMBERS = ("shape", "size", "product")
 

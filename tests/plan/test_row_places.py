@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import RunError, Topology, stage_boundary
@@ -46,6 +46,27 @@ def test_rows_are_found_where_another_dimension_has_their_size(tracer: str, show
     """In the first step, and by every tracer; symbolic captures before it has seen a batch."""
     example = {"example_args": batch(4 * WIDTH)} if shown or tracer != "symbolic" else {}
     got = step(Transposed, PIPE_4, (4 * WIDTH,), 4, {"tracer": tracer, **example})
+    assert_alike([got], on_the_whole_batch(4 * WIDTH))
+
+
+class Looking(nn.Linear):
+    """Looks at numbers, which fake tensors have not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() < 1e9 else x / x.sum())
+
+
+class TransposedLooking(Transposed):
+    def __init__(self) -> None:
+        super().__init__()
+        text, self.text = self.text, Looking(5, 4)
+        self.text.load_state_dict(text.state_dict())
+
+
+def test_what_cannot_run_without_numbers_is_known_from_its_capture() -> None:
+    """Such a module is a call of a whole, of which the capture has seen what it makes."""
+    options = {"tracer": "record", "example_args": batch(4 * WIDTH)}
+    got = step(TransposedLooking, PIPE_4, (4 * WIDTH,), 4, options)
     assert_alike([got], on_the_whole_batch(4 * WIDTH))
 
 

@@ -34,6 +34,10 @@ def two_replicas(request: pytest.FixtureRequest) -> Engine:
     return engine_of(request.param, lambda: request.getfixturevalue("pool"))
 
 
+one_engine = pytest.mark.parametrize("two_replicas", every(2, ["strict 2", "distributed"]), indirect=True)
+"""For kinds of results, which processes exchange as others' are."""
+
+
 class Tagger(nn.Module):
     """Logits for each token, and numbers of every kind beside them."""
 
@@ -142,6 +146,7 @@ def test_a_number_is_the_mean_over_all_replicas(
 
 
 @pytest.mark.parametrize(("kind", "topology"), in_turn(["Sum", "Sum of numbers"], [SQUARE, OUTSIDE]), ids=str)
+@one_engine
 def test_a_sum_has_the_totals_and_counts_of_all_replicas(kind: str, topology: Topology, two_replicas: Engine) -> None:
     rows = ROWS["uneven"]
     for _, got in having(two_replicas(4, evaluated, kind, topology, rows, "last"), topology, "last"):
@@ -165,6 +170,7 @@ def test_of_a_dict_the_numbers_are_the_whole_batchs_and_the_rows_the_replicas(
         assert got["words"] == "as they are"
 
 
+@one_engine
 @pytest.mark.parametrize("kind", ["loss_weight", "Sum"])
 def test_a_replica_without_weight_adds_nothing_and_no_nan(kind: str, two_replicas: Engine) -> None:
     rows = ROWS["uneven"]
@@ -193,6 +199,7 @@ def total_of_means(logits: Tensor, target: Tensor) -> Tensor:
     return of_rows(logits, target)
 
 
+@one_engine
 @pytest.mark.parametrize("with_target", [True, False], ids=["target", "none"])
 def test_a_loss_function_counts_over_all_replicas_where_there_is_a_target(
     with_target: bool, two_replicas: Engine

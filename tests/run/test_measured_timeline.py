@@ -440,6 +440,7 @@ def test_a_stage_measured_between_processes_costs_no_less_than_it_sleeps(pool: P
     assert result["costs"].comm > 0
 
 
+@one_engine
 @pytest.mark.parametrize("ranks", every(2, [[0, 1, 0, 1], [0, 1, 2, 3]]))
 def test_a_new_table_is_the_same_on_all_ranks_no_slower_by_simulation_and_changes_no_bit(
     ranks: list[int], many_ranks: Engine

@@ -175,7 +175,7 @@ def made_and_judged(name: str, stages: int, microbatches: int) -> None:
     schedule.simulate()
 
 
-@every_schedule
+@pytest.mark.parametrize("name", every(2, FAMILIES))
 def test_a_table_of_four_times_as_many_actions_takes_four_times_the_work(name: str) -> None:
     """To build, verify and simulate."""
     work = steps(made_and_judged, name, 8, 32)

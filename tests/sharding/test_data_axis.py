@@ -414,13 +414,16 @@ class Halving(Network):
         return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
 
 
+HALVED_STEPS = 20 if ALL else STEPS
+
+
 def halved(topology: Topology, tied: bool, options: Mapping[str, Any]) -> tuple[State, State]:
     """The whole model and what this rank holds, after some steps with clipping; the first layer frozen for a while."""
     torch.manual_seed(0)
     model = Halving(tied)
     forward_backward = fxpipe.compile(model, topology, microbatches=3, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
-    for step in range(STEPS):
+    for step in range(HALVED_STEPS):
         model.a.weight.requires_grad_(step != 2)
         optimizer.zero_grad()
         forward_backward(**batch(step, replica_here(topology)))

@@ -18,7 +18,6 @@ from tests.pool import Pool
 from tests.thinned import ALL, every, in_turn
 
 STEPS = 2
-every_tracer = pytest.mark.parametrize("tracer", sorted(NEED_SHAPES))
 TRACED: Mapping[str, Case] = {name: case for name, case in CASES.items() if case.build is not Callables}
 REFUSED = {("BatchNorm", "export"): "branches on the value of a tensor, or asks for it"}
 """With momentum=None its share in the running mean is one over a number of calls, which is a tensor's value."""
@@ -46,8 +45,7 @@ def test_two_steps_equal_plain_pytorch(name: str, tracer: str) -> None:
     assert_run(local(case.ranks, train, case, tracer), reference(case, batches_of(case))[0], case.tolerance)
 
 
-@every_tracer
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize(("name", "tracer"), in_turn(list(RANDOM), sorted(NEED_SHAPES)))
 def test_random_numbers_are_those_of_the_symbolic_tracer(name: str, tracer: str) -> None:
     """Whose numbers are those of a loop that is reseeded for each stage and micro-batch; see test_transparency."""
     case = RANDOM[name]

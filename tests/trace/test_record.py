@@ -26,6 +26,7 @@ from fxpipe.plan.batch import describe
 from fxpipe.trace import Request, capture
 from fxpipe.trace.fake import is_fake
 from tests.capturing import run_stages
+from tests.thinned import every
 
 
 def recorded(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Program:
@@ -453,7 +454,7 @@ def held_after(run: Callable[[], Any]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", every(2, [False, True]))
 def test_a_checkpointed_transformer_saves_no_more_than_in_plain_pytorch(reentrant: bool) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

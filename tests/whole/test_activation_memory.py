@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
+from fxpipe.schedules import with_costs
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.zb_v import folded
 from tests.activations import Held, counted
 from tests.graphs import FAMILIES, GATHERED
 from tests.thinned import pairwise
@@ -45,15 +48,28 @@ class Towers(nn.Module):
         return F.mse_loss(self.join(a).tanh(), b)
 
 
+class Chain(nn.Module):
+    """Four stages of several sizes, or of one."""
+
+    def __init__(self, alike: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(64 if alike else width) for width in (64, 128, 32, 96))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks[:-1]:
+            x = stage_boundary(block(x))
+        return F.mse_loss(self.blocks[-1](x).tanh(), y)
+
+
 def batch(rows: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(rows, WIDTH, generator=generator) for name in "xy"}
 
 
-def step(rows: int, gather: dict[str, Any] | None = None, **options: Any) -> tuple[fxpipe.ForwardBackward, Held]:
+def step(model: nn.Module, rows: int, **options: Any) -> tuple[fxpipe.ForwardBackward, Held]:
     """The compiled model, and what was counted in its second step."""
     torch.manual_seed(0)
-    forward_backward = fxpipe.compile(Towers(**gather or {}), **options)
+    forward_backward = fxpipe.compile(model, **options)
     forward_backward(**(inputs := batch(rows)))
     with counted(forward_backward, inputs) as held:
         forward_backward(**inputs)
@@ -62,51 +78,110 @@ def step(rows: int, gather: dict[str, Any] | None = None, **options: Any) -> tup
 
 
 @cache
-def costs_of_one(schedule: Any, group: int = 1) -> Costs:
+def costs_of_one(schedule: Any, group: int = 1, kind: type[nn.Module] = Towers, **model: Any) -> Costs:
     """What each stage holds of a micro-batch: with its graph, as its inputs alone, and between I and W.
 
     ``group``: for so many the join runs at once, and holds as much for each.
     """
-    gather = {"gather": "batch"} if group > 1 else {}
-    options = {"topo": Topology([("pipe", 5)]), "schedule": schedule, "microbatches": group}
-    forward_backward, held = step(ROWS // MICROBATCHES * group, gather, **options)
+    model |= {"gather": "batch"} if group > 1 else {}
+    options = {"topo": Topology([("pipe", 5 if kind is Towers else 4)]), "schedule": schedule, "microbatches": group}
+    forward_backward, held = step(kind(**model), ROWS // MICROBATCHES * group, **options)
     stages = forward_backward.stages
     inputs = [sum(stages.bytes_of[edge] for edge in stages.edges if edge.target == stage.index) for stage in stages]
     later = [held.behind.get(Action(stage.index, Op.I, 0), 0) for stage in stages]
     whole = [
         max(bytes_ for action, bytes_ in held.behind.items() if action.stage == stage and action.op is Op.F) / group
-        for stage in range(5)
+        for stage in range(len(stages))
     ]
     assert all(whole)
-    return Costs.of(5, activation_bytes=whole, input_bytes=inputs, deferred_bytes=later)
+    return Costs.of(len(stages), activation_bytes=whole, input_bytes=inputs, deferred_bytes=later)
 
 
 def simulated(table: fxpipe.Schedule, costs: Costs) -> list[float]:
     """Each stage's most bytes."""
     recomputed = table.dependencies.recomputed
-    now, most = [0.0] * 5, [0.0] * 5
+    now, most = ([0.0] * len(table.placement) for _ in range(2))
     for action in (action for row in table.rows for action in row):
         now[action.stage] += costs.held(action, (action.stage, action.microbatch) in recomputed)
         most[action.stage] = max(most[action.stage], now[action.stage])
     return most
 
 
+def assert_counted(forward_backward: fxpipe.ForwardBackward, held: Held, costs: Costs) -> None:
+    """Within 5 %."""
+    wanted = simulated(forward_backward.schedule, costs)
+    assert [held.peak[stage] for stage in range(len(wanted))] == pytest.approx(wanted, rel=0.05)
+
+
 @pytest.mark.parametrize(("schedule", "ranks", "recompute"), pairwise(FAMILIES, [5, 2], [False, True]))
 def test_the_peak_of_each_stage_is_the_simulated_one(schedule: Any, ranks: int, recompute: bool) -> None:
     options = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
-    forward_backward, held = step(ROWS, topo=Topology([("pipe", ranks)]), **options)
-    table = forward_backward.schedule
-    wanted = simulated(table, costs_of_one(schedule))
-    assert [held.peak[stage] for stage in range(5)] == pytest.approx(wanted, rel=0.05)
-    assert bool(table.dependencies.recomputed) == recompute
+    forward_backward, held = step(Towers(), ROWS, topo=Topology([("pipe", ranks)]), **options)
+    assert_counted(forward_backward, held, costs_of_one(schedule))
+    assert bool(forward_backward.schedule.dependencies.recomputed) == recompute
 
 
-@pytest.mark.parametrize(("schedule", "group", "recompute"), pairwise(GATHERED, [4, MICROBATCHES], [False, True]))
+def test_what_waits_for_w_are_the_inputs_and_output_gradients_of_each_deferred_call() -> None:
+    """Of a linear from 32 to 64 numbers a row, and of one back."""
+    costs = costs_of_one("zb_h1", kind=Chain, alike=True)
+    rows, single = ROWS // MICROBATCHES, 4
+    assert (costs.deferred_bytes or ())[1:3] == (2 * (WIDTH + 64) * rows * single,) * 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_so_it_is_of_a_chain_that_is_folded(recompute: bool) -> None:
+    names = fxpipe.compile(Chain(), Topology([("pipe", 4)])).stages.names
+    options = {"placement": dict(zip(names, folded(2), strict=True)), "schedule": "zb_v", "recompute": recompute}
+    forward_backward, held = step(Chain(), ROWS, topo=Topology([("pipe", 2)]), microbatches=MICROBATCHES, **options)
+    assert_counted(forward_backward, held, costs_of_one("zb_h1", kind=Chain))
+
+
+def test_so_it_is_where_greedy_puts_each_w_where_memory_allows() -> None:
+    costs = costs_of_one("zb_h1", kind=Chain, alike=True)
+    memory = 4 * max(costs.activation_bytes or ())
+    schedule = with_costs("greedy", costs, memory=memory)
+    forward_backward, held = step(
+        Chain(alike=True), ROWS, topo=Topology([("pipe", 4)]), schedule=schedule, microbatches=MICROBATCHES
+    )
+    assert forward_backward.schedule.dependencies.halves
+    assert_counted(forward_backward, held, costs)
+
+
+def test_so_it_is_where_only_a_limit_was_given_and_the_bytes_are_told_from_shapes() -> None:
+    """The batch itself, which is no activation, counts there."""
+    counted_ones = costs_of_one("zb_h1", kind=Chain, alike=True)
+    memory = 4 * max(counted_ones.activation_bytes or ())
+    options = {
+        "schedule": with_costs("greedy", memory=memory),
+        "microbatches": MICROBATCHES,
+        "example_kwargs": batch(ROWS),
+    }
+    topology = Topology([("pipe", 4)])
+    forward_backward, held = step(Chain(alike=True), ROWS, topo=topology, **options)
+    table, costs = forward_backward.schedule, forward_backward.schedule.costs
+    assert table.dependencies.halves
+    assert table.rows == fxpipe.preview(Chain(alike=True), topology, **options).schedule.rows
+    assert costs is not None
+    for name in ("activation_bytes", "input_bytes", "deferred_bytes"):
+        assert getattr(costs, name)[1:3] == pytest.approx(getattr(counted_ones, name)[1:3], rel=0.05)
+    assert max(held.peak.values()) <= 1.05 * memory
+    whole = fxpipe.compile(Chain(alike=True), topology, **options, stage_compiler=lambda function: function)
+    assert not whole.schedule.dependencies.halves, "which compiled stages cannot run"
+    forward_backward.record_timeline()
+    forward_backward(**batch(ROWS))
+    again = forward_backward.reschedule(memory=0.75 * memory)
+    assert again.costs is not None
+    assert again.costs.deferred_bytes == costs.deferred_bytes
+    assert max(again.planned().peak_bytes or ()) <= 0.75 * memory < max(table.planned().peak_bytes or ())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "group", "recompute"), pairwise([*GATHERED, "zb_h1"], [4, MICROBATCHES], [False, True])
+)
 def test_so_it_is_where_a_stage_runs_once_for_a_group(schedule: Any, group: int, recompute: bool) -> None:
     options = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
-    gather = {"gather": "batch", "group": group}
-    forward_backward, held = step(ROWS, gather, topo=Topology([("pipe", 5)]), **options)
-    table = forward_backward.schedule
-    wanted = simulated(table, costs_of_one("store_all", group))
-    assert [held.peak[stage] for stage in range(5)] == pytest.approx(wanted, rel=0.05)
-    assert bool(table.dependencies.recomputed) == (recompute or schedule == "cached")
+    model = Towers(gather="batch", group=group)
+    forward_backward, held = step(model, ROWS, topo=Topology([("pipe", 5)]), **options)
+    later = costs_of_one("zb_h1").deferred_bytes
+    assert_counted(forward_backward, held, dataclasses.replace(costs_of_one("store_all", group), deferred_bytes=later))
+    assert bool(forward_backward.schedule.dependencies.recomputed) == (recompute or schedule == "cached")

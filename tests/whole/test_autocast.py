@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import stage_boundary
 from tests.harness import assert_same, engine_of, gradients_of
+from tests.thinned import in_turn
 
 WIDTH = 8
 
@@ -55,8 +56,7 @@ def step(on: bool) -> tuple[Tensor, dict[str, Tensor | None], list[bool], Any]:
     return loss, gradients_of(forward_backward.named_parameters()), compiled.seen, output
 
 
-@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
-@pytest.mark.parametrize("engine", ["local", "strict 1", "distributed"])
+@pytest.mark.parametrize(("engine", "on"), in_turn(["local", "strict 1", "distributed"], [True, False]))
 def test_loss_and_gradients_are_those_of_plain_pytorch(engine: str, on: bool, request: pytest.FixtureRequest) -> None:
     plain = model()
     total = torch.zeros(())

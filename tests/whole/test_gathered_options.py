@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -220,6 +221,42 @@ def test_evaluate_refuses_blocks_of_different_sizes_and_returns_what_they_are_ma
 
 
 # --- what is told, and what is refused ---
+
+
+class InGroupsOverReplicas(OverReplicas):
+    group = 2
+
+
+def table_of_its_own() -> None:
+    """The second replica runs the second group forward before the first one back."""
+    table = store_all((0, 0, 1, 1), 4, 2)
+    if replica_of(TWO_BY_TWO):
+        loss = [action for action in table.rows[1] if action.stage == 3]
+        ordered = iter([loss[0], loss[2], loss[1], loss[3]])
+        row = tuple(next(ordered) if action.stage == 3 else action for action in table.rows[1])
+        table = dataclasses.replace(table, rows=(table.rows[0], row))
+    fxpipe.compile(model(InGroupsOverReplicas), TWO_BY_TWO, microbatches=4, schedule=table)
+
+
+def test_replicas_with_tables_of_their_own_are_refused_by_compile() -> None:
+    told = r"compiled different programs(?s:.*)3F0-1 3B0-1 3F2-3 3B2-3(?s:.*)3F0-1 3F2-3 3B0-1 3B2-3"
+    with pytest.raises(fxpipe.FxpipeError, match=told):
+        strict(0)(4, table_of_its_own)
+
+
+def two_groups_and_one() -> str:
+    """The second replica has half as many micro-batches."""
+    replica = replica_of(TWO_BY_TWO)
+    forward_backward = fxpipe.compile(model(InGroupsOverReplicas), TWO_BY_TWO, microbatches=4, schedule="store_all")
+    with pytest.raises(RunError) as caught:
+        forward_backward.step_microbatches([(part, {}) for part in cut(batch(8), 2 if replica else 4)])
+    return str(caught.value)
+
+
+def test_replicas_that_would_wait_for_each_other_are_refused_before_a_step() -> None:
+    for told in strict(0)(4, two_groups_and_one):
+        assert "the replicas run tables of their own" in told
+        assert "these wait for the other replicas: rank 1 of replica 0 at 3F2-3" in told
 
 
 def test_the_table_the_stages_and_the_timeline_tell_of_groups() -> None:

@@ -27,6 +27,8 @@ class Block:
     saved: frozenset[int]
     parameters: frozenset[int]
     trains: bool
+    deferred: frozenset[int] = frozenset()
+    """What it keeps between I and W."""
 
     @property
     def seconds(self) -> float:
@@ -167,4 +169,5 @@ def _of(names: tuple[str, ...], parts: Sequence[NodeCost | Block]) -> Block:
         frozenset[int]().union(*(part.saved for part in parts)),
         frozenset[int]().union(*(part.parameters for part in parts)),
         any(part.trains for part in parts),
+        frozenset[int]().union(*(part.deferred for part in parts)),
     )

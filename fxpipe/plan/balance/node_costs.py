@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.modes import Autocast, modes_restored, within
 from fxpipe.graph.program import Program, where
+from fxpipe.passes.defer_weights import deferred_calls
 from fxpipe.plan.balance.hardware import Hardware
 from fxpipe.plan.balance.operator_costs import OperatorMeter
 from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
@@ -48,6 +49,8 @@ class NodeCost:
     parameters: frozenset[int] = frozenset()
     trains: bool = False
     """Whether it uses a parameter that needs a gradient."""
+    deferred: frozenset[int] = frozenset()
+    """What it keeps between I and W, by key: of ``saved`` what W needs, and the gradient of what it makes."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def costs_from_shapes(
         run = _CostingRun(program, fake, example, hardware or Hardware())
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
+        run.defer(deferred_calls(program))
         return run.costs()
 
 
@@ -145,6 +149,13 @@ class _CostingRun:
                     self.values[node] = attribute(self.program, node, self.fake)
                 elif node.op != "output":
                     self._note(node)
+
+    def defer(self, calls: Sequence[str]) -> None:
+        """Counts what these calls keep until W: what autograd saves for them, and what comes back to them."""
+        for place, name in enumerate(calls, start=1):
+            cost = self.found[name]
+            self.memory[-place] = cost.bytes_out  # a key that is no object's
+            self.found[name] = dataclasses.replace(cost, deferred=cost.saved | {-place})
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -66,6 +66,7 @@ class Staged:
         count = layout.stages
         self.forward, self.backward_seconds, self.weight = [0.0] * count, [0.0] * count, [0.0] * count
         self.saved: list[set[int]] = [set() for _ in range(count)]
+        self.deferred: list[set[int]] = [set() for _ in range(count)]
         self.parameters: list[set[int]] = [set() for _ in range(count)]
         self.trains = [False] * count
         for block, stage in zip(work.blocks, layout.stage_of, strict=True):
@@ -73,6 +74,7 @@ class Staged:
             self.backward_seconds[stage] += block.backward
             self.weight[stage] += block.weight
             self.saved[stage] |= block.saved
+            self.deferred[stage] |= block.deferred
             self.parameters[stage] |= block.parameters
             self.trains[stage] |= block.trains
 
@@ -122,6 +124,7 @@ class Staged:
             max(hops, default=0.0),
             [float(self.work.saved_bytes(keys)) for keys in self.saved],
             self.input_bytes,
+            [float(self.work.saved_bytes(keys)) for keys in self.deferred],
         )
 
     @cached_property
@@ -230,8 +233,10 @@ class Judge:
         return self._outcomes[layout]
 
     def _simulated(self, layout: StageLayout) -> LayoutOutcome:
-        staged = self.staged(layout)
-        family = dataclasses.replace(self.family, costs=staged.costs)
+        staged, own = self.staged(layout), self.family.costs
+        splits = own is None or own.deferred_bytes is not None  # as the table will be that is made in the end
+        costs = staged.costs if splits else dataclasses.replace(staged.costs, deferred_bytes=None)
+        family = dataclasses.replace(self.family, costs=costs)
         problem = family.within(staged.problem)
         rows = tuple(map(tuple, solved(family.family, problem)))
         self.actions += sum(map(len, rows))

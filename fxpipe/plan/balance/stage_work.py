@@ -40,6 +40,7 @@ class StageWork:
             one,
             backward=tuple(chosen("backward")),
             activation_bytes=tuple(chosen("activation_bytes")),
+            deferred_bytes=tuple(chosen("deferred_bytes")),
         )
 
     def peaks(self, plan: Timeline) -> tuple[float, ...]:
