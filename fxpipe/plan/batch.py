@@ -277,6 +277,8 @@ def _split_value(name: str, value: Any, along: int | None, sizes: Sequence[int])
         else [leaf] * len(sizes)
         for leaf in leaves
     ]
+    if spec.is_leaf():
+        return parts[0]
     return [pytree.tree_unflatten([part[place] for part in parts], spec) for place in range(len(sizes))]
 
 

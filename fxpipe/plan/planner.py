@@ -64,7 +64,7 @@ class Plan:
         """What must be equal on all ranks, in words; ``digest`` is its hash."""
         return "\n".join([self.program, *(" ".join(map(str, row)) for row in self.schedule.rows)])
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Of how many micro-batches a loss is: 1, or as many as a group of the stage that returns it has."""
         return self.graph.groups(len(self.graphs))[self.graph.output_stage]
