@@ -13,6 +13,7 @@ from fxpipe.distributed.connect import connect
 from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import clock_of
+from fxpipe.distributed.sync_batch_norm import check_sync_batch_norms
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.distributed.whereabouts import announced
@@ -141,6 +142,7 @@ def compile(
     planner = Planner.none_yet(model, options, topology.size("pipe"), connected.device)
     weights = weights_of(checkpoint)
     with failing_together(transport, transport.abort), announced("compile", extends=True):
+        check_sync_batch_norms(model, topology)
         planner = first_plan_together(transport, planner, options)
         owners = ownership(planner.first.graph)
         open_groups(planner.first, options, owners, topology, transport)

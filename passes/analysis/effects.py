@@ -235,10 +235,11 @@ def _has_old_spectral_norm(module: nn.Module) -> bool:
 
 
 def is_known(target: Any) -> bool:
+    """Whether a function is torch's, Python's or our own; those of torchvision and others of that name are not."""
     if isinstance(target, OpOverload):
         return target.namespace in ("aten", "prims")
-    module = getattr(target, "__module__", None) or ""
-    return module.startswith(("torch", "_operator", "builtins", "math", "fxpipe")) or isinstance(
+    package = str(getattr(target, "__module__", None)).partition(".")[0]
+    return package in ("torch", "_operator", "builtins", "math", "fxpipe") or isinstance(
         target, type(torch.relu) | type(torch.Tensor.relu)
     )
 
