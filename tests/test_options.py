@@ -67,6 +67,7 @@ def test_what_functions_are_compared_by_is_the_same_in_every_process_and_tells_t
             return float(len(x))
 
     assert re.fullmatch(r"Rows, code [0-9a-f]{16},", Options(loss_weight=Rows()).facts["loss_weight"])
+    assert Options(hardware=fxpipe.Hardware(link=2.0)).facts["hardware"].startswith("Hardware(flops=None,")
     given = {"loss_weight": by_rows, "loss_fn": nn.MSELoss(), "stage_compiler": torch.compile, "init_fn": by_rows}
     facts = Options(**given).facts  # type: ignore[arg-type]
     assert re.fullmatch(r"by_rows, code [0-9a-f]{16},", facts["loss_weight"])

@@ -145,16 +145,17 @@ class _Forecast:
 
     @cached_property
     def _seconds(self) -> float:
-        """The last rank's end. The sums of a rank's gradients begin with its last backward, and what is left when it
-        ends is waited for; so are the gathers of parameters, behind the optimizer's step."""
+        """The last rank's end. The sums of a rank's gradients begin with the first of its stages' last backwards, with
+        zero=2 with its first one, and what is left when all have ended is waited for; so are gathers of parameters."""
         assert self.work is not None
         end = self.work.seconds(self.timeline)
         if self.topology.size("data") == 1:
             return end
         for rank, row in enumerate(self.schedule.rows):
-            traffic, last = self._traffic(rank), _last_backward(row)
+            traffic, backwards = self._traffic(rank), [action for action in row if action.op in (Op.B, Op.W)]
             sums, gathers = (sum(one.seconds(self.hardware) for one in way) for way in (traffic.sums, traffic.gathers))
-            start = self.timeline.spans[last].start if last is not None else 0.0
+            begin = backwards if self.options.zero == 2 else {action.stage: action for action in backwards}.values()
+            start = min((self.timeline.spans[action].start for action in begin), default=0.0)
             end = max(end, start + sums + gathers, self.work.seconds(self.timeline) + gathers)
         return end
 
@@ -216,7 +217,3 @@ def _takes(action: Action, message: Message, graph: StageGraph) -> bool:
     else:
         takes = action.op in (Op.B, Op.I) and edge.source == action.stage
     return takes and message.microbatch in action.microbatches
-
-
-def _last_backward(row: Sequence[Action]) -> Action | None:
-    return next((action for action in reversed(row) if action.op in (Op.B, Op.W)), None)

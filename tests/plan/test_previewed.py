@@ -70,6 +70,24 @@ def test_without_a_batch_what_needs_its_shapes_is_left_open() -> None:
     assert "need a batch's shapes: pass example_args=" in str(told)
 
 
+def test_stages_of_the_users_own_tell_what_is_known_of_them() -> None:
+    stages = {"one": nn.Linear(8, 8, bias=False), "two": nn.MSELoss()}
+    graph = fxpipe.StageGraph.from_callables(stages, [("one", "two")], {"one": ["x"], "two": ["y"]})
+    told = fxpipe.preview(graph, Topology([("pipe", 2), ("data", 4)]), zero=3, hardware="h100")
+    assert [rank.parameters for rank in told.ranks] == [64, 0]
+    assert (told.ranks[0].whole, told.ranks[0].activations, told.seconds) == (2 * 4 * 64, None, None)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_without_a_pipeline_sum_their_gradients(zero: Any) -> None:
+    """Sums begin with the last backwards, behind 3 F, and take 2 (D-1)/D w; or half of it, and what is gathered."""
+    slow = Hardware(**{**vars(SIMPLE), "link": 1e6})
+    told = preview(Topology([("data", 4)]), microbatches=1, zero=zero, hardware=slow)
+    layer = 2 * ROWS * WIDTH * WIDTH / 1e9
+    size = 3 * 4 * WIDTH * WIDTH
+    assert told.seconds == pytest.approx(3 * layer + 2 * 3 / 4 * size / 1e6)
+
+
 @pytest.mark.parametrize(("share", "fits"), [(1.01, True), (0.99, False)])
 def test_what_fits_is_told_against_memory_per_rank(share: float, fits: bool) -> None:
     most = max(rank.total for rank in preview(placement={"layers.0": 0, "last": 1}).ranks)
