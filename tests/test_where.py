@@ -51,7 +51,9 @@ plan/balance/: plan/balance plan/node_costs plan/auto
 plan/batch: whole/refusals plan/signatures
 plan/captures: plan/signatures
 plan/closeness: plan/capture_check
+plan/data_traffic: plan/previewed
 plan/example: plan/planner
+plan/forecast: plan/previewed plan/memory
 plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/on_fakes: plan/node_costs plan/row_places

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
+from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.hardware import Hardware
 from fxpipe.options import Options
 from fxpipe.passes.chain import chain
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
+from fxpipe.plan.memory import Account
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.replay import checkpoints_that_keep
 from fxpipe.plan.sizes import holds, names_of, outline, varying
 from fxpipe.progress import progress, tell
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
 from fxpipe.trace.cuts_by_name import AUTO, resolve
 from fxpipe.trace.request import Place
 
 if TYPE_CHECKING:
-    from fxpipe.plan.balance import StageWork
+    from fxpipe.plan.balance import Balanced, NodeCosts, StageWork
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class Captured:
     tracer: str = ""
     placement: tuple[int, ...] | None = None
     """The rank of each stage, where it was searched for."""
+    costs: Costs | None = None
+    """What the search reckoned with."""
     holds_for: SizeGuard | None = None
     """For which sizes it holds, where it was captured with symbolic ones."""
     program: Program | None = None
@@ -80,7 +88,7 @@ class Captures:
 
     model: nn.Module
     options: Options
-    ranks: int
+    topology: Topology
     device: torch.device
     """Where a model that is on no device yet will run."""
     cuts: Mapping[str, Cut]
@@ -90,12 +98,14 @@ class Captures:
     kept: dict[Pattern, Captured] = field(default_factory=dict)
     families: dict[Hashable, _Family] = field(default_factory=dict)
     first: Program | None = None
+    costed: tuple[Any, NodeCosts] | None = None
+    """What was last asked what it takes, and the answer."""
     reads: Reads = field(default_factory=Reads)
 
     @staticmethod
-    def none_yet(model: nn.Module, options: Options, ranks: int, device: torch.device) -> Captures:
+    def none_yet(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
-        captures = Captures(model, options, ranks, device, resolve(model, options.boundaries))
+        captures = Captures(model, options, topology, device, resolve(model, options.boundaries))
         if captures.finds_cuts and isinstance(options.schedule, Schedule):
             raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
         if captures.finds_cuts and options.placement is not None:
@@ -113,6 +123,14 @@ class Captures:
     def finds_placement(self) -> bool:
         """Whether nobody has said on which rank each stage runs."""
         return self.options.placement is None and not isinstance(self.options.schedule, Schedule)
+
+    @property
+    def hardware(self) -> Hardware:
+        """What costs are reckoned with; all links of a pipeline are as slow as the slowest."""
+        hardware = Hardware.of(self.options.hardware)
+        if self.topology.size("pipe") == 1:
+            return hardware
+        return dataclasses.replace(hardware, link=hardware.wire(self.topology.crosses_nodes("pipe")))
 
     @property
     def compute(self) -> torch.dtype | None:
@@ -228,31 +246,37 @@ class Captures:
     def _cut(self, program: Program, pattern: Pattern, shape: Description | None) -> tuple[Program, Captured]:
         """The program with its stages, and they themselves."""
         first = self.first
-        placement: tuple[int, ...] | None = None
+        found: Balanced | None = None
         if self.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
-                program, placement = self._searched(program, pattern, shape)
+                found = self._searched(program, pattern, shape)
+                program = found.program
             else:
                 program = default_passes.follow(program, first)
             program = chain((default_passes.name_stages,), program)
         else:
             passes = self.options.passes
             program = chain(default_passes.default() if passes is None else passes, program)
-            more = len(program.stage_names) > self.ranks > 1
+            more = len(program.stage_names) > self.topology.size("pipe") > 1
             if self.finds_placement and more and first is None and shape is not None:
-                placement = self._placed(program, pattern, shape)
-        kept = program if program.gathered else None
-        told = _told(self.model, program)
-        graph = default_passes.split(program)
-        return program, Captured(graph, told, program.tracer, placement, program.holds_for, kept)
+                found = self._placed(program, pattern, shape)
+        return program, Captured(
+            default_passes.split(program),
+            _told(self.model, program),
+            program.tracer,
+            found.placement if found is not None else None,
+            found.costs if found is not None else None,
+            program.holds_for,
+            program if program.gathered else None,
+        )
 
-    def _placed(self, program: Program, pattern: Pattern, shape: Description) -> tuple[int, ...] | None:
+    def _placed(self, program: Program, pattern: Pattern, shape: Description) -> Balanced | None:
         """The best placement found; None where what the stages cost is not known, so that parameters count."""
         from fxpipe.plan.balance import CostUnknown
 
         try:
-            return self._searched(program, pattern, shape)[1]
+            return self._searched(program, pattern, shape)
         except CostUnknown as error:
             if self.options.memory_per_rank is not None:
                 raise
@@ -261,31 +285,45 @@ class Captures:
 
     def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
         """What the stages take, told from the shapes of a pattern; None where these, or the costs, are not known."""
-        from fxpipe.plan.balance import BlockGraph, CostUnknown, StageWork, costs_from_shapes, work_of_stages
+        from fxpipe.plan.balance import BlockGraph, CostUnknown, StageWork, work_of_stages
 
-        program = self.first
-        if program is None or not pattern.shapes:
+        program, shape = self.first, pattern.shapes[0] if pattern.shapes else None
+        if program is None or shape is None:
             return None
-        example = example_of(pattern, pattern.shapes[0])
 
-        def work() -> BlockGraph:
-            costs = costs_from_shapes(program, example, self.device, pattern.autocast, compute=self.compute)
-            return work_of_stages(program, costs)
+        def work(keeping: bool = False) -> BlockGraph:
+            return work_of_stages(program, self._costs(program, pattern, shape, keeping))
 
         try:
             with progress("costing the stages"):
-                plain = work()
-                with checkpoints_that_keep():
-                    return StageWork(plain, work(), placement, pattern.microbatches)
+                costs = self._costs(program, pattern, shape)
+                return StageWork(work(), partial(work, keeping=True), placement, pattern.microbatches, costs)
         except CostUnknown as error:
             tell(f"what the stages take is not known: {error}")
             return None
 
-    def _searched(
-        self, program: Program, pattern: Pattern, shape: Description | None
-    ) -> tuple[Program, tuple[int, ...]]:
+    def _costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
+        """What nodes take, each program's once. ``keeping``: where checkpoints keep their activations, as in an R."""
+        from fxpipe.plan.balance import costs_from_shapes
+
+        known = (program.graph, pattern.autocast, shape, keeping)
+        if self.costed is None or self.costed[0] != known:
+            with checkpoints_that_keep() if keeping else contextlib.nullcontext():
+                found = costs_from_shapes(
+                    program,
+                    example_of(pattern, shape),
+                    self.device,
+                    pattern.autocast,
+                    self.hardware,
+                    self.compute,
+                    Account.of(self.options, self.topology),
+                )
+            self.costed = known, found
+        return self.costed[1]
+
+    def _searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
         """The program with the best stages found, and the rank of each, which are told."""
-        from fxpipe.plan.balance import balance, costs_from_shapes, place_stages  # it simulates a lot, which few need
+        from fxpipe.plan.balance import balance, place_stages  # it simulates a lot, which few need
 
         if shape is None:
             raise RunError(
@@ -293,9 +331,8 @@ class Captures:
                 "will be passed in calls"
             )
         with progress("balancing the stages"):
-            example = example_of(pattern, shape)
-            costs = costs_from_shapes(program, example, self.device, pattern.autocast, compute=self.compute)
-            given = (program, self.ranks, pattern.microbatches, costs, self.options.schedule)
+            costs = self._costs(program, pattern, shape)
+            given = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
             memory, again = self.options.memory_per_rank, self.options.recompute
             if self.finds_cuts:
                 found = balance(*given, memory, bool(again))
@@ -304,7 +341,7 @@ class Captures:
                 found = place_stages(*given, memory, again if isinstance(again, tuple) else every)
         if found.others:
             tell(str(found))
-        return found.program, found.placement
+        return found
 
 
 def _called(program: Program) -> list[nn.Module]:

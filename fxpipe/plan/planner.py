@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
@@ -29,7 +30,8 @@ from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_lazily
 from fxpipe.progress import progress
-from fxpipe.schedules import Costs, Family, Limited, ScheduleName, build
+from fxpipe.schedules import Family, Limited, ScheduleName, build
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import Instruction, lower, pairs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step, execution_order
@@ -56,8 +58,8 @@ class Plan:
     """All ranks' instructions in one order that a single process can run."""
     program: str
     """What was compiled, in words: the program and compile's options."""
-    saving: str = ""
-    """What recomputation saves, in words, where that was asked for."""
+    found: Costs | None = None
+    """What the search reckoned with that found its stages, or their ranks."""
 
     @property
     def description(self) -> str:
@@ -75,7 +77,7 @@ class Plan:
         return self.graph.placement[self.graph.output_stage]
 
     def __str__(self) -> str:
-        return "\n".join([str(self.graph), str(self.schedule), *filter(None, [self.saving])])
+        return f"{self.graph}\n{self.schedule}"
 
     def __repr__(self) -> str:
         return f"<Plan of {self.graph!r} by {self.schedule!r}>"
@@ -103,10 +105,10 @@ def digest_of(words: Iterable[str]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Makes plans for a model (or the user's own stage graph) on so many pipe ranks, and keeps them."""
+    """Makes plans for a model (or the user's own stage graph) on a topology, and keeps them."""
 
     model: nn.Module | StageGraph
-    ranks: int
+    topology: Topology
     options: Options
     captures: Captures | None
     """Where the stages of a model come from; None for the user's own."""
@@ -121,11 +123,16 @@ class Planner:
     """What the stages take, once that is asked for: told from the shapes of the example."""
 
     @staticmethod
-    def none_yet(model: nn.Module | StageGraph, options: Options, ranks: int, device: torch.device) -> Planner:
+    def none_yet(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Planner:
         """Before the first plan. ``device``: where a model that is on no device yet will run."""
         options = options.for_calls()
-        captures = Captures.none_yet(model, options, ranks, device) if isinstance(model, nn.Module) else None
-        return Planner(model, ranks, options, captures)
+        captures = Captures.none_yet(model, options, topology, device) if isinstance(model, nn.Module) else None
+        return Planner(model, topology, options, captures)
+
+    @property
+    def ranks(self) -> int:
+        """Of a pipeline."""
+        return self.topology.size("pipe")
 
     @property
     def module(self) -> nn.Module:
@@ -180,7 +187,7 @@ class Planner:
         captured = self._captured(pattern, sample)
         graphs = self._placed(captured)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}")
+        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
         if self.plans:
             self._check_same_stages(plan)
         self.plans[pattern if captured[0].of_one_shape else pattern.for_any_shape()] = plan
@@ -278,10 +285,12 @@ class Planner:
             raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
         return dict(zip(graph.names, ranks, strict=True))
 
-    def _scheduled(self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str) -> Plan:
-        """The plan that runs the table of these graphs."""
+    def _scheduled(
+        self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str, costs: Costs | None = None
+    ) -> Plan:
+        """The plan that runs the table of these graphs. ``costs``: those of the search, whose table it is then."""
         graph = graphs[0]
-        schedule = self._schedule(graph, pattern)
+        schedule = self._schedule(graph, pattern, costs)
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
             graph = graphs[0]
@@ -289,7 +298,7 @@ class Planner:
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
-        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program)
+        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program, costs)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
@@ -302,7 +311,7 @@ class Planner:
                 )
         return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split)))
 
-    def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
+    def _schedule(self, graph: StageGraph, pattern: Pattern, costs: Costs | None) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
         groups = graph.groups(microbatches)  # which are to divide them
         table = self.options.schedule
@@ -312,7 +321,11 @@ class Planner:
             if known is not None:
                 return known
         if not isinstance(table, Schedule) or not pattern.training:
-            make = partial(self._built, self._family(graph, pattern), graph, microbatches, backward, tied)
+            if isinstance(table, Limited) and table.costs is not None:
+                costs = None  # the user's own count
+            elif self.plans and not isinstance(table, Schedule):
+                costs = self.first.schedule.costs
+            make = partial(self._built, self._family(graph, pattern), graph, microbatches, backward, tied, costs)
             return make(self._recomputed(graph, pattern, make))
         if self.options.recompute:
             raise ScheduleError(
@@ -342,7 +355,7 @@ class Planner:
             return "1f1b"
         if not isinstance(table, Limited) or table.memory is None or _tells_bytes(table.costs):
             return table
-        if not self.by_shapes and (work := self._stage_work(pattern, graph.placement)) is not None:
+        if not self.by_shapes and (work := self.stage_work(pattern, graph.placement)) is not None:
             again = (bool(self.options.recompute),) * len(graph)
             self.by_shapes.append(self._as_it_runs(work.costs(again)))
         for known in self.by_shapes:
@@ -361,6 +374,7 @@ class Planner:
         microbatches: int,
         backward: tuple[bool, ...],
         tied: tuple[tuple[int, ...], ...],
+        costs: Costs | None,
         recompute: Marked,
     ) -> Schedule:
         return build(
@@ -371,6 +385,7 @@ class Planner:
             backward=backward,
             names=graph.names,
             tied=tied,
+            costs=costs,
             gather=graph.gathers or None,
             recompute=recompute,
         )
@@ -383,21 +398,21 @@ class Planner:
         if known is not None:
             return tuple(stage.has_backward and stage.name in known for stage in graph)
         options = self.options
-        work = partial(self._stage_work, pattern, graph.placement)
+        work = partial(self.stage_work, pattern, graph.placement)
         return recomputed(graph, options.recompute, make, work, options.memory_per_rank)
 
-    def _stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+    def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+        """What the stages take, told from shapes; None where these, or the costs, are not known."""
         return None if self.captures is None else self.captures.stage_work(pattern, placement)
 
-    def told_of(self, plan: Plan, pattern: Pattern) -> Plan:
-        """The plan, with a word on what recomputation saves."""
+    def saving(self, plan: Plan, pattern: Pattern, work: StageWork | None) -> str:
+        """What recomputation saves, in words, where it was asked for."""
         if self.options.recompute is False:
-            return plan
-        graph, tied = plan.graph, plan.schedule.tied
+            return ""
+        graph, table = plan.graph, plan.schedule
         family, none = self._family(graph, pattern), (False,) * len(graph)
-        without = self._built(family, graph, pattern.microbatches, plan.schedule.backward, tied, none)
-        saving = told(graph, without, plan.schedule, self._stage_work(pattern, graph.placement))
-        return dataclasses.replace(plan, saving=saving)
+        without = self._built(family, graph, table.microbatches, table.backward, table.tied, table.costs, none)
+        return told(graph, without, table, work)
 
     def _known_table(self, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
         """The first plan's table, where it will do: replicas whose batches differ then reduce in one order."""

@@ -15,8 +15,9 @@ from fxpipe.errors import PartitionError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.program import Program
+from fxpipe.hardware import Hardware
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance import Hardware, NodeCosts, costs_from_shapes
+from fxpipe.plan.balance import NodeCosts, costs_from_shapes
 from fxpipe.trace import Request, capture
 
 PLAIN = Hardware(flops=1.0, flops_16=1.0, bandwidth=1e30, launch=0.0)
@@ -163,8 +164,8 @@ class Mixed(nn.Module):
 
 
 def kept_by_autograd(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes of the memory that a forward keeps for backward, parameters excluded."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    """Bytes of the memory that a forward keeps for backward, parameters and inputs excluded."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *inputs]}
     kept: dict[int, int] = {}
     alive = []
 
