@@ -167,6 +167,7 @@ WAYS = {Rows: 1, Sized: 1, Limited: 2, Parity: 2, Eights: 2, Pooled: 1}
 @pytest.mark.parametrize("cls", every(2, list(WAYS)))
 def test_any_length_is_plain_pytorchs(cls: type[nn.Module], captured: list[Any]) -> None:
     check([ran(cls, SIZES)], cls, SIZES)
+    assert "len" not in globals()
     captured.clear()
     ran(cls, [(8, length) for length in (6, 9, 12, 7, 16, 24, 31)])
     assert len(captured) <= 1 + 1 + WAYS[cls], "one of each example's sizes, rows, and words"

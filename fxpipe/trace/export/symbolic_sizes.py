@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,20 +13,30 @@ from torch import Tensor
 
 from fxpipe.torch_compat import FakeTensor, hint_of, size_decisions
 from fxpipe.trace.patching import patched
-from fxpipe.trace.user_line import current_line
+from fxpipe.trace.user_line import current_line, is_users
 
 
 @contextlib.contextmanager
 def symbolic_lengths() -> Iterator[None]:
-    """While it is open ``len()`` of a tensor is symbolic as ``shape[0]`` is: Python's own makes a number of it."""
-    plain = builtins.len
+    """While it is open ``len()`` of a tensor is symbolic as ``shape[0]`` is: Python's own makes a number of it.
 
-    def length(value: Any, /) -> Any:
-        is_symbolic = isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
-        return value.shape[0] if is_symbolic else plain(value)
-
-    with patched(builtins, "len", length):
+    In the modules of users, not in ``builtins``: torch._dynamo keeps what it finds there in tables, for good.
+    """
+    modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
+    users = [home for name, home in modules.items() if name == "__main__" or is_users(home.get("__file__") or "<")]
+    homes = [home for home in users if "len" not in home]
+    try:
+        for home in homes:
+            home["len"] = _length
         yield
+    finally:
+        for home in homes:
+            home.pop("len", None)
+
+
+def _length(value: Any, /) -> Any:
+    is_symbolic = isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
+    return value.shape[0] if is_symbolic else len(value)
 
 
 @contextlib.contextmanager
