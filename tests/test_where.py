@@ -38,6 +38,7 @@ graph/gathering: run/group_inputs
 graph/like: trace/operations whole/bugs_values
 graph/modes: whole/autocast trace/record
 graph/program: passes/partition trace/symbolic
+graph/size_of: whole/lengths
 graph/topological: passes/partition graph/stage_graph
 parameters/dtensors: sharding/parallelize
 parameters/initialise: parameters/materialise parameters/materialise_hf

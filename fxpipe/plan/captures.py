@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from fxpipe.plan.memory import Account
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.replay import checkpoints_that_keep
-from fxpipe.plan.sizes import holds, names_of, outline, varying
+from fxpipe.plan.sizes import differences, holds, outline, size_at, varying
 from fxpipe.progress import progress, tell
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
@@ -56,6 +57,8 @@ class Captured:
     """For which sizes it holds, where it was captured with symbolic ones."""
     program: Program | None = None
     """What the stages were cut from, where some of them gather."""
+    fixed_sizes: str = ""
+    """Of which sizes that vary forward makes numbers, and where, in words."""
 
     @property
     def of_one_shape(self) -> bool:
@@ -63,12 +66,22 @@ class Captured:
         return self.tracer in NEED_SHAPES
 
 
+_REMEMBERED = 20
+"""With so many captured shapes a new one is compared; of earlier ones it is known what varied."""
+
+
 @dataclass
 class _Family:
     """Micro-batches that differ in sizes alone: those captured so far, and the captures with symbolic sizes."""
 
-    shapes: list[Description] = field(default_factory=list)
+    shapes: deque[Description] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    varying: frozenset[Place] = frozenset()
+    """Dimensions that were seen to vary, by shapes that are no longer remembered, too."""
     general: list[tuple[Pattern, SizeGuard]] = field(default_factory=list)
+
+    def copy(self) -> _Family:
+        """One that changes by itself."""
+        return dataclasses.replace(self, shapes=self.shapes.copy(), general=list(self.general))
 
     def holding(self, shape: Description | None) -> Pattern | None:
         """The pattern of the latest capture that holds for this shape, too."""
@@ -76,9 +89,49 @@ class _Family:
             return None
         return next((pattern for pattern, guard in reversed(self.general) if holds(guard, shape)), None)
 
+    def free(self, shape: Description | None) -> frozenset[Place]:
+        """The dimensions of a new shape to be kept symbolic: those that vary, and are not of size 1 in it."""
+        if shape is None:
+            return frozenset()
+        return varying(shape, self.shapes) | frozenset(place for place in self.varying if size_at(shape, place) > 1)
+
+    def note(self, shape: Description, pattern: Pattern, made: Captured) -> None:
+        """A shape was captured."""
+        self.varying |= varying(shape, self.shapes)
+        self.shapes.append(shape)
+        self.general += [] if made.holds_for is None else [(pattern, made.holds_for)]
+
+
+@dataclass
+class _Count:
+    """Of captures, for a word where they are many."""
+
+    shapes: deque[Description] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    number: int = 0
+    fixed: dict[str, None] = field(default_factory=dict)
+    """What was told of sizes that captures have as numbers."""
+
+    def note(self, shape: Description, made: Captured) -> None:
+        """Tells of sizes that a capture has as numbers, and of the tenth capture."""
+        self.shapes.append(shape)
+        self.number += 1
+        if made.fixed_sizes and made.fixed_sizes not in self.fixed:
+            self.fixed[made.fixed_sizes] = None
+            tell(f"fxpipe: {made.fixed_sizes}")
+        if self.number == MANY:
+            what = f"{MANY} captures by now, since batches differ in {differences(self.shapes)}"
+            tell("\n".join([f"fxpipe: {what}{_REMEDY.get(made.tracer, '')}", *self.fixed]))
+
 
 MANY = 10
-"""So many captures of what differs in sizes alone are worth a word."""
+"""So many captures are worth a word."""
+MOST = 64
+"""Captures that are kept, beyond those of the batch at hand."""
+_FAMILIES = 256
+_REMEDY = {
+    "record": "; what record captures has each size and number as it was: pad batches to a few sizes, or, where it "
+    'captures the model, write tracer="export", which keeps sizes that vary symbolic'
+}
 LATER = "this kind of batch came after compile"
 
 
@@ -101,6 +154,10 @@ class Captures:
     costed: tuple[Any, NodeCosts] | None = None
     """What was last asked what it takes, and the answer."""
     reads: Reads = field(default_factory=Reads)
+    counts: dict[bool, _Count] = field(default_factory=dict)
+    """Of captures for steps, and for evaluations."""
+    used: list[Pattern] = field(default_factory=list)
+    """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
     @staticmethod
     def none_yet(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
@@ -145,37 +202,54 @@ class Captures:
         shapes = pattern.shapes or (None,) * pattern.microbatches
         for shape in shapes:
             self._of_one(pattern, shape, sample)
-        found = [self._of_one(pattern, shape, sample) for shape in shapes]  # by the captures that hold for most
+        keys = [self._of_one(pattern, shape, sample) for shape in shapes]  # by the captures that hold for most
+        self.used += keys
+        found = [self.kept[key] for key in keys]
         if any(captured.tracer in self.wrong for captured in found):  # only a later shape has shown it
             self.kept.clear()
             self.families.clear()
             self.first = None
+            self.used.clear()
             return self.of(pattern, sample)
         return found
 
-    def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Captured:
+    def keep(self, used: Collection[Pattern]) -> None:
+        """Drops all captures but these. What was seen to vary is remembered."""
+        self.kept = {pattern: captured for pattern, captured in self.kept.items() if pattern in used}
+        self.families = dict(list(self.families.items())[-_FAMILIES:])
+        for family in self.families.values():
+            family.general = [entry for entry in family.general if entry[0] in used]
+
+    @contextlib.contextmanager
+    def or_as_before(self) -> Iterator[None]:
+        """Where what is inside fails, no capture of it is kept: ranks on which it has not failed drop theirs, too."""
+        before = dict(self.kept), {key: family.copy() for key, family in self.families.items()}, self.first
+        try:
+            yield
+        except BaseException:
+            self.kept, self.families, self.first = before
+            raise
+
+    def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Pattern:
+        """The pattern under which the capture for a shape is kept."""
         shapes = () if shape is None else (shape,)
         this = dataclasses.replace(pattern, microbatches=1, shapes=shapes, everyone=())
         family = _Family() if shape is None else self.families.setdefault(_family(this, shape), _Family())
         for pattern_kept in (this.for_any_shape(), family.holding(shape), this):
             if pattern_kept in self.kept:
-                return self.kept[pattern_kept]
-        made = self._captured(pattern, shape, sample, _varying(shape, family))
+                return pattern_kept
+        made = self._captured(pattern, shape, sample, family.free(shape))
         for name, leaf in untold(shape) if made.of_one_shape and shape is not None else ():
             raise TraceError(
                 f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would hold "
                 'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'
             )
-        self.kept[this if made.of_one_shape else this.for_any_shape()] = made
+        key = this if made.of_one_shape else this.for_any_shape()
+        self.kept[key] = made
         if shape is not None and made.of_one_shape:
-            family.shapes.append(shape)
-            family.general += [] if made.holds_for is None else [(this, made.holds_for)]
-            self._tell_of(family)
-        return made
-
-    def _tell_of(self, family: _Family) -> None:
-        if len(family.shapes) == MANY:
-            tell(f"{MANY} captures of batches that differ in sizes alone: of {names_of(family.shapes)}")
+            family.note(shape, this, made)
+            self.counts.setdefault(pattern.training, _Count()).note(shape, made)
+        return key
 
     def _captured(
         self, pattern: Pattern, shape: Description | None, sample: Sample | str, free: frozenset[Place]
@@ -269,6 +343,7 @@ class Captures:
             found.costs if found is not None else None,
             program.holds_for,
             program if program.gathered else None,
+            program.fixed_sizes,
         )
 
     def _placed(self, program: Program, pattern: Pattern, shape: Description) -> Balanced | None:
@@ -352,10 +427,6 @@ def _called(program: Program) -> list[nn.Module]:
 
 def _family(pattern: Pattern, shape: Description) -> Hashable:
     return dataclasses.replace(pattern, shapes=()), outline(shape)
-
-
-def _varying(shape: Description | None, family: _Family) -> frozenset[Place]:
-    return frozenset() if shape is None else varying(shape, family.shapes)
 
 
 def example_of(pattern: Pattern, shape: Description) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from fxpipe.plan.stage_compiler import compiled_lazily
 from fxpipe.progress import progress
 from fxpipe.schedules import Family, Limited, ScheduleName, build
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.lower import Instruction, lower, pairs
+from fxpipe.schedules.lower import Instruction, lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step, execution_order
 from fxpipe.trace import Request
@@ -60,6 +61,8 @@ class Plan:
     """What was compiled, in words: the program and compile's options."""
     found: Costs | None = None
     """What the search reckoned with that found its stages, or their ranks."""
+    captures: tuple[Pattern, ...] = ()
+    """The captures that its graphs come from, as ``Captures`` keeps them."""
 
     @property
     def description(self) -> str:
@@ -93,9 +96,16 @@ class Plan:
         passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
         return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
 
-    @property
+    @cached_property
     def digest(self) -> str:
+        """A hash of ``description``."""
         return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+def _is_same(plan: Plan, made_for: Pattern, captures: Sequence[Pattern], pattern: Pattern) -> bool:
+    """Whether a plan made for one pattern, of these captures, is that of another."""
+    alike = (made_for.training, made_for.microbatches) == (pattern.training, pattern.microbatches)
+    return alike and plan.captures == captures
 
 
 def digest_of(words: Iterable[str]) -> int:
@@ -185,18 +195,47 @@ class Planner:
         if known is not None:
             return known
         captured = self._captured(pattern, sample)
+        key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
+        used = () if self.captures is None else tuple(self.captures.used)
+        same = next((plan for other, plan in self.plans.items() if used and _is_same(plan, other, used, pattern)), None)
+        if same is not None:
+            self.plans[key] = same
+            return same
         graphs = self._placed(captured)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
         plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
+        plan = dataclasses.replace(plan, captures=used)
         if self.plans:
             self._check_same_stages(plan)
-        self.plans[pattern if captured[0].of_one_shape else pattern.for_any_shape()] = plan
+        self.plans[key] = plan
         return plan
+
+    def keep(self, wanted: Collection[Plan]) -> None:
+        """Drops all plans but these and the first one, and the captures that only dropped ones were made from."""
+        kept = {id(plan) for plan in (self.first, *wanted)}
+        for pattern in [pattern for pattern, plan in self.plans.items() if id(plan) not in kept]:
+            del self.plans[pattern]
+        if self.captures is not None:
+            plans = {id(plan): plan for plan in self.plans.values()}.values()
+            self.captures.keep({one for plan in plans for one in plan.captures})
+
+    @contextlib.contextmanager
+    def or_as_before(self) -> Iterator[None]:
+        """Where what is inside fails, no plan and no capture that was made in it is kept."""
+        before = dict(self.plans)
+        try:
+            with contextlib.nullcontext() if self.captures is None else self.captures.or_as_before():
+                yield
+        except BaseException:
+            self.plans.clear()
+            self.plans.update(before)
+            raise
 
     def _captured(self, pattern: Pattern, sample: Sample | str) -> list[Captured]:
         if isinstance(self.model, StageGraph):
             return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
         assert self.captures is not None
+        self.captures.used.clear()
         captured = self.captures.of(pattern, sample)
         return for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
 
@@ -240,9 +279,12 @@ class Planner:
             family = dataclasses.replace(family, costs=family.costs.or_else(self.by_shapes[0]))
         options = dataclasses.replace(self.options, schedule=family)
         planner = dataclasses.replace(self, options=options, again=self.first.graph.recomputed, plans={})
+        made: dict[int, Plan] = {}
         for pattern, plan in self.plans.items():
-            again = planner._scheduled(plan.graphs, pattern, plan.program) if pattern.training else plan
-            planner.plans[pattern] = again
+            if pattern.training and id(plan) not in made:
+                again = planner._scheduled(plan.graphs, pattern, plan.program)
+                made[id(plan)] = dataclasses.replace(again, captures=plan.captures)
+            planner.plans[pattern] = made.get(id(plan), plan)
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         stays = family.excess(present) is None and after > before * (1 - WORTH_IT)
@@ -426,12 +468,6 @@ class Planner:
 
     def _check_same_stages(self, plan: Plan) -> None:
         """A later capture must leave every stage and every tensor where it is."""
-        new = set(pairs(plan.instructions)) - set(pairs(self.first.instructions))
-        if new:
-            raise PartitionError(
-                f"this kind of batch sends between pipe ranks {sorted(new)}, which the first kind did not; compile "
-                "again, or with example_args= of the kind that uses most of the model"
-            )
         for before, after in zip(self.first.graph, plan.graph, strict=True):
             moved = sorted(set(after.tensors) - set(before.tensors))
             if moved:

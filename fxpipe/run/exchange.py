@@ -28,6 +28,9 @@ class Exchange(Protocol):
     def begin(self, kind: Hashable) -> None:
         """A step with this kind of batch begins."""
 
+    def forget(self, kind: Hashable) -> None:
+        """Forgets what messages of this kind of batch look like; both ends of each do."""
+
     def post(self, message: Message) -> None:
         """Posts a receive; does not wait."""
 
@@ -68,6 +71,9 @@ class Mailbox:
     def release(self, message: Message) -> None:
         pass
 
+    def forget(self, kind: Hashable) -> None:
+        pass
+
     def finish(self) -> None:
         self._values.clear()
 
@@ -80,8 +86,8 @@ class WireExchange:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport = transport
         self._device = device
-        self._known: dict[tuple[Hashable, Message], Meta] = {}
-        self._kind: Hashable = None
+        self._known: dict[Hashable, dict[Message, Meta]] = {}  # by kind of batch
+        self._of_kind: dict[Message, Meta] = {}
         self.drop()
 
     def drop(self) -> None:
@@ -91,17 +97,20 @@ class WireExchange:
         self._undescribed: dict[tuple[int, int], deque[Message]] = {}
 
     def begin(self, kind: Hashable) -> None:
-        self._kind = kind
+        self._of_kind = self._known.setdefault(kind, {})
         self.drop()
+
+    def forget(self, kind: Hashable) -> None:
+        self._known.pop(kind, None)
 
     # sending
 
     def send(self, message: Message, value: Any) -> None:
-        known = self._known.get((self._kind, message))
+        known = self._of_kind.get(message)
         meta, buffers = pack(value, known)
         if known is None:
             self._send_header(message, meta)
-            self._known[self._kind, message] = meta
+            self._of_kind[message] = meta
         elif known != meta:
             raise RunError(
                 f"{message} is {_describe(meta)}, but for this kind of batch it was {_describe(known)}; what passes "
@@ -130,7 +139,7 @@ class WireExchange:
     def post(self, message: Message) -> None:
         """Posts ahead, unless what comes, or something in front of it, is not described yet."""
         waiting = self._undescribed.setdefault((message.sender, message.receiver), deque())
-        known = self._known.get((self._kind, message))
+        known = self._of_kind.get(message)
         if waiting or known is None:
             waiting.append(message)
         else:
@@ -147,7 +156,7 @@ class WireExchange:
         waiting = self._undescribed.get((message.sender, message.receiver), deque())
         while message in waiting:  # in the sender's order, for that is how they come
             first = waiting.popleft()
-            known = self._known.get((self._kind, first))
+            known = self._of_kind.get(first)
             self._post(first, known if known is not None else self._receive_header(first))
         meta, works = self._arriving.pop(message)
         for work, _ in works:
@@ -162,7 +171,7 @@ class WireExchange:
         body = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._receive(message, body).wait()
         meta = Meta.of(decode(bytes_of(body.cpu()), sender), sender)
-        self._known[self._kind, message] = meta
+        self._of_kind[message] = meta
         return meta
 
     def finish(self) -> None:

@@ -79,7 +79,9 @@ def is_number(node: fx.Node) -> bool:
 
 
 def _asks(node: fx.Node) -> bool:
-    """Whether ``node`` asks a tensor for its shape, type or device."""
+    """Whether ``node`` asks a tensor for its shape, type or device, or stands for the answer."""
+    if "is_number" in node.meta:
+        return True
     if node.op == "call_method":
         return node.target in _NUMBER_METHODS
     if node.target in _SIZES:
