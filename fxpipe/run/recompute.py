@@ -102,9 +102,9 @@ class Kept:
         if not alike:
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: run again from the same inputs, random numbers and "
-                "buffers, it makes something else. It depends on what is kept outside of its modules: a global, an "
-                "iterator, a file, a generator of its own; keep that in attributes or buffers of a submodule, or leave "
-                "the stage out of recompute="
+                "buffers, it makes something else. It writes what it is given by .data, or depends on what is kept "
+                "outside of its modules or inside of their Python objects: a global, an iterator, an array, a file; "
+                "keep that in attributes or buffers of a submodule, or leave the stage out of recompute="
             )
 
 
