@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from fxpipe.distributed.traffic import Traffic
     from fxpipe.graph.loss import Sum
     from fxpipe.graph.stage_graph import StageGraph
+    from fxpipe.hardware import Hardware
     from fxpipe.parameters.initialise import init_weights_of, reset_parameters
     from fxpipe.parameters.weights import Weights
+    from fxpipe.plan.previewed import Preview
     from fxpipe.precision import Precision
     from fxpipe.run.forward_backward import ForwardBackward
     from fxpipe.run.loading import load
@@ -51,9 +53,11 @@ __all__ = [
     "Costs",
     "ForwardBackward",
     "FxpipeError",
+    "Hardware",
     "Op",
     "PartitionError",
     "Precision",
+    "Preview",
     "RunError",
     "Schedule",
     "ScheduleError",
@@ -83,7 +87,9 @@ __all__ = [
 _LATER = {
     "TRACERS": "trace",
     "ForwardBackward": "run.forward_backward",
+    "Hardware": "hardware",
     "Precision": "precision",
+    "Preview": "plan.previewed",
     "StageGraph": "graph.stage_graph",
     "Sum": "graph.loss",
     "Traffic": "distributed.traffic",

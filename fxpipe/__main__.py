@@ -1,22 +1,23 @@
-"""``python -m fxpipe``: schedules and topologies on paper, without torch, torchrun or a model; and checkpoints."""
+"""``python -m fxpipe``: schedules and topologies on paper, without torch or torchrun; previews, and checkpoints."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from tabulate import tabulate
 
 from fxpipe.command_line import MICROBATCHES, Edges, parser
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import FxpipeError, ScheduleError, nearest
-from fxpipe.kinds import MOST_ACTIONS
+from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest
+from fxpipe.kinds import MOST_ACTIONS, shown
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
@@ -190,6 +191,61 @@ def _topology(args: argparse.Namespace) -> None:
     print(Topology(args.axes, args.ranks_per_node))
 
 
+# --- preview ---
+
+
+def _preview(args: argparse.Namespace) -> None:
+    import fxpipe  # whose preview needs torch
+
+    model, batch = _made_by(args.what)
+    hardware = args.hardware
+    axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
+    names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
+    told = fxpipe.preview(
+        model,
+        Topology(axes, args.ranks_per_node),
+        boundaries=names or (),
+        microbatches=args.microbatches,
+        schedule=args.schedule,
+        tracer=args.tracer,
+        example_args=batch if isinstance(batch, (tuple, list)) else None,
+        example_kwargs=batch if isinstance(batch, Mapping) else None,
+        zero=args.zero,
+        zero_scope=args.zero_scope,
+        precision=fxpipe.Precision() if args.bf16 else None,
+        optimizer=args.optimizer,
+        recompute={None: False, "all": True}.get(args.recompute, args.recompute),
+        memory_per_rank=args.memory,
+        hardware=fxpipe.Hardware.read(hardware) if (hardware or "").endswith(".json") else hardware,
+    )
+    if args.json is not None:
+        told.to_json(args.json)
+    print(told)
+
+
+def _made_by(what: str) -> tuple[Any, Any]:
+    """The model, and the batch or None, that ``module:function`` returns."""
+    name, colon, function = what.partition(":")
+    if not (name and colon and function):
+        raise RunError(f"{what!r} is no function; write its module and its name, as in train:model_and_batch")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        hint = f"; write {name.removesuffix('.py')}:{function}" if name.endswith(".py") else ""
+        raise RunError(f"there is no module {error.name!r} in {os.getcwd()} or on Python's path{hint}") from None
+    made = getattr(module, function, None)
+    if not callable(made):
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise RunError(f"{name} has no function {function!r}{nearest(function, known)}")
+    found = made()
+    model, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if batch is not None and not isinstance(batch, (tuple, list, Mapping)):
+        raise RunError(f"{what} returned a batch that is {shown(batch)}; return (model, (x, y)) or (model, {{'x': x}})")
+    return model, batch
+
+
 # --- checkpoint ---
 
 
@@ -214,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without "×" is no reason to fail
     try:
         try:
-            args = parser(_show, _compare, _topology, _checkpoint).parse_args(arguments)
+            args = parser(_show, _compare, _topology, _preview, _checkpoint).parse_args(arguments)
             _check_given(args)
             args.run(args)
             return 0

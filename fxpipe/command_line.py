@@ -41,6 +41,14 @@ examples:
   python -m fxpipe topology pipe=2,tensor=2,data=4
   python -m fxpipe topology pipe=4,data=16 --ranks-per-node 8
 """
+_PREVIEW = """\
+the function makes what is previewed: it returns (model, example_args), (model, example_kwargs) or the model alone;
+make the model under torch.device("meta"), and nothing is allocated
+
+examples:
+  python -m fxpipe preview train:model_and_batch --pipe 8 --data 8 --boundaries auto
+  python -m fxpipe preview train:model_and_batch --pipe 8 --data 8 --ranks-per-node 8 --zero 1 --bf16 --hardware h100
+"""
 _CHECKPOINT = """\
 examples:
   python -m fxpipe checkpoint show run
@@ -120,11 +128,11 @@ _COST = partial(_one_or_list, one=_number)
 # --- the parser ---
 
 
-def parser(show: Run, compare: Run, topology: Run, checkpoint: Run) -> argparse.ArgumentParser:
+def parser(show: Run, compare: Run, topology: Run, preview: Run, checkpoint: Run) -> argparse.ArgumentParser:
     """The parser of the command line; each command's arguments come with ``run``, the function given here for it."""
     whole = argparse.ArgumentParser(
         prog="python -m fxpipe",
-        description="Pipeline schedules and topologies on paper: no torch, no torchrun, no model. And checkpoints.",
+        description="Schedules and topologies on paper: no torch, no torchrun, no model. Previews, and checkpoints.",
         epilog=_OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -133,6 +141,7 @@ def parser(show: Run, compare: Run, topology: Run, checkpoint: Run) -> argparse.
     _add_show(_command(commands, "show", show, "print a schedule's table and figures", _SHOW))
     _add_compare(_command(commands, "compare", compare, "schedules side by side, a line each", _COMPARE))
     _add_topology(_command(commands, "topology", topology, "print a topology's groups of ranks", _TOPOLOGY))
+    _add_preview(_command(commands, "preview", preview, "what a model would hold and take on each rank", _PREVIEW))
     _add_checkpoint(_command(commands, "checkpoint", checkpoint, "show, verify or export what is saved", _CHECKPOINT))
     return whole
 
@@ -182,6 +191,27 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-node", type=_whole, metavar="N", help="how many consecutive ranks reach each other fast; all"
     )
+
+
+def _add_preview(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="MODULE:FUNCTION", help="what makes the model and one batch, of all rows")
+    grid = parser.add_argument_group("ranks, the pipeline outermost")
+    grid.add_argument("--pipe", type=_whole, required=True, metavar="N", help="ranks of a pipeline")
+    grid.add_argument("--data", type=_whole, default=1, metavar="N", help="replicas; 1")
+    grid.add_argument("--ranks-per-node", type=_whole, metavar="N", help="how many reach each other fast; all")
+    options = parser.add_argument_group("options of fxpipe.compile")
+    options.add_argument("--boundaries", metavar="NAME,…", help='submodules that are cut before, or "auto"')
+    options.add_argument("-m", "--microbatches", type=_whole, metavar="N", help="4 for each rank of a pipeline")
+    options.add_argument("--schedule", default="1f1b", metavar="FAMILY", help=f"{', '.join(SCHEDULES)}")
+    options.add_argument("--tracer", default="auto", metavar="NAME", help="auto, symbolic, export or record")
+    options.add_argument("--zero", type=_whole, default=0, metavar="N", help="0 to 3")
+    options.add_argument("--zero-scope", default="node", metavar="WHERE", help="node or data")
+    options.add_argument("--bf16", action="store_true", help="precision=fxpipe.Precision()")
+    options.add_argument("--recompute", choices=("all", "auto"), help="what is recomputed")
+    options.add_argument("--memory", type=_number, metavar="BYTES", help="memory_per_rank=, as in 80e9")
+    options.add_argument("--optimizer", default="adamw", metavar="NAME", help="a class of torch.optim; adamw")
+    options.add_argument("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
+    parser.add_argument("--json", metavar="PATH", help="write the figures")
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

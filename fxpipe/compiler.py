@@ -13,11 +13,13 @@ from fxpipe.distributed.connect import connect
 from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import clock_of
+from fxpipe.distributed.sync_batch_norm import check_sync_batch_norms
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.hardware import Hardware
 from fxpipe.kinds import shown
 from fxpipe.options import BatchDim, Options, Recompute, TracerName, Zero, ZeroScope
 from fxpipe.parameters.materialise import weights_of
@@ -25,7 +27,9 @@ from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
 from fxpipe.plan.example import check_model, first_pattern
-from fxpipe.plan.planner import Plan, Planner
+from fxpipe.plan.forecast import preview_of
+from fxpipe.plan.planner import Planner
+from fxpipe.plan.previewed import Preview
 from fxpipe.plan.together import first_plan_together
 from fxpipe.precision import Precision
 from fxpipe.run.forward_backward import ForwardBackward
@@ -33,6 +37,7 @@ from fxpipe.run.rank_state import base_seed, make_rank_state, open_groups, take_
 from fxpipe.run.user_warning import warn
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.sharding.optimizer_state import states_of
 from fxpipe.trace.cuts_by_name import Boundaries
 
 if TYPE_CHECKING:
@@ -59,6 +64,7 @@ def compile(
     loss_weight: Callable[..., Any] | None = None,
     recompute: Recompute = False,
     memory_per_rank: float | None = None,
+    hardware: Hardware | str | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     checkpoint: str | os.PathLike[str] | Weights | None = None,
     parallelize: Callable[..., None] | None = None,
@@ -101,7 +107,10 @@ def compile(
             near: their names; True: all but those whose backward follows their forward at once, which it would save
             nothing; "auto": as few as fit ``memory_per_rank``. What the model checkpoints itself keeps its activations
             in the second run, so that nothing runs a third time. ``print`` of ``preview`` says what it saves.
-        memory_per_rank: bytes that "auto" and ``placement=None`` keep within.
+        memory_per_rank: bytes that "auto", ``placement=None`` and ``recompute="auto"`` keep within: parameters,
+            gradients and AdamW's state, as ``zero``, ``precision`` and the data axis have them, and activations. What
+            ``parallelize`` spreads counts whole.
+        hardware: what balance and ``preview`` reckon with: the name of a GPU, such as "h100", or ``fxpipe.Hardware``.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once they
             have memory; with a seed by the submodule's name, so that values depend on no placement.
         checkpoint: a file or folder, safetensors or torch's, of which this rank reads its own part.
@@ -138,9 +147,10 @@ def compile(
     connected = connect(topology, options.timeout, options.facts)
     _tell_what_is_left_out(connected, topology)
     transport = Metered(connected, topology, clock_of(connected.device))
-    planner = Planner.none_yet(model, options, topology.size("pipe"), connected.device)
+    planner = Planner.none_yet(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
     with failing_together(transport, transport.abort), announced("compile", extends=True):
+        check_sync_batch_norms(model, topology)
         planner = first_plan_together(transport, planner, options)
         owners = ownership(planner.first.graph)
         open_groups(planner.first, options, owners, topology, transport)
@@ -173,22 +183,32 @@ def preview(
     tracer: TracerName = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    zero: Zero = 0,
+    zero_scope: ZeroScope = "node",
+    precision: Precision | None = None,
+    optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
     recompute: Recompute = False,
     memory_per_rank: float | None = None,
+    hardware: Hardware | str | None = None,
     passes: Sequence[Pass] | None = None,
-) -> Plan:
-    """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has: print it.
+) -> Preview:
+    """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has, and whether it fits.
 
     In one process, without process groups and without memory: the model may be on the meta device. The example's
-    tensors may be, too, and then count as being on the CPU.
+    tensors may be, too, and then count as being on the CPU. Print it, or read its figures.
+
+    ``optimizer`` is what ``forward_backward.optimizer`` will be given: a class of torch.optim by its name, in any case,
+    or as such (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within ``memory_per_rank`` count AdamW's
+    state, here as in ``compile``.
 
     Raises:
-        TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile`` would.
+        TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile`` would; RunError, too, where
+            there is no such optimizer, or a figure of the hardware is needed and not given.
     """
+    states = states_of(optimizer)
     options = Options.of(locals())
     check_model(model, options)
     if not isinstance(topo, Topology):
         raise TopologyError(f'topo is {shown(topo)}; write fxpipe.Topology([("pipe", 2), ("data", 4)])')
-    planner = Planner.none_yet(model, options, topo.size("pipe"), torch.device("cpu"))
-    pattern = first_pattern(planner, options)
-    return planner.told_of(planner.plan(pattern, "nothing is run"), pattern)
+    planner = Planner.none_yet(model, options, topo, torch.device("cpu"))
+    return preview_of(planner, first_pattern(planner, options), states)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
+from fxpipe.hardware import Hardware
 from fxpipe.precision import Precision
 
-_PLAIN = (str, int, float, type(None), Precision)
+_PLAIN = (str, int, float, type(None), Precision, Hardware)
 
 
 def in_words(value: Any) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from fxpipe.errors import RunError
+from fxpipe.hardware import Hardware
 from fxpipe.in_words import in_words
 from fxpipe.kinds import (
     MOST_ACTIONS,
@@ -63,6 +64,7 @@ class Options:
     loss_weight: Callable[..., Any] | None = None
     recompute: Recompute = False
     memory_per_rank: float | None = None
+    hardware: Hardware | str | None = None
     init_fn: Callable[..., Any] | None = None
     checkpoint: Any = None
     parallelize: Callable[..., None] | None = None
@@ -93,6 +95,7 @@ class Options:
         if not isinstance(self.recompute, str):
             given = self.recompute
             object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
+        Hardware.of(self.hardware)
         if self.recompute == AUTO and self.memory_per_rank is None:
             raise RunError(
                 'recompute="auto" recomputes as little as fits memory_per_rank=, which is not given; write '
@@ -192,6 +195,10 @@ _KINDS: Mapping[str, Expected] = {
         'True, False, "auto" or a list of stage names',
     ),
     "memory_per_rank": Expected(is_number, "a number of bytes"),
+    "hardware": Expected(
+        lambda value: isinstance(value, Hardware) or is_text(value),
+        'the name of a GPU, such as "h100", or fxpipe.Hardware(...)',
+    ),
     "init_fn": Expected(callable, "a function (module) -> None"),
     "parallelize": Expected(callable, "a function (stage_module, mesh) -> None"),
     "stage_compiler": Expected(callable, "a function such as torch.compile"),

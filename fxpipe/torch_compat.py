@@ -76,6 +76,7 @@ __all__ = [
     "fsdp_state",
     "function_apply",
     "gradient_edge",
+    "group_of_members",
     "guard_on_data",
     "has_hooks",
     "import_dynamo",
@@ -268,6 +269,14 @@ def size_guard(values: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
     return lambda given: bool(eval(code, SYMPY_INTERP, {"L": dict(zip(names, given, strict=True))}))
 
 
+def size_decisions() -> tuple[type, str]:
+    """What decides a question on a symbolic size, and notes a guard: a class, the name of a method. It has ``guards``
+    and ``replacements``, symbol → expression. Imported here, since it brings all of sympy."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv, "evaluate_expr"
+
+
 def mode_passes() -> Iterator[tuple[Any, str]]:
     """Export's two passes that move what runs in another mode into a function of its own: (module, function)."""
     for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass"):
@@ -285,6 +294,22 @@ def default_store() -> dist.distributed_c10d.Store:
     """The store that the processes met in."""
     store: dist.distributed_c10d.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.ProcessGroup:
+    """A process group that its members alone make; ``name``: one that no other group has had, the same on all of them.
+
+    ``new_group(use_local_synchronization=True)`` names it by how many groups a process has, which differs by process;
+    and on NCCL it would split a communicator of all ranks, for which all of them would have to come.
+    """
+    home: Any = dist.distributed_c10d
+    own = home._process_group_name, home._get_split_source
+    home._process_group_name, home._get_split_source = lambda *args, **kwargs: name, lambda group: None
+    try:
+        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+        return made
+    finally:
+        home._process_group_name, home._get_split_source = own
 
 
 # --- checkpoints: what torch writes into the ``.metadata`` of a folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from fxpipe.graph.boundary import Gather, Mode
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_value, is_compute, made_by
+from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.passes.analysis.effects import is_number, is_random, writes_apart
@@ -140,6 +142,8 @@ class _Builder:
         self._entered: fx.Node | None = None
         self._asked: dict[fx.Node, tuple[fx.Node, int]] = {}
         """Sizes of inputs → an arriving tensor that has them too, and in which dimension."""
+        self._told: dict[fx.Node, SizeOf] = {}
+        """Sizes of inputs that nothing that arrives has: no input is needed for its size alone."""
         self._members = self._needed()
         self._own_names = {node.name for node in self._members if is_compute(node)}
         self._add_inputs()
@@ -187,14 +191,22 @@ class _Builder:
         waiting = [*own, *(self._result_operands() if self.stage == self.whole.output_stage else [])]
         while waiting:
             node = made_by(waiting.pop())
-            if node.target is SIZE and node.meta.get("sizes") in arriving and self.whole.stage_of(node) is None:
-                self._asked[node] = arriving[node.meta["sizes"]]
+            if node.target is SIZE and self.whole.stage_of(node) is None and self._finds_size(node, arriving):
                 continue
             mine = self.whole.stage_of(node) == self.stage or node.name in self.whole.program.copied
             if node not in needed and (mine or node.op == "get_attr"):
                 needed.add(node)
                 waiting.extend(node.all_input_nodes)
         return needed
+
+    def _finds_size(self, node: fx.Node, arriving: Mapping[tuple[str, ...], tuple[fx.Node, int]]) -> bool:
+        """Whether this stage has a size of an input without that input."""
+        told = None if self.stage in self.whole.program.gathered else SizeOf.asked(node)  # a group has its own rows
+        if node.meta.get("sizes") in arriving:
+            self._asked[node] = arriving[node.meta["sizes"]]
+        elif told is not None:
+            self._told[node] = told
+        return node in self._asked or node in self._told
 
     def _arriving_sizes(self) -> dict[tuple[str, ...], tuple[fx.Node, int]]:
         """Each symbolic size of what other stages send → where to ask for it, so that no input is needed for it."""
@@ -217,8 +229,8 @@ class _Builder:
         which a value is gathered."""
         ways: dict[fx.Node, dict[Mode | None, None]] = {}
         for arrival in entering(self.whole.program, self.stage):
-            if arrival.reader in self._asked:
-                continue
+            if arrival.reader.op != "output" and arrival.reader not in self._members:
+                continue  # it leads to a size alone, which this stage has otherwise
             mode = way(self.whole.program, self.stage, arrival)
             ways.setdefault(arrival.value, {})[mode] = None
             self._way_of[arrival.reader, arrival.value, arrival.gather] = mode
@@ -238,6 +250,18 @@ class _Builder:
             self._built[node] = self._arrived[node, mode]
             self._make_private(node)
             self._arrived[node, mode] = self._built[node]
+        self._add_told()
+
+    def _add_told(self) -> None:
+        """Placeholders for sizes, one for each."""
+        made: dict[SizeOf, fx.Node] = {}
+        for number, told in self._told.items():
+            if told not in made:
+                self.inputs.append(told)
+                self.ways.append(None)
+                made[told] = self.graph.placeholder(number.name)
+                made[told].meta["is_number"] = True
+            self._built[number] = made[told]
 
     def _make_private(self, value: fx.Node) -> None:
         """Where this stage writes into a value that it was given, it gets a copy of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fxpipe
 from fxpipe.__main__ import main
 from fxpipe.distributed.topology import Topology
 from fxpipe.parameters.weights import Weights
@@ -581,3 +583,84 @@ def test_stages_that_are_run_again_are_shown(called: Run) -> None:
 )
 def test_a_gather_that_cannot_be_is_told(options: tuple[str, ...], code: int, fact: str, called: Run) -> None:
     assert fact in " ".join(told(called("show", "1f1b", *EDGES, "-m", "8", *options), code).split())
+
+
+# --- preview ---
+
+MAKERS = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Flatten(0))
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = model()[:4]
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+def both():
+    return Loss(), (torch.zeros(16, 8, device="meta"),)
+
+def by_name():
+    return Loss(), {"x": torch.zeros(16, 8, device="meta")}
+
+def wrong():
+    return Loss(), 3
+"""
+TWO = "--pipe", "2", "--data", "2", "--boundaries", "layers.2"
+
+
+@pytest.fixture
+def makers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "makers_of_models.py").write_text(MAKERS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("makers")
+@pytest.mark.parametrize("function", ["both", "by_name"])
+def test_preview_prints_and_writes_what_fxpipe_preview_tells(function: str, tmp_path: Path, called: Run) -> None:
+    options = "--zero", "1", "--hardware", "h100", "--memory", "1e6", "--bf16", "--json", "told.json"
+    text = printed(called("preview", f"makers_of_models:{function}", *TWO, *options))
+    import makers_of_models  # type: ignore[import-not-found]
+
+    wanted = fxpipe.preview(
+        makers_of_models.Loss(),
+        Topology([("pipe", 2), ("data", 2)]),
+        boundaries=["layers.2"],
+        example_kwargs=makers_of_models.by_name()[1],
+        zero=1,
+        hardware="h100",
+        memory_per_rank=1e6,
+        precision=fxpipe.Precision(),
+    )
+    assert text.splitlines()[-4:] == str(wanted).splitlines()[-4:]
+    assert json.loads((tmp_path / "told.json").read_text()) == json.loads(json.dumps(wanted.as_dict()))
+
+
+@pytest.mark.usefixtures("makers")
+def test_preview_takes_hardware_from_a_file(tmp_path: Path, called: Run) -> None:
+    figures = {"flops": 1e9, "flops_16": 1e9, "bandwidth": 1e9, "link": 1e6}
+    (tmp_path / "here.json").write_text(json.dumps(figures))
+    assert "a step takes" in printed(called("preview", "makers_of_models:both", *TWO, "--hardware", "here.json"))
+
+
+@pytest.mark.usefixtures("makers")
+@pytest.mark.parametrize(
+    ("what", "fact"),
+    [
+        ("makers_of_models", "is no function; write its module and its name"),
+        ("makers_of_models.py:both", "there is no module 'makers_of_models.py'"),
+        ("no_such_module:both", "there is no module 'no_such_module' in"),
+        ("makers_of_models:bot", "has no function 'bot'; did you mean \"both\"?"),
+        ("makers_of_models:wrong", "returned a batch that is 3; return (model, (x, y))"),
+        ("makers_of_models:model --hardware h1000", "hardware is 'h1000'; write one of v100"),
+        ("makers_of_models:both --optimizer adamv", "optimizer is 'adamv', which torch.optim has not"),
+        ("makers_of_models:both --zero 7", "zero=7; write 0, 1"),
+        ("makers_of_models:both --hardware nowhere.json", "nowhere.json: No such file or directory"),
+    ],
+)
+def test_preview_tells_what_it_cannot_use(what: str, fact: str, called: Run) -> None:
+    assert fact in told(called("preview", *what.split(), *TWO), 1)

@@ -36,7 +36,8 @@ def test_compile_takes_the_options_with_their_defaults_and_in_their_order() -> N
 
 
 def test_preview_takes_some_of_them() -> None:
-    assert options_of(fxpipe.preview).items() <= FIELDS.items()
+    own = {"optimizer": "adamw"}
+    assert options_of(fxpipe.preview).items() <= (FIELDS | own).items()
 
 
 def test_each_option_is_told_of_by_the_docstring_of_compile() -> None:
@@ -66,6 +67,7 @@ def test_what_functions_are_compared_by_is_the_same_in_every_process_and_tells_t
             return float(len(x))
 
     assert re.fullmatch(r"Rows, code [0-9a-f]{16},", Options(loss_weight=Rows()).facts["loss_weight"])
+    assert Options(hardware=fxpipe.Hardware(link=2.0)).facts["hardware"].startswith("Hardware(flops=None,")
     given = {"loss_weight": by_rows, "loss_fn": nn.MSELoss(), "stage_compiler": torch.compile, "init_fn": by_rows}
     facts = Options(**given).facts  # type: ignore[arg-type]
     assert re.fullmatch(r"by_rows, code [0-9a-f]{16},", facts["loss_weight"])

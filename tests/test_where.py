@@ -38,6 +38,7 @@ graph/gathering: run/group_inputs
 graph/like: trace/operations whole/bugs_values
 graph/modes: whole/autocast trace/record
 graph/program: passes/partition trace/symbolic
+graph/size_of: whole/lengths
 graph/topological: passes/partition graph/stage_graph
 parameters/dtensors: sharding/parallelize
 parameters/initialise: parameters/materialise parameters/materialise_hf
@@ -51,7 +52,9 @@ plan/balance/: plan/balance plan/node_costs plan/auto
 plan/batch: whole/refusals plan/signatures
 plan/captures: plan/signatures
 plan/closeness: plan/capture_check
+plan/data_traffic: plan/previewed
 plan/example: plan/planner
+plan/forecast: plan/previewed plan/memory
 plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/on_fakes: plan/node_costs plan/row_places

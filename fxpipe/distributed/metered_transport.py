@@ -94,7 +94,7 @@ class Metered:
         self._meter = TrafficMeter(clock)
         self.pipe_rank: int | None = transport.pipe_rank
         self.data_rank, self.data_size, self.device = transport.data_rank, transport.data_size, transport.device
-        self.open, self.ranks = transport.open, transport.ranks
+        self.open, self.open_more, self.ranks = transport.open, transport.open_more, transport.ranks
         self.abort, self.close, self.explain = transport.abort, transport.close, transport.explain
 
     def __getattr__(self, name: str) -> Any:

@@ -221,10 +221,15 @@ class StrictTransport:
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
         pipe = self._ranks["pipe"]
-        self._pairs = {(sender, receiver): (pipe[sender], pipe[receiver]) for sender, receiver in pairs}
+        self._pairs: dict[Pair, Pair] = {}
+        self.open_more(pairs)
         self._ranks |= {owner: [pipe[rank] for rank in owner] for owner in owners if self.pipe_rank in owner}
         for scope, ranks in groups.items():
             self._ranks[scope] = list(next(group for group in ranks if self._seat.rank in group))
+
+    def open_more(self, pairs: Sequence[Pair]) -> None:
+        pipe = self._ranks["pipe"]
+        self._pairs |= {(sender, receiver): (pipe[sender], pipe[receiver]) for sender, receiver in pairs}
 
     def _queue(self, pair: Pair) -> _PairQueue:
         return self._seat.world.queues.setdefault((self._generation, *self._pairs[pair]), _PairQueue())

@@ -38,7 +38,7 @@ from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
 from fxpipe.distributed.whereabouts import are_apart, entered, here
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import check_length, decode, encode_for_all
-from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, reduce_scatter_single
+from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, group_of_members, reduce_scatter_single
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
@@ -241,23 +241,40 @@ class DistributedTransport:
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
         self._apart(lambda: self._new_groups(pairs, owners, groups))
-        self._connect()
+        self._connect(pairs)
+
+    def open_more(self, pairs: Sequence[Pair]) -> None:
+        self._check_open()
+        mine = [pair for pair in sorted(pairs) if self.pipe_rank in pair]  # in one order on all: nobody waits in a ring
+        self._apart(lambda: self._new_links(mine))
+        self._connect(mine)
+
+    def _new_links(self, pairs: Sequence[Pair]) -> None:
+        """Groups that the two ranks make by themselves: other replicas may never meet such a batch."""
+        pipe = self._ranks["pipe"]
+        for sender, receiver in pairs:
+            name = f"fxpipe {self.number}: {pipe[sender]} to {pipe[receiver]}"
+            ranks = [pipe[sender], pipe[receiver]]
+            self._add_link((sender, receiver), pipe, group_of_members(ranks, name, timeout=self._timeout))
+
+    def _add_link(self, pair: Pair, pipe: Sequence[int], group: dist.ProcessGroup) -> None:
+        peer = pipe[pair[1] if self.rank == pipe[pair[0]] else pair[0]]
+        self._links[pair] = _PairLink(group, peer, dist.get_group_rank(group, peer))
 
     def _new_groups(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups) -> None:
         for sender, receiver in pairs:
             for pipe in self._pipes:
                 group = dist.new_group([pipe[sender], pipe[receiver]], timeout=self._timeout)
                 if self.rank in (pipe[sender], pipe[receiver]):
-                    peer = pipe[receiver] if self.rank == pipe[sender] else pipe[sender]
-                    self._links[sender, receiver] = _PairLink(group, peer, dist.get_group_rank(group, peer))
+                    self._add_link((sender, receiver), pipe, group)
         for owner in owners:
             self._new_scope(owner, [[pipe[rank] for rank in owner] for pipe in self._pipes])
         self._new_scopes(groups)
 
-    def _connect(self) -> None:
-        """Connects every link before the first step, in one order on all ranks, so that none connects mid-step."""
+    def _connect(self, pairs: Sequence[Pair]) -> None:
+        """Connects links before a step needs them, in one order on all ranks, so that none connects mid-step."""
         works = []
-        for sender, receiver in sorted(self._links):
+        for sender, receiver in sorted(pair for pair in pairs if pair in self._links):
             token = torch.zeros(1, dtype=torch.uint8, device=self.device)
             start = self.send if self.pipe_rank == sender else self.receive
             works.append((start((sender, receiver), token), token))
@@ -265,11 +282,10 @@ class DistributedTransport:
             work.wait()
 
     def _link(self, pair: Pair) -> _PairLink:
-        link = self._links.get(pair)  # of a step, which has begun by asking whether all is open
-        if link is None:
-            self._check_open()
+        self._check_open()
+        if pair not in self._links:
             raise RunError(f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
-        return link
+        return self._links[pair]
 
     def _check_open(self) -> None:
         if self._closed or not self.watch.is_on():

@@ -45,6 +45,9 @@ class Transport(Protocol):
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
         """Makes ready, on all ranks alike: a queue for each pair, a group for each set of owners and each scope."""
 
+    def open_more(self, pairs: Sequence[Pair]) -> None:
+        """Makes a queue for each further pair, between two steps. A collective call of a pipe group, and of no more."""
+
     def ranks(self, scope: Scope) -> tuple[int, ...]:
         """The ranks of this rank's group of a scope, counted over the whole topology."""
 
@@ -128,6 +131,9 @@ class LocalTransport:
     device = torch.device("cpu")
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
+        pass
+
+    def open_more(self, pairs: Sequence[Pair]) -> None:
         pass
 
     def ranks(self, scope: Scope) -> tuple[int, ...]:

@@ -58,6 +58,8 @@ class Program:
     """What calls of opaque modules do, by node name."""
     holds_for: SizeGuard | None = None
     """For what sizes of its inputs' leaves it holds, where some are symbolic; None: for those of its capture alone."""
+    fixed_sizes: str = ""
+    """Of which sizes that were to be symbolic forward makes numbers of Python's, and on which lines, in words."""
     copied: frozenset[str] = frozenset()
     """Nodes that every stage needing them computes for itself."""
     written: tuple[frozenset[str], ...] = ()

@@ -17,6 +17,7 @@ from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.plain_data import admitted
+from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.kinds import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
@@ -45,7 +46,7 @@ class Stage:
     """``function(*inputs)`` returns one value per outgoing edge, and on the output stage the model's result, or the
     leaves of it where ``result`` tells how they make it."""
     inputs: tuple[str | Edge, ...]
-    """A batch input by name, or the edge that a value arrives on; the order of the arguments."""
+    """A batch input by name, a ``SizeOf`` one, or the edge that a value arrives on; the order of the arguments."""
     outputs: tuple[Edge, ...]
     returns_result: bool
     tensors: Mapping[str, Tensor]
@@ -77,7 +78,13 @@ class Stage:
 
     @property
     def batch_inputs(self) -> tuple[str, ...]:
-        return tuple(name for name in self.inputs if isinstance(name, str))
+        """The inputs that its rank must be given."""
+        return tuple(name for name in self.inputs if isinstance(name, str) and not isinstance(name, SizeOf))
+
+    @property
+    def sizes(self) -> tuple[SizeOf, ...]:
+        """The sizes of inputs that it is given."""
+        return tuple(name for name in self.inputs if isinstance(name, SizeOf))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -139,6 +146,11 @@ class StageGraph(Tabular):
     def edges(self) -> tuple[Edge, ...]:
         """The values that pass between stages, by the stage that makes them."""
         return tuple(edge for stage in self.stages for edge in stage.outputs)
+
+    @cached_property
+    def sizes(self) -> frozenset[SizeOf]:
+        """The sizes of inputs that stages are given."""
+        return frozenset(size for stage in self.stages for size in stage.sizes)
 
     @property
     def stage_edges(self) -> tuple[tuple[int, int], ...]:

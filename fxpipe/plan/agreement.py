@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
 from fxpipe.graph.plain_data import admitted
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.batch import (
     Description,
     bind,
@@ -32,12 +34,17 @@ from fxpipe.plan.batch import (
     split_rows,
     with_own,
 )
+from fxpipe.plan.captures import MOST
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
 from fxpipe.plan.planner import Plan, Planner, digest_of
 from fxpipe.plan.together import plan_together
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.lower import pairs
 from fxpipe.schedules.verify_replicas import verify_replicas
+
+KINDS = 256
+"""Kinds of batch that are remembered: beyond them the least recently used is met as if it were new."""
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
@@ -93,9 +100,14 @@ class Agreement:
         self._parameters = {id(parameter): parameter for parameter in planner.module.parameters()}
         if planner.captures is not None:
             planner.captures.reads.begin()
+        self._count, self._kinds = itertools.count(), itertools.count()
         self._told: dict[tuple[int, ...], _Together] = {}
         self._rows: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._settled: dict[tuple[tuple[int, ...], tuple[int, ...]], Agreed] = {}
+        """The kinds, the least recently used first: all ranks of a pipe group have them in one order."""
+        self._pairs = set(pairs(planner.first.instructions))  # between which queues are open
+        self.dropped: list[int] = []
+        """Kinds that are not known any more, for those who keep something of each; they take them out."""
 
     def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
@@ -137,16 +149,44 @@ class Agreement:
 
     def settle(self, offer: _Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
-        number = self._numbers.setdefault(offer, len(self._numbers))
+        number = self._numbers.get(offer)
+        number = self._numbers[offer] = next(self._count) if number is None else number
         key = self._transport.gather_int("pipe", number)
         if key not in self._told:
             told = dataclasses.replace(offer, given=tuple(map(sendable, offer.given)))
             self._told[key] = self._merged(self._transport.gather("pipe", told), offer)
         together = self._told[key]
         everyone = self._rows_of_everyone(together.sizes)
-        if (key, everyone) not in self._settled:
-            self._settled[key, everyone] = self._decide(together, everyone)
-        return self._settled[key, everyone]
+        agreed = self._settled.pop((key, everyone), None) or self._decide(together, everyone)
+        self._settled[key, everyone] = agreed
+        self._drop()
+        return agreed
+
+    def _drop(self) -> None:
+        """Drops the least recently used kinds beyond a bound, and what was captured for them alone.
+
+        The first plan stays, and what the kind at hand needs; gradients, optimizers and buffers belong to no kind.
+        """
+        if self._are_many:
+            self._planner.keep([agreed.plan for agreed in self._settled.values()])
+        while self._are_many and len(self._settled) > 1:
+            self.dropped.append(self._settled.pop(next(iter(self._settled))).kind)
+            self._planner.keep([agreed.plan for agreed in self._settled.values()])
+        if self.dropped:
+            self._told = {key: self._told[key] for key, _ in self._settled}
+            known = set(itertools.chain(*self._told))
+            for offer in [offer for offer, number in self._numbers.items() if number not in known]:
+                del self._numbers[offer]
+
+    @property
+    def _are_many(self) -> bool:
+        captures = self._planner.captures
+        return len(self._settled) > KINDS or (captures is not None and len(captures.kept) > MOST)
+
+    @property
+    def graphs(self) -> list[StageGraph]:
+        """The stages of all kinds that are known."""
+        return self._planner.graphs
 
     def replan(self, planner: Planner) -> None:
         """Takes up another planner's plans, for the kinds of batch that are settled, too."""
@@ -250,15 +290,23 @@ class Agreement:
             merged = [items.described(description) for description in merged]
         pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
         pattern = dataclasses.replace(pattern, everyone=everyone)
-        with phase("capture"):
+        with phase("capture"), self._planner.or_as_before():
             plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
+        self._open(plan)
         if len(sizes) > 1 and all(row_count(one, self._options.batch_dim) is None for one in merged):
             _check_nothing_gathered(plan)
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(sizes) > 1 or self._transport.data_size > 1)
         places = self._planner.row_places(pattern) if joins else {}
-        return Agreed(len(self._settled), pattern, plan, sizes, places, has_loss)
+        return Agreed(next(self._kinds), pattern, plan, sizes, places, has_loss)
+
+    def _open(self, plan: Plan) -> None:
+        """Opens queues between ranks that have sent each other nothing before. A collective call of a pipe group."""
+        new = set(pairs(plan.instructions)) - self._pairs
+        if new:
+            self._transport.open_more(sorted(new))
+            self._pairs |= new
 
     def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
         counts = [row_count(description, self._options.batch_dim) for description in merged]

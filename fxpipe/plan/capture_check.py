@@ -229,7 +229,8 @@ class _Trial:
         saved: list[Saved] = []
         result = None
         for stage in self.graph:
-            inputs = [batch[entry] if isinstance(entry, str) else arrived[entry] for entry in stage.inputs]
+            given: Batch = {**batch, **{str(size): size.of(batch) for size in stage.sizes}}
+            inputs = [given[entry] if isinstance(entry, str) else arrived[entry] for entry in stage.inputs]
             arrived = {edge: value for edge, value in arrived.items() if edge not in stage.inputs}
             with within(self.request.autocast):
                 outputs, kept = stage.forward(*inputs)

@@ -149,4 +149,10 @@ def _with_stages(one: Captured, group: Captured, stages: set[int]) -> Captured:
 
 
 def _messages(graph: StageGraph) -> list[object]:
-    return [(stage.name, stage.inputs, stage.ways, stage.outputs, stage.has_backward) for stage in graph]
+    return [
+        (
+            *(stage.name, [entry for entry in stage.inputs if entry not in stage.sizes]),  # sizes are no messages
+            *(stage.ways, stage.outputs, stage.has_backward),
+        )
+        for stage in graph
+    ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
@@ -29,8 +31,9 @@ from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_lazily
 from fxpipe.progress import progress
-from fxpipe.schedules import Costs, Family, Limited, ScheduleName, build
-from fxpipe.schedules.lower import Instruction, lower, pairs
+from fxpipe.schedules import Family, Limited, ScheduleName, build
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.lower import Instruction, lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step, execution_order
 from fxpipe.trace import Request
@@ -56,8 +59,10 @@ class Plan:
     """All ranks' instructions in one order that a single process can run."""
     program: str
     """What was compiled, in words: the program and compile's options."""
-    saving: str = ""
-    """What recomputation saves, in words, where that was asked for."""
+    found: Costs | None = None
+    """What the search reckoned with that found its stages, or their ranks."""
+    captures: tuple[Pattern, ...] = ()
+    """The captures that its graphs come from, as ``Captures`` keeps them."""
 
     @property
     def description(self) -> str:
@@ -75,7 +80,7 @@ class Plan:
         return self.graph.placement[self.graph.output_stage]
 
     def __str__(self) -> str:
-        return "\n".join([str(self.graph), str(self.schedule), *filter(None, [self.saving])])
+        return f"{self.graph}\n{self.schedule}"
 
     def __repr__(self) -> str:
         return f"<Plan of {self.graph!r} by {self.schedule!r}>"
@@ -91,9 +96,16 @@ class Plan:
         passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
         return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
 
-    @property
+    @cached_property
     def digest(self) -> str:
+        """A hash of ``description``."""
         return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+def _is_same(plan: Plan, made_for: Pattern, captures: Sequence[Pattern], pattern: Pattern) -> bool:
+    """Whether a plan made for one pattern, of these captures, is that of another."""
+    alike = (made_for.training, made_for.microbatches) == (pattern.training, pattern.microbatches)
+    return alike and plan.captures == captures
 
 
 def digest_of(words: Iterable[str]) -> int:
@@ -103,10 +115,10 @@ def digest_of(words: Iterable[str]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Makes plans for a model (or the user's own stage graph) on so many pipe ranks, and keeps them."""
+    """Makes plans for a model (or the user's own stage graph) on a topology, and keeps them."""
 
     model: nn.Module | StageGraph
-    ranks: int
+    topology: Topology
     options: Options
     captures: Captures | None
     """Where the stages of a model come from; None for the user's own."""
@@ -121,11 +133,16 @@ class Planner:
     """What the stages take, once that is asked for: told from the shapes of the example."""
 
     @staticmethod
-    def none_yet(model: nn.Module | StageGraph, options: Options, ranks: int, device: torch.device) -> Planner:
+    def none_yet(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Planner:
         """Before the first plan. ``device``: where a model that is on no device yet will run."""
         options = options.for_calls()
-        captures = Captures.none_yet(model, options, ranks, device) if isinstance(model, nn.Module) else None
-        return Planner(model, ranks, options, captures)
+        captures = Captures.none_yet(model, options, topology, device) if isinstance(model, nn.Module) else None
+        return Planner(model, topology, options, captures)
+
+    @property
+    def ranks(self) -> int:
+        """Of a pipeline."""
+        return self.topology.size("pipe")
 
     @property
     def module(self) -> nn.Module:
@@ -178,18 +195,47 @@ class Planner:
         if known is not None:
             return known
         captured = self._captured(pattern, sample)
+        key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
+        used = () if self.captures is None else tuple(self.captures.used)
+        same = next((plan for other, plan in self.plans.items() if used and _is_same(plan, other, used, pattern)), None)
+        if same is not None:
+            self.plans[key] = same
+            return same
         graphs = self._placed(captured)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}")
+        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
+        plan = dataclasses.replace(plan, captures=used)
         if self.plans:
             self._check_same_stages(plan)
-        self.plans[pattern if captured[0].of_one_shape else pattern.for_any_shape()] = plan
+        self.plans[key] = plan
         return plan
+
+    def keep(self, wanted: Collection[Plan]) -> None:
+        """Drops all plans but these and the first one, and the captures that only dropped ones were made from."""
+        kept = {id(plan) for plan in (self.first, *wanted)}
+        for pattern in [pattern for pattern, plan in self.plans.items() if id(plan) not in kept]:
+            del self.plans[pattern]
+        if self.captures is not None:
+            plans = {id(plan): plan for plan in self.plans.values()}.values()
+            self.captures.keep({one for plan in plans for one in plan.captures})
+
+    @contextlib.contextmanager
+    def or_as_before(self) -> Iterator[None]:
+        """Where what is inside fails, no plan and no capture that was made in it is kept."""
+        before = dict(self.plans)
+        try:
+            with contextlib.nullcontext() if self.captures is None else self.captures.or_as_before():
+                yield
+        except BaseException:
+            self.plans.clear()
+            self.plans.update(before)
+            raise
 
     def _captured(self, pattern: Pattern, sample: Sample | str) -> list[Captured]:
         if isinstance(self.model, StageGraph):
             return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
         assert self.captures is not None
+        self.captures.used.clear()
         captured = self.captures.of(pattern, sample)
         return for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
 
@@ -233,9 +279,12 @@ class Planner:
             family = dataclasses.replace(family, costs=family.costs.or_else(self.by_shapes[0]))
         options = dataclasses.replace(self.options, schedule=family)
         planner = dataclasses.replace(self, options=options, again=self.first.graph.recomputed, plans={})
+        made: dict[int, Plan] = {}
         for pattern, plan in self.plans.items():
-            again = planner._scheduled(plan.graphs, pattern, plan.program) if pattern.training else plan
-            planner.plans[pattern] = again
+            if pattern.training and id(plan) not in made:
+                again = planner._scheduled(plan.graphs, pattern, plan.program)
+                made[id(plan)] = dataclasses.replace(again, captures=plan.captures)
+            planner.plans[pattern] = made.get(id(plan), plan)
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         stays = family.excess(present) is None and after > before * (1 - WORTH_IT)
@@ -278,10 +327,12 @@ class Planner:
             raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
         return dict(zip(graph.names, ranks, strict=True))
 
-    def _scheduled(self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str) -> Plan:
-        """The plan that runs the table of these graphs."""
+    def _scheduled(
+        self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str, costs: Costs | None = None
+    ) -> Plan:
+        """The plan that runs the table of these graphs. ``costs``: those of the search, whose table it is then."""
         graph = graphs[0]
-        schedule = self._schedule(graph, pattern)
+        schedule = self._schedule(graph, pattern, costs)
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
             graph = graphs[0]
@@ -289,7 +340,7 @@ class Planner:
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
-        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program)
+        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program, costs)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
@@ -302,7 +353,7 @@ class Planner:
                 )
         return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split)))
 
-    def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
+    def _schedule(self, graph: StageGraph, pattern: Pattern, costs: Costs | None) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
         groups = graph.groups(microbatches)  # which are to divide them
         table = self.options.schedule
@@ -312,7 +363,11 @@ class Planner:
             if known is not None:
                 return known
         if not isinstance(table, Schedule) or not pattern.training:
-            make = partial(self._built, self._family(graph, pattern), graph, microbatches, backward, tied)
+            if isinstance(table, Limited) and table.costs is not None:
+                costs = None  # the user's own count
+            elif self.plans and not isinstance(table, Schedule):
+                costs = self.first.schedule.costs
+            make = partial(self._built, self._family(graph, pattern), graph, microbatches, backward, tied, costs)
             return make(self._recomputed(graph, pattern, make))
         if self.options.recompute:
             raise ScheduleError(
@@ -342,7 +397,7 @@ class Planner:
             return "1f1b"
         if not isinstance(table, Limited) or table.memory is None or _tells_bytes(table.costs):
             return table
-        if not self.by_shapes and (work := self._stage_work(pattern, graph.placement)) is not None:
+        if not self.by_shapes and (work := self.stage_work(pattern, graph.placement)) is not None:
             again = (bool(self.options.recompute),) * len(graph)
             self.by_shapes.append(self._as_it_runs(work.costs(again)))
         for known in self.by_shapes:
@@ -361,6 +416,7 @@ class Planner:
         microbatches: int,
         backward: tuple[bool, ...],
         tied: tuple[tuple[int, ...], ...],
+        costs: Costs | None,
         recompute: Marked,
     ) -> Schedule:
         return build(
@@ -371,6 +427,7 @@ class Planner:
             backward=backward,
             names=graph.names,
             tied=tied,
+            costs=costs,
             gather=graph.gathers or None,
             recompute=recompute,
         )
@@ -383,21 +440,21 @@ class Planner:
         if known is not None:
             return tuple(stage.has_backward and stage.name in known for stage in graph)
         options = self.options
-        work = partial(self._stage_work, pattern, graph.placement)
+        work = partial(self.stage_work, pattern, graph.placement)
         return recomputed(graph, options.recompute, make, work, options.memory_per_rank)
 
-    def _stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+    def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+        """What the stages take, told from shapes; None where these, or the costs, are not known."""
         return None if self.captures is None else self.captures.stage_work(pattern, placement)
 
-    def told_of(self, plan: Plan, pattern: Pattern) -> Plan:
-        """The plan, with a word on what recomputation saves."""
+    def saving(self, plan: Plan, pattern: Pattern, work: StageWork | None) -> str:
+        """What recomputation saves, in words, where it was asked for."""
         if self.options.recompute is False:
-            return plan
-        graph, tied = plan.graph, plan.schedule.tied
+            return ""
+        graph, table = plan.graph, plan.schedule
         family, none = self._family(graph, pattern), (False,) * len(graph)
-        without = self._built(family, graph, pattern.microbatches, plan.schedule.backward, tied, none)
-        saving = told(graph, without, plan.schedule, self._stage_work(pattern, graph.placement))
-        return dataclasses.replace(plan, saving=saving)
+        without = self._built(family, graph, table.microbatches, table.backward, table.tied, table.costs, none)
+        return told(graph, without, table, work)
 
     def _known_table(self, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
         """The first plan's table, where it will do: replicas whose batches differ then reduce in one order."""
@@ -411,12 +468,6 @@ class Planner:
 
     def _check_same_stages(self, plan: Plan) -> None:
         """A later capture must leave every stage and every tensor where it is."""
-        new = set(pairs(plan.instructions)) - set(pairs(self.first.instructions))
-        if new:
-            raise PartitionError(
-                f"this kind of batch sends between pipe ranks {sorted(new)}, which the first kind did not; compile "
-                "again, or with example_args= of the kind that uses most of the model"
-            )
         for before, after in zip(self.first.graph, plan.graph, strict=True):
             moved = sorted(set(after.tensors) - set(before.tensors))
             if moved:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
-from fxpipe.plan.batch import Description
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.plan.batch import Description, InputDescription
 from fxpipe.trace.request import Place
 
 
@@ -53,7 +54,7 @@ def _without_sizes(leaf: object) -> object:
     return len(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
 
 
-def varying(description: Description, others: Sequence[Description]) -> frozenset[Place]:
+def varying(description: Description, others: Iterable[Description]) -> frozenset[Place]:
     """The dimensions that have another size in some of the others, which have the same outline.
 
     A size of 1 is none of them: what a dimension of 1 means, such as to be expanded, is another program.
@@ -66,12 +67,43 @@ def varying(description: Description, others: Sequence[Description]) -> frozense
     return frozenset(found)
 
 
-def names_of(shapes: Sequence[Description]) -> str:
-    """The inputs, and in which dimensions they differ, in words."""
-    places = frozenset().union(*(varying(shape, shapes) for shape in shapes))
-    return ", ".join(f"{name!r} in dimension {dim}" for name, _, dim in sorted(places))
+def differences(shapes: Iterable[Description]) -> str:
+    """Which inputs differ between micro-batches, and in which dimensions, in words."""
+    found: dict[str, list[InputDescription | None]] = {}
+    described = [dict(shape) for shape in shapes]
+    for name in dict.fromkeys(name for one in described for name in one):
+        found[name] = [one.get(name) for one in described]
+    return ", ".join(_in_words(name, given) for name, given in found.items() if len(set(given)) > 1)
+
+
+def _in_words(name: str, given: Sequence[InputDescription | None]) -> str:
+    """An input, and the dimensions in which it varies, where nothing else does."""
+    if None in given or len({outline(((name, one),)) for one in given if one is not None}) > 1:
+        return f"{name!r}"
+    shapes = zip(*(one.shapes for one in given if one is not None), strict=True)
+    dims = {dim for leaf in shapes for dim, sizes in enumerate(zip(*leaf, strict=True)) if len(set(sizes)) > 1}
+    return f"{name!r} in dimension {' and '.join(map(str, sorted(dims)))}"
+
+
+def size_at(description: Description, place: Place) -> int:
+    """The size of a dimension of an input."""
+    name, leaf, dim = place
+    return next(like.shape[dim] for one, number, like in tensors_of(description) if (one, number) == (name, leaf))
 
 
 def holds(guard: SizeGuard, description: Description) -> bool:
     """Whether a capture with this guard holds for such micro-batches, whose outline is that of its own."""
     return guard([_Sized(tensor) for _, _, tensor in tensors_of(description)])
+
+
+def with_sizes(
+    batches: Sequence[dict[str, Any]], graphs: Sequence[StageGraph], shapes: Sequence[Description]
+) -> list[dict[str, Any]]:
+    """The micro-batches, with the sizes that stages are given of inputs: all ranks know them, by the descriptions."""
+    if not any(graph.sizes for graph in graphs):
+        return list(batches)
+    likes = [{name: given.like for name, given in shape} for shape in shapes]
+    return [
+        batch | {size: size.of(like) for size in graph.sizes}
+        for batch, like, graph in zip(batches, likes, graphs, strict=True)
+    ]

@@ -52,6 +52,10 @@ class BatchCheck:
         if self.on and (beyond or (is_checked(count) and len(self._transport.ranks("pipe")) > 1)):
             self._left = (f"step {step}" if training else f"evaluate before step {step}", Digest(batches), beyond)
 
+    def forget(self, kind: int) -> None:
+        """A kind of batch is not known any more."""
+        self._counts.pop(kind, None)
+
     def compare(self, everywhere: bool) -> None:
         """Compares what an earlier call has left. A collective call of a pipe group; ``everywhere``: of all ranks.
 

@@ -44,6 +44,9 @@ class Exchange(Protocol):
     def port(self, kind: Hashable, message: Message) -> Port:
         """A message's in steps of a kind of batch, the same object in all of them."""
 
+    def forget(self, kind: Hashable) -> None:
+        """Forgets what messages of this kind of batch look like; both ends of each do."""
+
     def begin(self) -> None:
         """A step begins."""
 
@@ -58,14 +61,18 @@ class Mailbox:
     """The exchange of a process that plays all ranks: values are handed over as they are."""
 
     def __init__(self) -> None:
-        self._boxes: dict[tuple[Hashable, Message], _Letterbox] = {}
+        self._boxes: dict[Hashable, dict[Message, _Letterbox]] = {}
 
     def port(self, kind: Hashable, message: Message) -> _Letterbox:
-        return self._boxes.setdefault((kind, message), _Letterbox(message))
+        return self._boxes.setdefault(kind, {}).setdefault(message, _Letterbox(message))
+
+    def forget(self, kind: Hashable) -> None:
+        self._boxes.pop(kind, None)
 
     def begin(self) -> None:
-        for box in self._boxes.values():
-            box.value = _NOTHING
+        for boxes in self._boxes.values():
+            for box in boxes.values():
+                box.value = _NOTHING
 
     finish = drop = begin
 
@@ -106,18 +113,21 @@ class WireExchange:
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
-        self._ports: dict[tuple[Hashable, Message], _Wire] = {}
+        self._ports: dict[Hashable, dict[Message, _Wire]] = {}  # by kind of batch
         self._undescribed: dict[Pair, deque[_Wire]] = {}
         self.sending: dict[_Wire, _Under] = {}
         self.arriving: dict[_Wire, _Under] = {}
         self.headers: _Under = []
 
     def port(self, kind: Hashable, message: Message) -> _Wire:
-        port = self._ports.get((kind, message))
-        if port is None:
+        ports = self._ports.setdefault(kind, {})
+        if message not in ports:
             waiting = self._undescribed.setdefault((message.sender, message.receiver), deque())
-            port = self._ports[kind, message] = _Wire(self, message, waiting)
-        return port
+            ports[message] = _Wire(self, message, waiting)
+        return ports[message]
+
+    def forget(self, kind: Hashable) -> None:
+        self._ports.pop(kind, None)
 
     def drop(self) -> None:
         self.sending.clear()

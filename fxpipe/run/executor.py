@@ -84,7 +84,7 @@ class BatchKind:
 
 
 @dataclass(slots=True)
-class Held:
+class LeftBehind:
     """What a stage's actions of one micro-batch, or of a group, leave for those behind them."""
 
     saved: Saved | None = None
@@ -119,7 +119,7 @@ class Executor:
         self.slots: list[Any] = []
         """What was made here and not used yet."""
         self._slot_of: dict[tuple[Edge, Op, int], int] = {}
-        self.held: dict[Half, Held] = {}
+        self.held: dict[Half, LeftBehind] = {}
 
     def begin(self, step: StepInput, stopwatch: Stopwatch) -> None:
         self.step, self.stopwatch, self.made = step, stopwatch, Made(self.rank, stopwatch)
@@ -149,8 +149,8 @@ class Executor:
         """Whether what an action makes is for a backward."""
         return self.kind.training and self.stage(action).has_backward and self.runs(Op.B, action.microbatch)
 
-    def held_by(self, action: Action) -> Held:
-        return self.held.setdefault((action.stage, action.microbatch), Held())
+    def held_by(self, action: Action) -> LeftBehind:
+        return self.held.setdefault((action.stage, action.microbatch), LeftBehind())
 
     def places(self, action: Action, edge: Edge) -> Sequence[int]:
         """The micro-batches that an edge's values and gradients are numbered by, of those of an action."""

@@ -17,6 +17,7 @@ from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.like import ITEMS
 from fxpipe.options import BatchDim
 from fxpipe.plan.batch import dimension
+from fxpipe.plan.planner import digest_of
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
@@ -63,16 +64,16 @@ class GroupInputs:
     def of_batch(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> Any:
         """A batch input of a group: its rows; what is given whole must be the same for all, and is the first's."""
         along = dimension(self._batch_dim, name)
-        flat = [pytree.tree_flatten(part) for part in parts]
-        leaves = []
+        told, flat = f"input {name!r}", [pytree.tree_flatten(part) for part in parts]
+        leaves, places = list[Any](), list[int | None]()
         for column in zip(*(leaves for leaves, _ in flat), strict=True):
-            if isinstance(column[0], Tensor) and column[0].dim() and along is not None:
-                leaf = concatenated(column, along)
-                leaves.append(self._with_others(leaf, along, microbatches) if mode == "global" else leaf)
-            else:
-                if not self._is_cut:
-                    _check_whole(name, column)
-                leaves.append(column[0])
+            is_cut = isinstance(column[0], Tensor) and column[0].dim() and along is not None
+            if not is_cut and not self._is_cut:
+                _check_whole(name, column)
+            places.append(along if is_cut else None)
+            leaves.append(_in_a_row(told, column, places[-1]))
+        if mode == "global":
+            leaves = self._with_others(told, leaves, places, microbatches)
         return pytree.tree_unflatten(leaves, flat[0][1])
 
     def of_stage(
@@ -85,17 +86,15 @@ class GroupInputs:
         rows = tuple(self._rows[place] for place in microbatches)
         rows = rows if len(parts) == len(rows) else (sum(rows),)
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
-        flat = [pytree.tree_flatten(part) for part in parts]
-        leaves, places, likes = [], [], []
-        for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            place = self._place(value, number, maker, column, rows, bool(everyone))
-            leaf = column[0] if place is None else concatenated(column, place)
-            needs = isinstance(leaf, Tensor) and leaf.requires_grad
-            likes.append(Like(leaf.shape, leaf.dtype, leaf.device) if needs else None)
-            leaves.append(leaf if place is None or not everyone else self._with_others(leaf, place, microbatches))
-            places.append(place)
+        told, flat = f"{value} of stage {maker!r}", [pytree.tree_flatten(part) for part in parts]
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        places = [self._place(value, n, told, column, rows, bool(everyone)) for n, column in enumerate(columns)]
+        leaves = [_in_a_row(told, column, place) for column, place in zip(columns, places, strict=True)]
+        likes = tuple(_like(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves)
+        if everyone:
+            leaves = self._with_others(told, leaves, places, microbatches)
         spec = flat[0][1]
-        return pytree.tree_unflatten(leaves, spec), Joined(tuple(places), tuple(likes), spec, rows, everyone)
+        return pytree.tree_unflatten(leaves, spec), Joined(tuple(places), likes, spec, rows, everyone)
 
     def cut(self, joined: Joined, gradient: Any) -> list[Any]:
         """The gradient of each part. Where the value is of all replicas, a collective call of them: their sum."""
@@ -116,10 +115,10 @@ class GroupInputs:
         return [None] * len(joined.rows) if leaf is None else list(torch.split(leaf, list(joined.rows), place))
 
     def _place(
-        self, value: str, leaf: int, maker: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
+        self, value: str, leaf: int, told: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
     ) -> int | None:
         """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
-        told = f"{value} of stage {maker!r} is gathered, and"
+        told += " is gathered, and"
         if all(part is None for part in column):
             return None
         if not all(isinstance(part, Tensor) and part.dim() for part in column):
@@ -158,11 +157,32 @@ class GroupInputs:
             self._everyone[microbatches] = self._transport.gather_int("data", mine)
         return self._everyone[microbatches]
 
-    def _with_others(self, tensor: Tensor, place: int, microbatches: range) -> Tensor:
-        """The rows of all replicas, in the order of the data axis."""
+    def _with_others(
+        self, told: str, leaves: Sequence[Any], places: Sequence[int | None], microbatches: range
+    ) -> list[Any]:
+        """A value with the rows of all replicas, in the order of the data axis."""
         everyone = self._rows_of_everyone(microbatches)
         if self._transport.data_size == 1:
-            return tensor
+            return list(leaves)
+        self._check_alike(told, leaves, places)
+        pairs = zip(leaves, places, strict=True)
+        return [leaf if place is None else self._of_everyone(leaf, place, everyone) for leaf, place in pairs]
+
+    def _check_alike(self, told: str, leaves: Sequence[Any], places: Sequence[int | None]) -> None:
+        """RunError on all replicas alike where their rows do not go together. A collective call of them."""
+        facts = [
+            (leaf.dtype, leaf.requires_grad, _beside(leaf, place)) if place is not None else None
+            for leaf, place in zip(leaves, places, strict=True)
+        ]
+        if len(set(self._transport.gather_int("data", digest_of(map(str, facts))))) > 1:
+            shapes = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
+            raise RunError(
+                f"{told} is gathered over the replicas, which have it in other sizes beside its rows, or of another "
+                f"type; this one has {shapes or 'no tensor'}. Pad it to one size on all replicas, in the batch or in "
+                "front of the boundary"
+            )
+
+    def _of_everyone(self, tensor: Tensor, place: int, everyone: tuple[int, ...]) -> Tensor:
         padded = _padded(tensor.detach(), place, max(everyone))
         mine = padded.flatten().view(torch.uint8)
         given = mine.new_empty(len(everyone) * mine.numel())
@@ -194,6 +214,30 @@ def _padded(tensor: Tensor, place: int, rows: int) -> Tensor:
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     return padded
+
+
+def _like(tensor: Tensor) -> Like:
+    return Like(tensor.shape, tensor.dtype, tensor.device)
+
+
+def _beside(tensor: Tensor, place: int) -> tuple[int, ...]:
+    """A tensor's sizes in all dimensions but that of its rows."""
+    sizes = list(tensor.shape)
+    del sizes[place]
+    return tuple(sizes)
+
+
+def _in_a_row(told: str, column: Sequence[Any], place: int | None) -> Any:
+    """The parts of a group in a row, or what it has once. RunError for parts that do not go together."""
+    if place is None:
+        return column[0]
+    if len({_beside(part, place) for part in column}) > 1:
+        shapes = ", ".join(str(list(part.shape)) for part in column)
+        raise RunError(
+            f"{told} is gathered, and has shapes {shapes}, which differ beside its rows; pad it to one size in all "
+            "micro-batches, in the batch or in front of the boundary"
+        )
+    return concatenated(column, place)
 
 
 def _sizes(column: Sequence[Tensor], place: int) -> list[int]:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.parameters.dtensors import local
 from fxpipe.plan.replay import checkpoints_that_keep
 from fxpipe.run.side_effects import EffectsOf, StageState
-from fxpipe.run.written_parameters import WrittenParameters
+from fxpipe.run.written_parameters import WrittenParameters, is_plain
 from fxpipe.torch_compat import pytree, version_of
 
 T = TypeVar("T")
@@ -102,9 +102,9 @@ class Kept:
         if not alike:
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: run again from the same inputs, random numbers and "
-                "buffers, it makes something else. It depends on what is kept outside of its modules: a global, an "
-                "iterator, a file, a generator of its own; keep that in attributes or buffers of a submodule, or leave "
-                "the stage out of recompute="
+                "buffers, it makes something else. It writes what it is given by .data, or depends on what is kept "
+                "outside of its modules or inside of their Python objects: a global, an iterator, an array, a file; "
+                "keep that in attributes or buffers of a submodule, or leave the stage out of recompute="
             )
 
 
@@ -125,13 +125,7 @@ def _versions(value: Any) -> list[int]:
 def _summed_up(outputs: Sequence[Any]) -> list[Tensor]:
     """Of each plain tensor the sum, the norm, a sum in which places differ, and the unit in the last place of its type,
     on its device."""
-    return [_figures(leaf.detach()) for leaf in pytree.tree_leaves(list(outputs)) if _is_plain(leaf)]
-
-
-def _is_plain(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
-        return False
-    return type(local(leaf)) in (Tensor, nn.Parameter)
+    return [_figures(leaf.detach()) for leaf in pytree.tree_leaves(list(outputs)) if is_plain(leaf)]
 
 
 def _figures(tensor: Tensor) -> Tensor:

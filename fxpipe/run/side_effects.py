@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CellType
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.stage_graph import Stage
+from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.torch_compat import BATCH_STATISTICS, version_of
 from fxpipe.trace.snapshot import RandomState, Snapshot
@@ -144,6 +144,12 @@ class EffectsOf:
         for _, effects in self._known.values():
             if effects is not None:
                 effects.begin()
+
+    def keep(self, graphs: Iterable[StageGraph]) -> None:
+        """Lets go of all stages but these."""
+        wanted = {id(stage.module) for graph in graphs for stage in graph}
+        self._known = {key: known for key, known in self._known.items() if key in wanted}
+        self.needing_graphs = {key: module for key, module in self.needing_graphs.items() if key in wanted}
 
     def of(self, stage: Stage) -> SideEffects | None:
         """None for a stage that is a function and has no module at hand."""

@@ -23,6 +23,7 @@ from fxpipe.graph.stage_graph import Edge
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.planner import Plan
+from fxpipe.plan.sizes import with_sizes
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.bind import Bound, bind
 from fxpipe.run.exchange import Exchange
@@ -146,8 +147,20 @@ class Steps:
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])):
             agreed = self.agreement.settle(offer)
+        self._forget()
         self._check.note(agreed.kind, self.number, training, given)
         return agreed, self.agreement.batches(agreed, offer, given)
+
+    def _forget(self) -> None:
+        """Drops what is kept of kinds of batch that are not known any more; all ranks of a pipe group alike."""
+        kinds, self.agreement.dropped = self.agreement.dropped, []
+        for kind in kinds:
+            self._outcomes.pop(kind, None)
+            self._check.forget(kind)
+            self._exchange.forget(kind)
+        if kinds:
+            self._bound = {key: bound for key, bound in self._bound.items() if bound.kind.number not in kinds}
+            self._effects.keep(self.agreement.graphs)
 
     def compare_batches(self, everywhere: bool) -> None:
         """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
@@ -190,6 +203,7 @@ class Steps:
         number, replica, precision = self.number, self._transport.data_rank, self._options.precision
         if precision is not None:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
+        batches = with_sizes(batches, agreed.plan.graphs, agreed.pattern.shapes)
         return StepInput(
             self._items.add(agreed.plan.graph, batches, shares),
             shares,

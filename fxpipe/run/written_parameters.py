@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
@@ -51,7 +51,7 @@ class WrittenParameters:
                 "the stage out of recompute="
             )
         copies = {name: self._all[name].detach().clone() for name in self._by_forward}
-        unseen = {name: one for name, one in self._all.items() if self._proves and name not in copies}
+        unseen = {name: one for name, one in self._all.items() if self._proves and name not in copies and is_plain(one)}
         figures = {name: _figures(one) for name, one in unseen.items()}
         yield
         for name, copy in copies.items():
@@ -67,6 +67,13 @@ class WrittenParameters:
                 "so twice; write it behind forward_backward(...), make what is not trained a buffer "
                 "(register_buffer), or leave the stage out of recompute="
             )
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether it is a tensor whose numbers operators can look at: not sparse, quantized, or of a class of its own."""
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+        return False
+    return type(local(leaf)) in (Tensor, nn.Parameter)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -96,7 +103,8 @@ def _figures(parameter: Tensor) -> _Figures:
     numbers = local(parameter.detach())
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers.resolve_conj())
-    numbers = numbers if numbers.is_floating_point() else numbers.double()
+    if not numbers.is_floating_point() or numbers.dtype.itemsize == 1:
+        numbers = numbers.double()
     total = numbers.sum(dtype=torch.float64).item()
     norm = torch.linalg.vector_norm(numbers, dtype=torch.float64).item()
     rounding = ULPS * _eps(parameter) * norm

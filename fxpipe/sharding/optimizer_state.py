@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxpipe.errors import CheckpointError, nearest
+from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.kinds import Expected, check, is_list, is_mapping, list_of, shown
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.sharding.parameter_groups import options_of
@@ -139,6 +139,32 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
         elif key in state:
             state[key] = value
     return state
+
+
+def states_of(optimizer: str | OptimizerMaker) -> float:
+    """How many numbers an optimizer keeps of each that it steps, counted on a matrix: Adam two.
+
+    ``optimizer``: a class of torch.optim by its name, in any case, or what makes one. RunError where it is none.
+    """
+    make: Any = optimizer
+    if isinstance(optimizer, str):
+        known = {name.lower(): one for name, one in vars(torch.optim).items() if _is_optimizer(one)}
+        if optimizer.lower() not in known:
+            raise RunError(f"optimizer is {shown(optimizer)}, which torch.optim has not{nearest(optimizer, known)}")
+        make = known[optimizer.lower()]
+    if not callable(make):
+        raise RunError(f'optimizer is {shown(make)}; write a name such as "adamw", or a class of optimizers')
+    like = torch.zeros(64, 64)
+    try:
+        entry = initial_state(make, {}, like)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise RunError(f"optimizer={shown(make)} cannot step a matrix of zeros: {error}") from error
+    kept = [leaf for leaf in pytree.tree_leaves(entry) if isinstance(leaf, Tensor) and leaf.ndim]
+    return sum(leaf.nbytes for leaf in kept) / like.nbytes
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 
 
 def is_initial(entry: Entry, initial: Entry) -> bool:

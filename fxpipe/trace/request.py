@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
@@ -19,6 +19,14 @@ from fxpipe.graph.modes import Autocast
 
 Place = tuple[str, int, int]
 """A dimension of an input: its name, which of its leaves, and which dimension of that."""
+
+
+def named(places: Iterable[Place]) -> str:
+    """Dimensions of inputs, in words."""
+    told = dict.fromkeys((name, dim) for name, _, dim in sorted(places))
+    return ", ".join(f"{name!r} in dimension {dim}" for name, dim in told)
+
+
 Side = Literal["before", "after", "both"]
 
 

@@ -79,7 +79,9 @@ def is_number(node: fx.Node) -> bool:
 
 
 def _asks(node: fx.Node) -> bool:
-    """Whether ``node`` asks a tensor for its shape, type or device."""
+    """Whether ``node`` asks a tensor for its shape, type or device, or stands for the answer."""
+    if "is_number" in node.meta:
+        return True
     if node.op == "call_method":
         return node.target in _NUMBER_METHODS
     if node.target in _SIZES:
@@ -235,10 +237,11 @@ def _has_old_spectral_norm(module: nn.Module) -> bool:
 
 
 def is_known(target: Any) -> bool:
+    """Whether a function is torch's, Python's or our own; those of torchvision and others of that name are not."""
     if isinstance(target, OpOverload):
         return target.namespace in ("aten", "prims")
-    module = getattr(target, "__module__", None) or ""
-    return module.startswith(("torch", "_operator", "builtins", "math", "fxpipe")) or isinstance(
+    package = str(getattr(target, "__module__", None)).partition(".")[0]
+    return package in ("torch", "_operator", "builtins", "math", "fxpipe") or isinstance(
         target, type(torch.relu) | type(torch.Tensor.relu)
     )
 

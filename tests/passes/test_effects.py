@@ -159,6 +159,18 @@ def test_what_draws_random_numbers(body: Callable[..., Any], draws: bool, parts:
     assert effects.is_random(*last_node(body, **parts)) is draws
 
 
+def test_a_function_of_another_package_whose_name_begins_with_torch_may_draw_them() -> None:
+    def stochastic_depth(x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+    stochastic_depth.__module__ = "torchvision.ops.stochastic_depth"
+    graph = fx.Graph()
+    node = graph.call_function(stochastic_depth, (graph.placeholder("x"),))
+    assert effects.is_random(Program(nn.Module(), graph), node)
+    assert not effects.is_known(stochastic_depth)
+    assert effects.is_known(F.gelu)
+
+
 def spectral_norm() -> nn.Module:
     """A layer whose power iteration has not converged, so that the next one is seen to write."""
     module = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))

@@ -17,9 +17,10 @@ from fxpipe.errors import PartitionError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, is_boundary, is_compute
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
-from fxpipe.plan.balance import Balanced, Hardware, NodeCosts, balance, coarsen, costs_from_shapes, place_stages
+from fxpipe.plan.balance import Balanced, NodeCosts, balance, coarsen, costs_from_shapes, place_stages
 from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
 from fxpipe.plan.balance.candidates import numbered
 from fxpipe.plan.balance.coarsen import coarsened
@@ -571,13 +572,16 @@ def test_given_stages_fit_where_equal_bytes_of_parameters_do() -> None:
     """The bytes in flight are those of a graph, not of a chain; the cut by what a chain holds takes 45.6 MB."""
     seconds = [1.22e-3, 7.09e-3, 1.43e-3, 7.3e-3, 6.7e-3]
     megabytes, in_flight = [28, 7, 16, 23, 18], [0, 3.6, 0.8, 3.37, 7.05]  # parameters with 16 bytes for each
-    held = {n: HeldParameter(f"p{n}", 0, int(size / 16 * 1e6), True) for n, size in enumerate(megabytes)}
+    held = {
+        n: HeldParameter(f"p{n}", 4 * int(size / 16 * 1e6), int(size / 16 * 1e6), True)
+        for n, size in enumerate(megabytes)
+    }
     blocks = tuple(
         Block((f"n{n}",), time, 2 * time, time, frozenset([n]), frozenset([n]), True) for n, time in enumerate(seconds)
     )
     values = tuple(BlockValue(a, (b,), 10_000) for a, b in ((0, 1), (0, 2), (1, 3), (2, 3), (2, 4)))
     memory = {n: int(size * 1e6) for n, size in enumerate(in_flight)}
-    work = BlockGraph(blocks, values, (4,), memory, held, Hardware())
+    work = BlockGraph(blocks, values, (4,), memory, held, REFERENCE)
     found = search(work, 3, 4, with_costs("1f1b"), 45e6, True)
     assert max(found.best.peak_bytes) <= 45e6
 

@@ -15,8 +15,9 @@ from fxpipe.errors import PartitionError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.program import Program
+from fxpipe.hardware import Hardware
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance import Hardware, NodeCosts, costs_from_shapes
+from fxpipe.plan.balance import NodeCosts, costs_from_shapes
 from fxpipe.trace import Request, capture
 
 PLAIN = Hardware(flops=1.0, flops_16=1.0, bandwidth=1e30, launch=0.0)
@@ -66,7 +67,7 @@ def test_backward_is_a_product_for_each_factor_that_needs_a_gradient() -> None:
 def test_w_needs_what_its_calls_were_given_and_the_gradients_of_what_they_made() -> None:
     costs = costs_of(Two(), x=like(5, 8))
     sizes = [sum(costs.memory[key] for key in costs[name].deferred) for name in ("first", "relu", "second")]
-    assert sizes == [4 * 5 * (8 + 16), 0, 4 * 5 * (16 + 4)]
+    assert sizes == [4 * 5 * 16, 0, 4 * 5 * (16 + 4)]  # the batch is there anyway
     frozen = Two().requires_grad_(False)
     assert not costs_of(frozen, x=like(5, 8))["first"].deferred
 
@@ -163,8 +164,8 @@ class Mixed(nn.Module):
 
 
 def kept_by_autograd(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes of the memory that a forward keeps for backward, parameters excluded."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    """Bytes of the memory that a forward keeps for backward, parameters and inputs excluded."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *inputs]}
     kept: dict[int, int] = {}
     alive = []
 

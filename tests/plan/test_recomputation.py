@@ -12,8 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import Schedule, Topology, stage_boundary
-from fxpipe.plan.planner import Plan
+from fxpipe import Preview, Schedule, Topology, stage_boundary
 from tests.thinned import every
 
 WIDTH, MICROBATCHES = 32, 8
@@ -42,7 +41,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def preview(model: nn.Module | None = None, ranks: int = 4, **options: Any) -> Plan:
+def preview(model: nn.Module | None = None, ranks: int = 4, **options: Any) -> Preview:
     defaults = {"microbatches": MICROBATCHES, "example_args": (torch.randn(8192, WIDTH),)}
     return fxpipe.preview(model or Blocks(), Topology([("pipe", ranks)]), **defaults | options)
 
@@ -112,7 +111,7 @@ def test_a_table_says_itself_what_is_recomputed() -> None:
 # --- as few as fit ---
 
 
-def most_bytes(plan: Plan) -> list[float]:
+def most_bytes(plan: Preview) -> list[float]:
     """What a preview says that each rank's activations are at their peak, in MiB."""
     (line,) = [line for line in str(plan).splitlines() if line.startswith("activations at their peak, MiB")]
     return [float(number) for number in re.findall(r"→ ([\d.]+)", line)]
@@ -152,7 +151,7 @@ def test_auto_is_no_slower_than_any_choice_that_fits(part: float) -> None:
     ]
     base = [static([0, 1]), static([2, 3])]
 
-    def peak(plan: Plan) -> float:
+    def peak(plan: Preview) -> float:
         return max(held * 2**20 + own for held, own in zip(most_bytes(plan), base, strict=True))
 
     least, most = peak(every[-1]), peak(every[0])
@@ -165,7 +164,7 @@ def test_auto_is_no_slower_than_any_choice_that_fits(part: float) -> None:
     assert all(makespan(chosen) <= makespan(plan) * 1.001 for plan in every if again(plan.schedule) in fitting)
 
 
-def makespan(plan: Plan) -> float:
+def makespan(plan: Preview) -> float:
     """What a preview says that recomputation costs, as a part of the step without."""
     (found,) = re.findall(r"makespan ([+-][\d.]+)%", str(plan))
     return 1 + float(found) / 100

@@ -158,7 +158,7 @@ def test_a_sum_has_the_totals_and_counts_of_all_replicas(kind: str, topology: To
         assert got.count == wanted.count
 
 
-@pytest.mark.parametrize(("rows", "outputs"), every(2, in_turn(list(ROWS.values()), ["all", "last"])))
+@pytest.mark.parametrize(("rows", "outputs"), in_turn(every(2, list(ROWS.values())), ["last", "all"]))
 def test_of_a_dict_the_numbers_are_the_whole_batchs_and_the_rows_the_replicas(
     rows: tuple[int, int], outputs: str, two_replicas: Engine
 ) -> None:

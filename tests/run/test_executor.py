@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 import fxpipe.run.step
-from fxpipe.run.executor import NOT_MADE, Executor, Held
+from fxpipe.run.executor import NOT_MADE, Executor, LeftBehind
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 
@@ -67,7 +67,7 @@ def test_nothing_is_kept_of_a_micro_batch_without_weight(executors: list[Executo
     assert len(executors) == 2
     assert all(slot is NOT_MADE for executor in executors for slot in executor.slots)
     assert all(executor.held.values() for executor in executors)
-    assert all(held == Held() for executor in executors for held in executor.held.values())
+    assert all(held == LeftBehind() for executor in executors for held in executor.held.values())
 
 
 def test_a_micro_batch_without_weight_may_have_a_loss_without_gradient(batch: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fxpipe import RunError, Topology
-from fxpipe.distributed.strict_transport import current_seat, run_strict
+from fxpipe.distributed.strict_transport import StrictTransport, current_seat, run_strict
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.graph.gathering import Places
 from fxpipe.run.group_inputs import SCOPE, GroupInputs
+from fxpipe.torch_compat import pytree
 
 ALL = range(3)
 ROWS = (2, 3, 2)
@@ -117,8 +119,6 @@ def over_replicas(rows: list[tuple[int, ...]], along: int, has_gradient: list[bo
     seat = current_seat()
     assert seat is not None
     topology = Topology([("data", len(rows))])
-    from fxpipe.distributed.strict_transport import StrictTransport
-
     transport = StrictTransport(seat, topology)
     transport.open([], [], {SCOPE: topology.groups("data")})
     mine, sizes = rows[seat.rank], [sum(one) for one in rows]
@@ -147,3 +147,44 @@ def test_replicas_see_all_rows_in_their_order_and_gradients_are_summed(along: in
         assert joined.requires_grad
         for part, wanted in zip(parts, (factor * own).split(list(mine), along), strict=True):
             assert torch.allclose(part, wanted, rtol=1e-14, atol=0)
+
+
+def test_parts_of_other_sizes_beside_their_rows_are_refused() -> None:
+    parts = [torch.ones(2, 5), torch.ones(3, 4), torch.ones(2, 5)]
+    told = r"has shapes \[2, 5\], \[3, 4\], \[2, 5\], which differ beside its rows; pad it to one size"
+    with pytest.raises(RunError, match=f"v of stage 'a' is gathered, and {told}"):
+        inputs(places={("v", 0): (0,)}).of_stage("v", "a", parts, ALL, "batch")
+    with pytest.raises(RunError, match=f"input 'x' is gathered, and {told}"):
+        inputs().of_batch("x", parts, ALL, "batch")
+
+
+def in_other_sizes(values: list[Any], is_input: bool) -> str:
+    """What a replica is told."""
+    seat = current_seat()
+    assert seat is not None
+    topology = Topology([("data", len(values))])
+    transport = StrictTransport(seat, topology)
+    transport.open([], [], {SCOPE: topology.groups("data")})
+    group = GroupInputs(transport, 0, (3,), True, {("v", 0): (0,)})
+    take = partial(group.of_batch, "v") if is_input else partial(group.of_stage, "v", "a")
+    with pytest.raises(RunError) as caught:
+        take([values[seat.rank]], range(1), "global")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_input", [True, False])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [torch.ones(3, 5), torch.ones(3, 4)],
+        [torch.ones(3, 5), torch.ones(3, 5, dtype=torch.float64)],
+        [torch.ones(3, 5), torch.ones(3, 5, requires_grad=True)],
+        [[torch.ones(3, 5), None], [torch.ones(3, 5), torch.ones(3)]],
+    ],
+    ids=["another length", "another type", "a gradient", "a mask"],
+)
+def test_replicas_whose_rows_do_not_go_together_are_all_told(values: list[Any], is_input: bool) -> None:
+    for rank, told in enumerate(run_strict(lambda rank: in_other_sizes(values, is_input), 2, 0)):
+        assert "v" in told
+        assert "is gathered over the replicas, which have it in other sizes" in told
+        assert str(list(pytree.tree_leaves(values[rank])[0].shape)) in told

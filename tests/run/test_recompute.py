@@ -380,6 +380,13 @@ def test_a_parameter_that_a_forward_leaves_as_it_has_made_it_is_not() -> None:
     assert trained_in_backward(Renews(normalised), makes_steps=False)
 
 
+def test_frozen_parameters_of_any_type_are_looked_at() -> None:
+    first = look_up()
+    for number, dtype in enumerate((torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64)):
+        first.register_parameter(f"of_type_{number}", nn.Parameter(torch.ones(3).to(dtype), requires_grad=False))
+    assert trained_in_backward(first, makes_steps=False)
+
+
 def test_a_frozen_parameter_that_is_put_in_place_of_another_is_so_once() -> None:
     def moved(one: Renews, x: Tensor) -> None:
         one.mean.data = one.mean.data * 0.9 + x.mean(0) * 0.1

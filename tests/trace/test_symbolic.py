@@ -910,8 +910,9 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3, 3))
     def forward(self, x):
-        return self.b(fxpipe.stage_boundary(self.a(x))).sum()
+        return self.b(fxpipe.stage_boundary(nn.functional.gelu(self.a(x)) * self.scale.mean())).sum()
 
 fxpipe.compile(Model(), fxpipe.Topology([("pipe", 2)]))
 made = torch.compile(lambda x: x + torch.zeros(3), fullgraph=True, backend="eager")(torch.ones(3))

@@ -149,6 +149,57 @@ def test_replicas_may_differ_in_it(zero: int, pool: Pool) -> None:
             assert_same(state[name], tensor, name, 1e-6)
 
 
+class MaybeMixed(nn.Module):
+    """start → mix → end; without an image the start's value goes to the end, between ranks that were strangers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.image, self.mix, self.end = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, text: Tensor, image: Tensor | None = None) -> Tensor:
+        h = torch.tanh(self.start(text))
+        if image is not None:
+            h = torch.tanh(self.mix(stage_boundary(h, name="mix") + self.image(image)))
+        return self.end(stage_boundary(h, name="end")).square().mean()
+
+
+def mixed_steps(data: int) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+    """Of two replicas, one meets the batch without an image a step earlier than the other."""
+    topology = fxpipe.Topology([("pipe", 3), ("data", data)])
+    replica = replica_of(topology) if data > 1 else 0
+    torch.manual_seed(0)
+    forward_backward = fxpipe.compile(MaybeMixed(), topology, microbatches=4, example_kwargs=batches()[0])
+    ran = []
+    for batch in batches()[replica : replica + 4 - data]:
+        forward_backward.zero_grad()
+        loss = forward_backward(**batch)
+        ran.append((loss, gradients_of(forward_backward.named_parameters())))
+    return ran
+
+
+@pytest.mark.parametrize(("engine", "data"), [("local", 1), ("strict 1", 2), ("distributed", 1)])
+def test_ranks_that_sent_each_other_nothing_before_are_connected_when_such_a_batch_comes(
+    engine: str, data: int, request: pytest.FixtureRequest
+) -> None:
+    runs = engine_of(engine, lambda: request.getfixturevalue("pool"))(3 * data, mixed_steps, data)
+    torch.manual_seed(0)
+    plain = MaybeMixed()
+    for step in range(len(runs[0])):
+        plain.zero_grad()
+        total = torch.zeros(())
+        for batch in batches()[step : step + data]:
+            for place in range(4):
+                part = {name: None if value is None else value.chunk(4)[place] for name, value in batch.items()}
+                loss = plain(**part) / (4 * data)
+                loss.backward()
+                total = total + loss.detach()
+        for run in runs:
+            assert_same(run[step][0], total, f"loss of step {step}", 1e-6 * (data - 1))
+            for name, gradient in run[step][1].items():
+                wanted = plain.get_parameter(name).grad
+                assert_same(gradient, wanted, f"{name} of step {step}", 1e-6 * (data - 1))
+
+
 def test_a_batch_that_needs_more_than_the_first_kind_is_refused() -> None:
     forward_backward = fxpipe.compile(
         model(), fxpipe.Topology([("pipe", 2)]), microbatches=2, example_kwargs=batches()[1]

@@ -2,7 +2,6 @@
 
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_stages
 from fxpipe.plan.balance.choose import Balanced, balance, place_stages
-from fxpipe.plan.balance.hardware import Hardware
 from fxpipe.plan.balance.node_costs import CostUnknown, NodeCost, NodeCosts, costs_from_shapes
 from fxpipe.plan.balance.stage_work import StageWork
 
@@ -10,7 +9,6 @@ __all__ = [
     "Balanced",
     "BlockGraph",
     "CostUnknown",
-    "Hardware",
     "NodeCost",
     "NodeCosts",
     "StageWork",

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpipe.graph.program import Program, is_compute, made_by
+from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import blocks
-from fxpipe.plan.balance.hardware import Hardware
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
+from fxpipe.plan.memory import Account
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class BlockGraph:
     """Bytes of what blocks keep, by key."""
     held: Mapping[int, HeldParameter]
     """The parameters, by key."""
-    hardware: Hardware = field(default_factory=Hardware)
+    hardware: Hardware = REFERENCE
+    account: Account = field(default_factory=Account)
+    """How parameters are counted."""
     gather: Mapping[int, int | None] = field(default_factory=dict)
     """Blocks that run for several micro-batches at once → for how many, None for all; each is a stage then."""
 
@@ -86,8 +89,7 @@ class BlockGraph:
     @cached_property
     def static(self) -> Mapping[int, float]:
         """What each parameter takes where it lives, with gradient and optimizer state if it is trained."""
-        whole = self.hardware.bytes_per_parameter
-        return {key: held.count * whole if held.trained else float(held.size) for key, held in self.held.items()}
+        return {key: held.on(self.account).sum for key, held in self.held.items()}
 
     def static_bytes(self, parameters: Iterable[int]) -> float:
         """What parameters take together."""
@@ -109,7 +111,7 @@ class BlockGraph:
                 values.append(BlockValue(source, targets, value.size))
         merged = tuple(_together([self.blocks[number] for number in group]) for group in groups)
         result = tuple(sorted({group_of[block] for block in self.result}))
-        return BlockGraph(merged, tuple(values), result, self.memory, self.held, self.hardware)
+        return BlockGraph(merged, tuple(values), result, self.memory, self.held, self.hardware, self.account)
 
 
 def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
@@ -117,7 +119,7 @@ def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
     cut = blocks(program)
     values = tuple(BlockValue(source, targets, costs[name].bytes_out) for name, source, targets in cut.values)
     made = tuple(_block(names, costs) for names in cut.nodes)
-    return BlockGraph(made, values, cut.result, costs.memory, costs.parameters, costs.hardware)
+    return BlockGraph(made, values, cut.result, costs.memory, costs.parameters, costs.hardware, costs.account)
 
 
 def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
@@ -136,7 +138,8 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
         BlockValue(program.stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()
     )
     made = tuple(_block(names, costs) for names in members)
-    return BlockGraph(made, values, (program.output_stage or 0,), costs.memory, costs.parameters, costs.hardware)
+    ends = (program.output_stage or 0,)
+    return BlockGraph(made, values, ends, costs.memory, costs.parameters, costs.hardware, costs.account)
 
 
 def _members(program: Program, stage: int) -> tuple[str, ...]:

@@ -122,8 +122,5 @@ def place_stages(
 
 
 def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCosts) -> Balanced:
-    what = (
-        f"costs from shapes; {costs.hardware.bytes_per_parameter:g} bytes for each trained parameter: value, "
-        "gradient and the optimizer's two moments"
-    )
+    what = f"costs from shapes; {costs.account}"
     return Balanced(program, layout.rank_of, found.best, found.others, what)

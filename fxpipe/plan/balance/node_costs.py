@@ -19,9 +19,10 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.modes import Autocast, modes_restored, within
 from fxpipe.graph.program import Program, where
+from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.passes.defer_weights import deferred_calls
-from fxpipe.plan.balance.hardware import Hardware
 from fxpipe.plan.balance.operator_costs import OperatorMeter
+from fxpipe.plan.memory import Account, Held
 from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree
@@ -44,7 +45,13 @@ class NodeCost:
     backward: float = 0.0
     weight: float = 0.0
     flops: float = 0.0
+    backward_flops: float = 0.0
+    """Operations of its products, forward and backward; what is computed again in backward counts in neither."""
+    ideal: float = 0.0
+    """Seconds that both take at the device's peak."""
     bytes_out: int = 0
+    gradient_bytes: int = 0
+    """Those of what it makes, and of what of it gets a gradient."""
     saved: frozenset[int] = frozenset()
     parameters: frozenset[int] = frozenset()
     trains: bool = False
@@ -55,12 +62,17 @@ class NodeCost:
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A parameter: its bytes, and whether it is trained."""
+    """A parameter: its bytes as stages run it, and whether it is trained."""
 
     name: str
     size: int
     count: int
     trained: bool
+    floating: bool = True
+
+    def on(self, account: Account) -> Held:
+        """What it takes where it lives."""
+        return account.held(self.count, self.size // max(self.count, 1), self.trained, self.floating)
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,9 @@ class NodeCosts:
     """Bytes of what is kept for backward, by key; parameters are not among it."""
     parameters: Mapping[int, HeldParameter] = field(default_factory=lambda: MappingProxyType({}))
     """The model's parameters, tied ones once."""
-    hardware: Hardware = field(default_factory=Hardware)
+    hardware: Hardware = REFERENCE
+    account: Account = field(default_factory=Account)
+    """How parameters are counted."""
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
@@ -92,8 +106,9 @@ def costs_from_shapes(
     example: Mapping[str, Any],
     device: torch.device = torch.device("cpu"),  # noqa: B008  (it is immutable)
     autocast: Sequence[Autocast] = (),
-    hardware: Hardware | None = None,
+    hardware: Hardware = REFERENCE,
     compute: torch.dtype | None = None,
+    account: Account = Account(),  # noqa: B008  (so is this)
 ) -> NodeCosts:
     """The costs of each node for a micro-batch like ``example``: input → value, a ``TensorLike`` for each tensor in it.
 
@@ -105,11 +120,11 @@ def costs_from_shapes(
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
     with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
-        run = _CostingRun(program, fake, example, hardware or Hardware())
+        run = _CostingRun(program, fake, example, hardware)
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
         run.defer(deferred_calls(program))
-        return run.costs()
+        return dataclasses.replace(run.costs(), account=account)
 
 
 class _CostingRun:
@@ -130,12 +145,13 @@ class _CostingRun:
         for name, parameter in names.items():
             size = parameter.numel() * parameter.element_size()
             self.held[self._numbers[id(parameter)]] = HeldParameter(
-                name, size, parameter.numel(), parameter.requires_grad
+                name, size, parameter.numel(), parameter.requires_grad, parameter.is_floating_point()
             )
-        tensors = [*names.values(), *program.module.buffers()]
+        tensors = [*names.values(), *program.module.buffers(), *_tensors(self.inputs)]  # a batch is there anyway
         self._own = {id(tensor.untyped_storage()) for tensor in tensors}
         self._storages += [tensor.untyped_storage() for tensor in tensors]
-        self.meter = OperatorMeter(hardware, lambda tensor: id(tensor.untyped_storage()) in self._own)
+        weights = {id(parameter.untyped_storage()) for parameter in names.values()}
+        self.meter = OperatorMeter(hardware, lambda tensor: id(tensor.untyped_storage()) in weights)
 
     def costs(self) -> NodeCosts:
         return NodeCosts(self.found, self.memory, self.held, self.hardware)
@@ -173,12 +189,15 @@ class _CostingRun:
             with modes_of(node), self.meter:
                 self.values[node] = call_node(self.program, node, self.values)
             cost = self._measured()
+        except FigureMissing:
+            raise
         except Exception as error:
             cost = self._guessed(node, error)
         used = self._parameters(node)
         self.found[node.name] = dataclasses.replace(
             cost,
-            bytes_out=sum(t.numel() * t.element_size() for t in _tensors(self.values[node])),
+            bytes_out=sum(map(_bytes, made := _tensors(self.values[node]))),
+            gradient_bytes=sum(_bytes(tensor) for tensor in made if tensor.requires_grad),
             parameters=frozenset(used),
             trains=any(self.held[number].trained for number in used),
         )
@@ -191,7 +210,10 @@ class _CostingRun:
         backward = meter.input + meter.weight + again + 2 * again
         if meter.products > len(self._packed):
             backward += meter.forward
-        return NodeCost(meter.forward, backward, meter.weight, meter.flops, saved=frozenset(self._saved))
+        saved = frozenset(self._saved)
+        return NodeCost(
+            meter.forward, backward, meter.weight, meter.flops, meter.backward_flops, meter.ideal, saved=saved
+        )
 
     def _guessed(self, node: fx.Node, error: Exception) -> NodeCost:
         """Of a node that cannot run on fake tensors: from what its capture saw it make."""
@@ -208,7 +230,8 @@ class _CostingRun:
         seconds = self.hardware.seconds(flops, moved, 4)
         for tensor in made:
             self._pack(tensor)
-        return NodeCost(seconds, 2 * seconds, seconds, flops, saved=frozenset(self._saved))
+        ideal = 3 * flops / self.hardware.peak(4)
+        return NodeCost(seconds, 2 * seconds, seconds, flops, 2 * flops, ideal, saved=frozenset(self._saved))
 
     def _parameters(self, node: fx.Node) -> set[int]:
         """The numbers of the parameters that a node uses."""

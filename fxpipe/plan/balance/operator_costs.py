@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe.plan.balance.hardware import Hardware
+from fxpipe.hardware import Hardware
 from fxpipe.torch_compat import TorchDispatchMode, packet_of, pytree, schema_of
 
 _ATTENTION = "_scaled_dot_product"
@@ -37,7 +37,10 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.clear()
 
     def clear(self) -> None:
-        self.forward = self.input = self.weight = self.flops = self.without_gradient = 0.0
+        self.forward = self.input = self.weight = self.without_gradient = 0.0
+        self.flops = self.backward_flops = 0.0
+        self.ideal = 0.0
+        """Seconds that the products take at the peak."""
         self.products = 0
         """The matrix products that are differentiated."""
 
@@ -60,10 +63,13 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds = self._hardware.seconds(flops, moved, made[0].element_size())
         self.forward += seconds
         self.flops += flops
-        self._note_gradients(name, given, made, seconds, bool(flops))
+        before = self.backward_flops
+        self._note_gradients(name, given, made, seconds, flops)
+        if flops:
+            self.ideal += (flops + self.backward_flops - before) / self._hardware.peak(made[0].element_size())
 
     def _note_gradients(
-        self, name: str, given: Sequence[Tensor], made: Sequence[Tensor], seconds: float, is_product: bool
+        self, name: str, given: Sequence[Tensor], made: Sequence[Tensor], seconds: float, flops: float
     ) -> None:
         """A product's backward is a product for each factor that needs a gradient; another operator's moves as many
         bytes as its forward, but the gradient of an embedding is as large as its table."""
@@ -77,10 +83,12 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(_ATTENTION):
             self.products += 1
             self.input += _ATTENTION_BACKWARD * seconds
-        elif is_product:
+            self.backward_flops += 2 * flops
+        elif flops:
             self.products += 1
             for tensor in [tensor for tensor in needing if tensor.dim() > 1]:
                 self._note_gradient(tensor, seconds)
+                self.backward_flops += flops
         elif name in _GATHERS:
             table = _bytes(needing[0]) + sum(map(_bytes, made))
             self._note_gradient(needing[0], self._hardware.seconds(0, table, needing[0].element_size()))

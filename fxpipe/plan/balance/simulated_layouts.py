@@ -33,11 +33,12 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutOutcome:
-    """What a layout comes to. ``seconds``: the makespan, or what the busiest link takes if that is more, and the sums
-    of tied gradients that follow."""
+    """What a layout comes to. ``seconds``: the makespan of its table, or what the busiest link takes if that is more,
+    and the sums of tied gradients that follow."""
 
     layout: StageLayout
     seconds: float
+    makespan: float
     schedule: Schedule
     costs: Costs
     peak_bytes: tuple[float, ...]
@@ -50,7 +51,7 @@ class LayoutOutcome:
     @property
     def bubble(self) -> float:
         busy = sum(self.costs.time(action) for row in self.schedule.rows for action in row)
-        return 1 - busy / (self.seconds * len(self.schedule.rows)) if self.seconds else 0.0
+        return 1 - busy / (self.makespan * len(self.schedule.rows)) if self.makespan else 0.0
 
 
 class Staged:
@@ -143,7 +144,7 @@ class Staged:
             pair = self.layout.rank_of[source], self.layout.rank_of[target]
             if pair[0] != pair[1]:
                 sent[pair] = sent.get(pair, 0) + size
-        return self.microbatches * max(sent.values(), default=0) / self.work.hardware.link
+        return self.microbatches * max(sent.values()) / self.work.hardware.wire(crosses=False) if sent else 0.0
 
     @cached_property
     def tied_seconds(self) -> float:
@@ -256,8 +257,8 @@ class Judge:
         held = peak_bytes(schedule, staged.costs)
         peaks = tuple(static + most for static, most in zip(staged.static_bytes, held, strict=True))
         self.least_bytes = min(self.least_bytes, max(peaks))
-        seconds = staged.whole(schedule.simulate(staged.costs).makespan)
-        return LayoutOutcome(layout, seconds, schedule, staged.costs, peaks)
+        makespan = schedule.simulate(staged.costs).makespan
+        return LayoutOutcome(layout, staged.whole(makespan), makespan, schedule, staged.costs, peaks)
 
 
 def without_gaps(stage_of: Sequence[int], rank_of: Sequence[int], origin: str) -> StageLayout:

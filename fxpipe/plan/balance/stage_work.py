@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.plan.balance.block_graph import BlockGraph
+from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.plan.balance.simulated_layouts import Staged, StageLayout
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.in_flight import peak_bytes
@@ -17,12 +18,14 @@ from fxpipe.schedules.schedule import Schedule, Timeline
 @dataclass(frozen=True)
 class StageWork:
     """``plain``: a block for each stage. ``keeping``: the same where what the model checkpoints keeps its activations,
-    as it does in an R."""
+    as it does in an R; reckoned where it is asked for."""
 
     plain: BlockGraph
-    keeping: BlockGraph
+    keeping: Callable[[], BlockGraph]
     placement: tuple[int, ...]
     microbatches: int
+    nodes: NodeCosts
+    """What the stages' nodes take."""
 
     def simulated(self, schedule: Schedule, recomputed: Sequence[bool]) -> Timeline:
         """When each action of a table would run."""
@@ -30,7 +33,10 @@ class StageWork:
 
     def costs(self, recomputed: Sequence[bool]) -> Costs:
         """Those of the stages, of which some are recomputed."""
-        one, other = self._plain.costs, self._staged(self.keeping).costs
+        one = self._plain.costs
+        if not any(recomputed):
+            return one
+        other = self._keeping.costs
 
         def chosen(name: str) -> list[float]:
             pairs = zip(getattr(one, name), getattr(other, name), recomputed, strict=True)
@@ -48,9 +54,17 @@ class StageWork:
         held = peak_bytes(plan.schedule, plan.costs)
         return tuple(a + b for a, b in zip(self._plain.static_bytes, held, strict=True))
 
+    def seconds(self, plan: Timeline) -> float:
+        """Those of a step, no fewer than the busiest link takes, with the sums of tied gradients behind it."""
+        return self._plain.whole(plan.makespan)
+
     @cached_property
     def _plain(self) -> Staged:
         return self._staged(self.plain)
+
+    @cached_property
+    def _keeping(self) -> Staged:
+        return self._staged(self.keeping())
 
     def _staged(self, work: BlockGraph) -> Staged:
         return Staged(work, StageLayout(tuple(range(len(work))), self.placement), self.microbatches)

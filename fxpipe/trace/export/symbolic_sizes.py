@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.torch_compat import FakeTensor, hint_of
+from fxpipe.torch_compat import FakeTensor, hint_of, size_decisions
+from fxpipe.trace.patching import patched
+from fxpipe.trace.user_line import current_line, is_users
+
+
+@contextlib.contextmanager
+def symbolic_lengths() -> Iterator[None]:
+    """While it is open ``len()`` of a tensor is symbolic as ``shape[0]`` is: Python's own makes a number of it.
+
+    In the modules of users, not in ``builtins``: torch._dynamo keeps what it finds there in tables, for good.
+    """
+    modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
+    users = [home for name, home in modules.items() if name == "__main__" or is_users(home.get("__file__") or "<")]
+    homes = [home for home in users if "len" not in home]
+    try:
+        for home in homes:
+            home["len"] = _length
+        yield
+    finally:
+        for home in homes:
+            home.pop("len", None)
+
+
+def _length(value: Any, /) -> Any:
+    is_symbolic = isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
+    return value.shape[0] if is_symbolic else len(value)
+
+
+@contextlib.contextmanager
+def fixing_lines() -> Iterator[list[str]]:
+    """The lines of the user's source, in traceback form, that make a number of a symbolic size while it is open."""
+    env, name = size_decisions()
+    decide, lines = getattr(env, name), list[str]()
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guards, fixed = len(self.guards), _fixed(self)
+        answer = decide(self, *args, **kwargs)
+        if _fixed(self) > fixed or (len(self.guards) > guards and not _is_bool(answer)):
+            lines.append(current_line())
+        return answer
+
+    with patched(env, name, noting):
+        yield lines
+
+
+def _fixed(env: Any) -> int:
+    """How many symbols have become numbers."""
+    return sum(bool(expression.is_number) for expression in env.replacements.values())
+
+
+def _is_bool(answer: Any) -> bool:
+    return isinstance(answer, bool) or bool(getattr(answer, "is_Boolean", False))
+
+
+def is_fixed(size: Any) -> bool:
+    """Whether a size is a number, be it one that a symbol has become."""
+    return not isinstance(size, torch.SymInt) or bool(size.node.expr.is_number)
 
 
 def is_symbolic(tensor: Tensor) -> bool:

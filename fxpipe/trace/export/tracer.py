@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, recording, words
@@ -24,13 +25,16 @@ from fxpipe.trace.cutting import cutting
 from fxpipe.trace.export.boundary_operator import marked
 from fxpipe.trace.export.conversion import TENSOR, Traced, modes_as_operations
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
+from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, symbolic_lengths
 from fxpipe.trace.fake import fake_model
 from fxpipe.trace.patching import plain_modes
-from fxpipe.trace.request import Request
+from fxpipe.trace.request import Request, named
 from fxpipe.trace.user_line import line_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
 
+_LINES = 3
+"""So many lines are told."""
 _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What a graph computes: tensors, and Python numbers that are the values of tensors."""
 
@@ -41,12 +45,13 @@ def export(request: Request) -> Program:
 
     With dimensions that vary kept symbolic, where the model allows it.
     """
+    if not request.varying:
+        return _export(request)
     try:
         return _export(request)
-    except TraceError:
-        if not request.varying:
-            raise
-    return _export(replace(request, varying=frozenset()))
+    except TraceError as error:
+        why = f"torch.export takes no symbolic size of {named(request.varying)}: {error}"
+    return _export(replace(request, varying=frozenset())).replace(fixed_sizes=why)
 
 
 def _export(request: Request) -> Program:
@@ -56,8 +61,9 @@ def _export(request: Request) -> Program:
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
             call = _ExportedCall(request, guard, fake.inputs(request.example))
-            exported = _exported(call)
-        program = call.traced(exported).program()
+            with fixing_lines() as lines:  # none, where nothing is symbolic
+                exported = _exported(call)
+        program = call.traced(exported).program().replace(fixed_sizes=call.fixed_sizes(exported, lines))
     check_boundaries(program.graph, call.boundaries)
     return program
 
@@ -78,7 +84,8 @@ def _exported(call: _ExportedCall) -> torch.export.ExportedProgram:
     try:
         with within(call.request.autocast), modes_as_operations(), contextlib.redirect_stderr(printed):
             sizes = call.dynamic_shapes if call.request.varying else None
-            exported = torch.export.export(_Root(call), (call.tensors,), dynamic_shapes=sizes, strict=False)
+            with symbolic_lengths() if sizes is not None else contextlib.nullcontext():
+                exported = torch.export.export(_Root(call), (call.tensors,), dynamic_shapes=sizes, strict=False)
     except TraceError:
         raise
     except Exception as error:
@@ -120,8 +127,18 @@ class _ExportedCall:
         self._spec = pytree.tree_structure(None)
 
     @property
+    def _leaves(self) -> list[tuple[str, int, Tensor]]:
+        """The tensors: (input, which of its leaves, the tensor)."""
+        return [
+            (name, place, leaf)
+            for name, value in self.values.items()
+            for place, leaf in enumerate(pytree.tree_leaves(value))
+            if isinstance(leaf, Tensor)
+        ]
+
+    @property
     def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in pytree.tree_leaves(dict(self.values)) if isinstance(leaf, Tensor)]
+        return [leaf for _, _, leaf in self._leaves]
 
     @property
     def dynamic_shapes(self) -> tuple[list[dict[int, Any]]]:
@@ -130,11 +147,27 @@ class _ExportedCall:
         return (
             [
                 {dim: Dim.AUTO for dim in range(leaf.dim()) if (name, place, dim) in varying}
-                for name, value in self.values.items()
-                for place, leaf in enumerate(pytree.tree_leaves(value))
-                if isinstance(leaf, Tensor)
+                for name, place, leaf in self._leaves
             ],
         )
+
+    def fixed_sizes(self, exported: torch.export.ExportedProgram, lines: Sequence[str]) -> str:
+        """What of the dimensions that vary the capture has as numbers, and which lines made numbers of sizes."""
+        inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
+        specs = zip(inputs, exported.graph_signature.input_specs, strict=True)
+        given = [node.meta["val"] for node, spec in specs if spec.kind is InputKind.USER_INPUT]
+        (asked,) = self.dynamic_shapes
+        places = [
+            (name, place, dim)
+            for (name, place, _), dims, tensor in zip(self._leaves, asked, given, strict=True)
+            for dim in dims
+            if is_fixed(tensor.shape[dim])
+        ]
+        told = list(dict.fromkeys(filter(None, lines)))[:_LINES]
+        if not self.request.varying or not (places or told):
+            return ""
+        what = f"the size of {named(places)}" if places else "a size"
+        return "\n".join([f"forward makes a number of Python's of {what}, so each takes a capture", *told])
 
     def flat(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Any]:
         """What the model computes of these tensors; keeps what else is in its result."""

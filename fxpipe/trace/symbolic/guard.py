@@ -44,6 +44,7 @@ class Guard:
             # The first operation under any dispatch mode imports torch._dynamo, which then keeps torch's functions
             # as it finds them, for good: so now, before any of them is patched.
             torch.empty(0)
+        torch.overrides.get_overridable_functions()  # and so this, or what patches hold would never go: all parameters
         try:
             with (
                 self._state,

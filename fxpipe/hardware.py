@@ -1,0 +1,237 @@
+"""Hardware: the figures that turn shapes into seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.errors import RunError, nearest
+from fxpipe.kinds import is_number, is_text, shown
+from fxpipe.small_file import read_small
+
+_MOST_BYTES = 10_000
+
+
+class FigureMissing(RunError):
+    """A figure of the hardware is needed, and not given."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's device and its links, in operations, bytes and seconds: ``fxpipe.preview(..., hardware="h100")``.
+
+    ``Hardware.named`` has the data sheets of common GPUs, ``Hardware.measured`` measures the device at hand. A figure
+    that is not given is asked for once it is needed.
+
+    Raises:
+        RunError: a figure is no number, or below 0 (below or at 0 where something is divided by it).
+    """
+
+    flops: float | None = None
+    """Operations a second of matrix products in types of 4 bytes and more."""
+    flops_16: float | None = None
+    """The same in types of 2 bytes."""
+    bandwidth: float | None = None
+    """Bytes a second of its memory."""
+    link: float | None = None
+    """Bytes a second from one rank to another inside of a node, one way."""
+    link_between: float | None = None
+    """The same between nodes, for each rank."""
+    memory: float | None = None
+    """Its bytes."""
+    reached: float = 1.0
+    """The part of ``flops``, ``flops_16`` and ``bandwidth`` that programs reach: of a data sheet's about a half."""
+    launch: float = 4e-6
+    """Seconds that the smallest operation takes."""
+    latency: float = 20e-6
+    """Seconds that the smallest message takes."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, may_be_zero = getattr(self, field.name), field.name in ("launch", "latency")
+            fits = is_number(value) and 0 <= value < math.inf and (value or may_be_zero)
+            if not fits and not (value is None and field.default is None):
+                raise RunError(f"Hardware({field.name}={shown(value)}) is no number above 0, {_UNITS[field.name]}")
+
+    @staticmethod
+    def named(name: str) -> Hardware:
+        """That of a GPU, by its name: its data sheet's figures for dense products, and a half of them ``reached``.
+
+        ``flops`` is that of TF32 where there is it, which torch uses after
+        ``torch.set_float32_matmul_precision("high")``. ``link_between`` is that of the maker's own node for eight of
+        them (DGX), and not given for what comes in none.
+
+        Raises:
+            RunError: there is no such name.
+        """
+        key = name.lower().replace("-", "").replace(" ", "").replace("_", "") if is_text(name) else ""
+        if key not in _SHEETS:
+            raise RunError(
+                f"hardware is {shown(name)}; write one of {', '.join(_SHEETS)}, or fxpipe.Hardware(flops=..., "
+                "flops_16=..., bandwidth=..., link=..., link_between=...)"
+            )
+        tera, tera_16, giga, link, between, memory = _SHEETS[key]
+        return Hardware(
+            tera * 1e12,
+            tera_16 * 1e12,
+            giga * 1e9,
+            link * 1e9,
+            None if between is None else between * 1e9,
+            memory * 1e9,
+            reached=0.5,
+        )
+
+    @staticmethod
+    def measured(path: str | os.PathLike[str], **figures: float) -> Hardware:
+        """That of the device at hand, measured once in some seconds and kept in a file, which is read from then on.
+
+        Products, memory and launches are measured, on a GPU if there is one. Links are not, which takes two processes:
+        give them, as in ``measured("here.json", link=450e9, link_between=50e9)``.
+
+        Raises:
+            RunError: the file is none of these; or a figure is none.
+            OSError: it cannot be read or written.
+        """
+        file = Path(path)
+        if not file.exists():
+            file.write_text(json.dumps(_measure(), indent=1) + "\n", encoding="utf-8")
+        return dataclasses.replace(Hardware.read(file), **figures) if figures else Hardware.read(file)
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Hardware:
+        """What a JSON file says: figure → number, as ``measured`` writes it.
+
+        Raises:
+            RunError: it is no such file.
+            OSError: it cannot be read.
+        """
+        try:
+            found: Any = json.loads(read_small(path, _MOST_BYTES))
+        except ValueError as error:
+            raise RunError(f"{os.fspath(path)} is no JSON: {error}") from None
+        if not isinstance(found, Mapping):
+            raise RunError(f"{os.fspath(path)} holds {shown(found)}; it is a dict figure -> number")
+        for name in found:
+            if name not in _UNITS:
+                raise RunError(f"{os.fspath(path)} has {name!r}, which is no figure{nearest(name, _UNITS)}")
+        return Hardware(**found)
+
+    @staticmethod
+    def of(given: Hardware | str | None) -> Hardware:
+        """What ``hardware=`` stands for; without it ``REFERENCE``."""
+        if given is None:
+            return REFERENCE
+        return given if isinstance(given, Hardware) else Hardware.named(given)
+
+    def figure(self, name: str, why: str) -> float:
+        """A figure that is needed; FigureMissing, with what it is needed for, where it is not given."""
+        value: float | None = getattr(self, name)
+        if value is None:
+            raise FigureMissing(
+                f"hardware has no {name}, {_UNITS[name]}, which {why} needs; write Hardware({name}=...)"
+            )
+        return value
+
+    def peak(self, itemsize: int) -> float:
+        """Operations a second of products in types of so many bytes."""
+        small = itemsize <= 2
+        return self.figure("flops_16" if small else "flops", f"a product in a type of {itemsize} bytes")
+
+    def seconds(self, flops: float, moved: float, itemsize: int) -> float:
+        """max(operations / peak, bytes moved / bandwidth), the roofline model, and at least a launch."""
+        computing = flops / (self.reached * self.peak(itemsize)) if flops else 0.0
+        return max(computing, moved / (self.reached * self.figure("bandwidth", "every operation")), self.launch)
+
+    def wire(self, crosses: bool) -> float:
+        """Bytes a second of a link. ``crosses``: whether it leads out of a node."""
+        name = "link_between" if crosses else "link"
+        return self.figure(name, f"a message {'between nodes' if crosses else 'between ranks'}")
+
+    def hop(self, size: float) -> float:
+        """Seconds that a message of so many bytes takes, to another rank of a pipeline."""
+        return self.latency + size / self.wire(crosses=False)
+
+
+REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9)
+"""What is reckoned with where no hardware is given: what an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
+
+Only their ratios matter to a balance: where the model runs on something else of the kind, the cut is the same.
+"""
+
+_UNITS = {
+    "flops": "operations a second",
+    "flops_16": "operations a second",
+    "bandwidth": "bytes a second",
+    "link": "bytes a second",
+    "link_between": "bytes a second",
+    "memory": "bytes",
+    "reached": "a part",
+    "launch": "seconds",
+    "latency": "seconds",
+}
+
+_SHEETS: Mapping[str, tuple[float, float, float, float, float | None, float]] = {
+    "v100": (15.7, 125, 900, 150, 6.25, 32),
+    "a100": (156, 312, 2039, 300, 25, 80),
+    "a10040gb": (156, 312, 1555, 300, 25, 40),
+    "h100": (494.5, 989, 3350, 450, 50, 80),
+    "h200": (494.5, 989, 4800, 450, 50, 141),
+    "b200": (1125, 2250, 8000, 900, 50, 180),
+    "l40s": (183, 362, 864, 32, None, 48),
+    "l4": (60.5, 121, 300, 32, None, 24),
+    "rtx4090": (82.6, 165.2, 1008, 32, None, 24),
+    "mi300x": (653.7, 1307.4, 5300, 448, 50, 192),
+}
+"""Name → 10^12 operations a second in TF32 (V100: float32) and in bfloat16 (V100: float16), dense; 10^9 bytes a second
+of its memory, to its neighbours one way (NVLink, Infinity Fabric; else PCIe), and of its share of a node's network;
+10^9 bytes of memory. From the makers' data sheets: V100 SXM2, A100 SXM (80 and 40 GB), H100 SXM, H200 SXM, B200 (HGX),
+L40S, L4, GeForce RTX 4090, Instinct MI300X. Networks: DGX-1 4 × 100 Gbit/s, DGX A100 8 × 200, DGX H100, H200, B200 and
+MI300X's platform 8 × 400.
+"""
+
+
+# --- measuring ---
+
+ON_A_GPU, ON_A_CPU = (8192, 2**28), (1024, 2**24)
+"""The width of the matrices, and the numbers copied."""
+
+
+def _measure() -> dict[str, float]:
+    """The figures of the device at hand: of a GPU, or else of the CPU with torch's threads."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    size, count = ON_A_GPU if on_gpu else ON_A_CPU
+    found = {}
+    for name, dtype in (("flops", torch.float32), ("flops_16", torch.bfloat16)):
+        one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        found[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, one, other), device)
+    source, target = (torch.ones(count, device=device) for _ in range(2))
+    found["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)
+    found["launch"] = _seconds_of(partial(target[:1].add_, 1.0), device, calls=100)
+    if on_gpu:
+        found["memory"] = float(torch.cuda.get_device_properties(device).total_memory)
+    return found
+
+
+def _seconds_of(call: Callable[[], object], device: torch.device, calls: int = 4) -> float:
+    """The median of several runs of so many calls, for one of them; the first run, which warms up, is left out."""
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[1:])

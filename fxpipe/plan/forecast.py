@@ -1,0 +1,219 @@
+"""Forecast: reckons what a ``Preview`` tells, from a plan, its costs and its topology."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
+from fxpipe.hardware import Hardware
+from fxpipe.parameters.ownership import ownership
+from fxpipe.plan.data_traffic import DataTraffic
+from fxpipe.plan.memory import Account, Held
+from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.planner import Planner
+from fxpipe.plan.previewed import Preview, RankPreview
+from fxpipe.plan.sizes import tensors_of
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.in_flight import peak_bytes
+from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
+from fxpipe.schedules.schedule import Timeline
+
+Sizes = Mapping[Edge, tuple[float, float]]
+"""Edge → the bytes of its value, as its stage makes it at once, and of that value's gradient."""
+
+
+def preview_of(planner: Planner, pattern: Pattern, states: float) -> Preview:
+    """What a pattern's plan comes to. ``states``: how many numbers the optimizer keeps of each trained one."""
+    return _Forecast(planner, pattern, states).preview()
+
+
+class _Forecast:
+    def __init__(self, planner: Planner, pattern: Pattern, states: float) -> None:
+        self.planner, self.pattern, self.options, self.topology = planner, pattern, planner.options, planner.topology
+        self.plan = planner.plan(pattern, "nothing is run")
+        self.graph, self.schedule = self.plan.graph, self.plan.schedule
+        self.work = planner.stage_work(pattern, self.graph.placement)
+        self.account = dataclasses.replace(Account.of(self.options, self.topology), states=states)
+        self.hardware = Hardware.of(self.options.hardware)
+
+    def preview(self) -> Preview:
+        timed = self.work is not None and self.options.hardware is not None
+        graph = dataclasses.replace(self.graph, bytes_of={edge: int(size) for edge, (size, _) in self.sizes.items()})
+        return Preview(
+            plan=dataclasses.replace(self.plan, graph=graph),
+            timeline=self.timeline,
+            ranks=tuple(map(self._rank, range(len(self.schedule.rows)))),
+            memory=self.options.memory_per_rank or self.hardware.memory,
+            seconds=self._seconds if timed else None,
+            flops=self._of_step(("flops", "backward_flops")) if timed else None,
+            utilisation=self._of_step(("ideal",)) / self.topology.world_size / self._seconds if timed else None,
+            between_nodes=self._between_nodes if self.work is not None else None,
+            saving=self.planner.saving(self.plan, self.pattern, self.work),
+            what=self._what(),
+        )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        if self.work is None:
+            return self.schedule.planned()
+        again = {stage for stage, _ in self.schedule.dependencies.recomputed}
+        costs = self.work.costs([stage in again for stage in range(len(self.graph))])
+        if self.plan.found is not None and not again:  # the search counts no copied nodes; its bubble is told once
+            times = self.plan.found
+            costs = dataclasses.replace(
+                costs, forward=times.forward, backward=times.backward, weight=times.weight, comm=times.comm
+            )
+        return self.schedule.planned(costs)
+
+    # bytes
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        if self.work is None:
+            return {}
+        found: dict[Edge, tuple[float, float]] = {}
+        for edge in self.graph.edges:
+            cost, group = self.work.nodes[edge.value], self.schedule.groups[edge.source]
+            found[edge] = group * cost.bytes_out, group * cost.gradient_bytes
+        return found
+
+    @cached_property
+    def _tensors(self) -> list[list[Tensor]]:
+        """Each rank's parameters and buffers, each once."""
+        held = all_tensors(self.graph.module)
+        names = ownership(self.graph).names
+        return [list({id(held[name]): held[name] for name in sorted(mine)}.values()) for mine in names]
+
+    def _held(self, tensor: Tensor) -> Held:
+        if not isinstance(tensor, nn.Parameter):
+            return Held(parameters=float(tensor.nbytes))
+        trained, floating = tensor.requires_grad, tensor.is_floating_point()
+        return self.account.held(tensor.numel(), self._element(tensor), trained, floating)
+
+    def _element(self, tensor: Tensor) -> int:
+        """Bytes of an element as stages run it."""
+        precision = self.options.precision if tensor.is_floating_point() else None
+        return tensor.element_size() if precision is None else precision.compute.itemsize
+
+    def _rank(self, rank: int) -> RankPreview:
+        held = sum(map(self._held, self._tensors[rank]), Held())
+        mine = [stage for stage in self.graph if self.graph.placement[stage.index] == rank]
+        inputs = {name for stage in mine for name in stage.batch_inputs}
+        known = self.work is not None
+        return RankPreview(
+            tuple(stage.name for stage in mine),
+            held.parameters,
+            held.gradients,
+            held.optimizer,
+            held.whole,
+            activations=peak_bytes(self.schedule, self.timeline.costs)[rank] if known else None,
+            messages=most_under_way(self.plan.instructions[rank], self.graph, self._size) if known else None,
+            batch=self._batch_bytes(inputs) if known else None,
+        )
+
+    def _size(self, message: Message) -> float:
+        return self.sizes[self.graph.edges[message.edge]][message.op is not Op.F]
+
+    def _batch_bytes(self, inputs: set[str]) -> float:
+        """Of these inputs, of all micro-batches."""
+        leaves = [leaf for shape in self.pattern.shapes for name, _, leaf in tensors_of(shape) if name in inputs]
+        return float(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))
+
+    # time
+
+    def _of_step(self, names: tuple[str, ...]) -> float:
+        """What the nodes have of this, all together, on all ranks."""
+        nodes = self.work.nodes.nodes.values() if self.work is not None else ()
+        each = sum(getattr(node, name) for node in nodes for name in names)
+        return float(each * self.schedule.microbatches * self.topology.size("data"))
+
+    def _traffic(self, rank: int) -> DataTraffic:
+        parameters = [tensor for tensor in self._tensors[rank] if isinstance(tensor, nn.Parameter)]
+        precision = self.options.precision
+        wire = sum(
+            tensor.numel() * (self._element(tensor) if precision is None else precision.reduce.itemsize)
+            for tensor in parameters
+            if tensor.requires_grad
+        )
+        whole = sum(tensor.numel() * self._element(tensor) for tensor in parameters)
+        return DataTraffic(self.options, self.topology, whole, wire, self.schedule.microbatches)
+
+    @cached_property
+    def _seconds(self) -> float:
+        """The last rank's end. The sums of a rank's gradients begin with the first of its stages' last backwards, with
+        zero=2 with its first one, and what is left when all have ended is waited for; so are gathers of parameters."""
+        assert self.work is not None
+        end = self.work.seconds(self.timeline)
+        if self.topology.size("data") == 1:
+            return end
+        for rank, row in enumerate(self.schedule.rows):
+            traffic, backwards = self._traffic(rank), [action for action in row if action.op in (Op.B, Op.W)]
+            sums, gathers = (sum(one.seconds(self.hardware) for one in way) for way in (traffic.sums, traffic.gathers))
+            begin = backwards if self.options.zero == 2 else {action.stage: action for action in backwards}.values()
+            start = min((self.timeline.spans[action].start for action in begin), default=0.0)
+            end = max(end, start + sums + gathers, self.work.seconds(self.timeline) + gathers)
+        return end
+
+    @cached_property
+    def _between_nodes(self) -> float:
+        per_node = self.topology.ranks_per_node
+        if per_node is None:
+            return 0.0
+        found = 0.0
+        if self.topology.size("data") > 1:
+            pipelines = self.topology.world_size // self.topology.size("pipe") // self.topology.size("data")
+            found = pipelines * sum(self._traffic(rank).between_nodes for rank in range(len(self.schedule.rows)))
+        sent: dict[tuple[int, int], float] = {}
+        for message in (one.message for row in self.plan.instructions for one in row if isinstance(one, Send)):
+            pair = message.sender, message.receiver
+            sent[pair] = sent.get(pair, 0.0) + self._size(message)
+        groups = self.topology.groups("pipe")
+        return found + sum(
+            size for (a, b), size in sent.items() for group in groups if group[a] // per_node != group[b] // per_node
+        )
+
+    def _what(self) -> str:
+        left = []
+        if self.work is None:
+            left.append("activations, messages and time need a batch's shapes: pass example_args= or example_kwargs=")
+        elif self.options.hardware is None:
+            left.append('seconds need hardware=, such as hardware="h100"')
+        if self.topology.size("tensor") > 1:
+            left.append("what parallelize= spreads over the tensor axis counts whole")
+        return "\n".join([f"{self.account}", *left])
+
+
+def most_under_way(row: Sequence[Instruction], graph: StageGraph, size: Callable[[Message], float]) -> float:
+    """The most bytes of a rank's messages: of those to come, from their post until the action that takes them, and of
+    those sent, until they are known to have been received."""
+    now = most = 0.0
+    coming: dict[Message, float] = {}
+    for instruction in row:
+        match instruction:
+            case Receive(message):
+                coming[message] = size(message)
+                now += coming[message]
+            case Compute(action):
+                taken = [message for message in coming if _takes(action, message, graph)]
+                now -= sum(coming.pop(message) for message in taken)
+            case Send(message):
+                now += size(message)
+            case Release(message):
+                now -= size(message)
+        most = max(most, now)
+    return most
+
+
+def _takes(action: Action, message: Message, graph: StageGraph) -> bool:
+    """Whether a message is for this action."""
+    edge = graph.edges[message.edge]
+    if message.op is Op.F:
+        takes = action.op is Op.F and edge.target == action.stage
+    else:
+        takes = action.op in (Op.B, Op.I) and edge.source == action.stage
+    return takes and message.microbatch in action.microbatches

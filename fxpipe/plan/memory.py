@@ -1,0 +1,87 @@
+"""Memory: what a rank holds of its parameters, by ``zero``, ``precision`` and data axis. Arithmetic.
+
+Of n elements, c bytes each as stages run them, g as gradients, m as masters, s states, over S ranks that shard:
+
+          parameters   gradients    optimizer          whole while a step runs
+  zero=0  n c          n g          n (m + s m)        -
+  zero=1  n c          n g + n g/S  n (m + s m)/S      -
+  zero=2  n c          n g/S        n (m + s m)/S      3 n g: what is collected, and two buckets being reduced
+  zero=3  n m/S        n m/S        n s m/S            n (c + g): gathered, and not reduced yet
+
+Masters (the m alone) are there with a ``precision`` whose master type is not the compute type. Without ``precision``
+all are of the parameter's own type. A frozen parameter has neither gradient nor state.
+Rajbhandari et al., "ZeRO", https://arxiv.org/abs/1910.02054, table 1, where gradients are counted in 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.distributed.topology import Topology
+from fxpipe.options import Options
+from fxpipe.precision import Precision
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one rank. ``whole``: what is there beside the rest while a step runs."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    whole: float = 0.0
+
+    @property
+    def sum(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.whole
+
+    def __add__(self, other: Held) -> Held:
+        return Held(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.whole + other.whole,
+        )
+
+
+@dataclass(frozen=True)
+class Account:
+    """How parameters are counted. ``shards``: among how many ranks they are sharded. ``states``: how many numbers an
+    optimizer keeps of each: Adam two."""
+
+    zero: int = 0
+    shards: int = 1
+    precision: Precision | None = None
+    states: float = 2.0
+
+    @staticmethod
+    def of(options: Options, topology: Topology) -> Account:
+        """What ``zero``, ``zero_scope`` and ``precision`` come to on a topology, with Adam's two moments. Where data
+        groups have more ranks in one node than in another's, those that share least."""
+        if topology.size("data") == 1:
+            return Account(0, 1, options.precision)
+        groups = topology.groups("data") if options.zero_scope == "data" else topology.shard_groups()
+        return Account(options.zero, min(map(len, groups)), options.precision)
+
+    def held(self, count: int, element: int, trained: bool, floating: bool = True) -> Held:
+        """Bytes that ``count`` elements take, of ``element`` bytes each as stages run them."""
+        mixed = self.precision if floating else None
+        gradient = element if mixed is None else mixed.gradient.itemsize
+        master = element if mixed is None else mixed.master.itemsize
+        part = count / self.shards
+        is_copied = mixed is not None and mixed.master != mixed.compute and self.zero != 3
+        state = (part if self.zero else count) * (master * is_copied + self.states * master * trained)
+        if self.zero == 3:
+            whole = count * (element + gradient * trained)
+            return Held(part * master, part * master * trained, state, whole)
+        gradients = {0: count, 1: count + part, 2: part}[self.zero] * gradient
+        whole = 3 * count * gradient if self.zero == 2 else 0
+        return Held(count * element, gradients * trained, state, whole * trained)
+
+    def __str__(self) -> str:
+        each = self.held(1, 4 if self.precision is None else self.precision.compute.itemsize, trained=True)
+        of = "float32" if self.precision is None else f"{self.precision.compute}".removeprefix("torch.")
+        sharded = f", zero={self.zero} over {self.shards} ranks" if self.zero else ""
+        return (
+            f"{each.sum:g} bytes for each trained parameter of {of}: value, gradient and the optimizer's state{sharded}"
+        )

@@ -1,0 +1,185 @@
+"""Preview: what a plan would hold on each rank and take in time, told without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.notebook import Tabular
+from fxpipe.plan.planner import Plan
+from fxpipe.schedules.schedule import Schedule, Timeline
+from fxpipe.schedules.table import table
+
+
+@dataclass(frozen=True)
+class RankPreview:
+    """Bytes that a rank of a pipeline holds at most; None where no example has told shapes."""
+
+    stages: tuple[str, ...]
+    parameters: float
+    """Parameters and buffers, between steps."""
+    gradients: float
+    """Behind the backward, until the optimizer's step."""
+    optimizer: float
+    """The optimizer's state, and master weights, from the second step on."""
+    whole: float
+    """What lies whole beside the shards while a step runs: ``zero=2``: gradients, ``zero=3``: parameters, too."""
+    activations: float | None
+    """What is kept for backward of the micro-batches in flight, at most; without what an operator needs while it
+    runs."""
+    messages: float | None
+    """Buffers of messages under way, at most."""
+    batch: float | None
+    """The inputs of its stages, of all micro-batches."""
+
+    @property
+    def total(self) -> float:
+        """All of it, as far as it is known."""
+        return sum(getattr(self, name) or 0.0 for name in _PARTS)
+
+
+_PARTS = ("parameters", "gradients", "optimizer", "whole", "activations", "messages", "batch")
+
+
+@dataclass(frozen=True)
+class Preview(Tabular):
+    """What ``compile`` would run; prints as stages, table and figures. ``ranks``: those of a pipeline, each of which
+    stands for its replicas.
+
+    ``seconds``, ``flops`` and ``utilisation`` are None without ``hardware=``, and without an example.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    """The table, simulated at costs from shapes."""
+    ranks: tuple[RankPreview, ...]
+    memory: float | None
+    """The bytes that a rank has: ``memory_per_rank``, or the hardware's."""
+    seconds: float | None
+    """Of a call: forward, backward, gradient sums and gathers; the optimizer's own step is not in it."""
+    flops: float | None
+    """Operations of the model's matrix products in a step, on all ranks; what is recomputed counts once."""
+    utilisation: float | None
+    """Model FLOPs utilisation: the time in which the devices could do these at their peak, as a part of a step's."""
+    between_nodes: float | None
+    """Bytes of a step that leave a node for another, of all ranks together: messages, gradients, parameters."""
+    saving: str = ""
+    """What recomputation saves, in words, where that was asked for."""
+    what: str = ""
+    """What was counted, in words."""
+
+    @property
+    def graph(self) -> StageGraph:
+        """The stages, with the bytes that pass between them."""
+        return self.plan.graph
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table that would run."""
+        return self.plan.schedule
+
+    @property
+    def bubble(self) -> float:
+        """The idle part of all ranks' time in the table, at costs from shapes."""
+        return self.timeline.bubble
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank keeps within ``memory``; None where that, or what activations take, is not known."""
+        if self.memory is None or any(rank.activations is None for rank in self.ranks):
+            return None
+        return all(rank.total <= self.memory for rank in self.ranks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as plain data: bytes, seconds and parts of 1."""
+        names = ("memory", "fits", "seconds", "bubble", "flops", "utilisation", "between_nodes")
+        return {
+            "stages": [self._stage(number) for number in range(len(self.graph))],
+            "schedule": self.schedule.name,
+            "microbatches": self.schedule.microbatches,
+            "ranks": [{**dataclasses.asdict(rank), "total": rank.total} for rank in self.ranks],
+            **{name: getattr(self, name) for name in names},
+        }
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Writes ``as_dict()``. OSError where that fails."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        parts = [str(self.graph), table(self.timeline), self.saving, self._memory, self._figures, self.what]
+        return "\n".join(filter(None, parts))
+
+    def __repr__(self) -> str:
+        return f"<Preview of {self.graph!r} by {self.schedule!r}>"
+
+    def _stage(self, number: int) -> dict[str, Any]:
+        stage, sizes = self.graph[number], self.graph.bytes_of
+        sends: dict[str, int | None] = {}
+        for edge in stage.outputs:
+            name = self.graph.names[edge.target]
+            sends[name] = sends.get(name, 0) + sizes[edge] if edge in sizes else None  # type: ignore[operator]
+        return {
+            "name": stage.name,
+            "rank": self.graph.placement[number],
+            "parameters": sum(parameter.numel() for parameter in stage.parameters.values()),
+            "peak_in_flight": self.timeline.peak_in_flight[number],
+            "sends": sends,
+        }
+
+    @cached_property
+    def _memory(self) -> str:
+        """A line a rank."""
+        columns = [name for name in _PARTS if name != "whole" or any(rank.whole for rank in self.ranks)]
+        unit, scale = _unit(max(rank.total for rank in self.ranks))
+        rows = []
+        for number, rank in enumerate(self.ranks):
+            sizes = [_scaled(getattr(rank, name), scale) for name in columns]
+            part = [f"{rank.total / self.memory:.0%}"] if self.memory else []
+            rows.append([number, *sizes, _scaled(rank.total, scale), *part])
+        of = [f"of {_scaled(self.memory, scale)}"] if self.memory else []
+        headers = ["rank", *(_HEADERS.get(name, name) for name in columns), f"sum, {unit}", *of]
+        return tabulate(rows, headers, disable_numparse=True, colalign=["right"] * len(headers))
+
+    @property
+    def _figures(self) -> str:
+        told = []
+        if self.seconds is not None:
+            told.append(f"a step takes {_time(self.seconds)}")
+        if self.utilisation is not None and self.flops is not None:
+            told.append(f"{self.flops / 1e12:,.4g} TFLOP of products: {self.utilisation:.1%} of the devices' peak")
+        if self.between_nodes is not None:
+            unit, scale = _unit(self.between_nodes)
+            told.append(f"{_scaled(self.between_nodes, scale)} {unit} between nodes")
+        return ", ".join(told)
+
+
+_HEADERS: Mapping[str, str] = {"whole": "whole in a step"}
+
+
+def _unit(most: float) -> tuple[str, float]:
+    """In which unit sizes up to this one are told, and its bytes."""
+    return next(((name, size) for name, size in _UNITS if most >= size), _UNITS[-1])
+
+
+_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+
+
+def _scaled(size: float | None, scale: float) -> str:
+    """Bytes in a unit, to three digits."""
+    if size is None:
+        return "?"
+    number = size / scale
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}" if number >= 0.005 else f"{number:.2f}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,126 @@
+"""What a rank holds of its parameters: the formulas against the bytes of real runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import Precision, Topology, stage_boundary
+from fxpipe.options import Options
+from fxpipe.plan.memory import Account, Held
+from tests.activations import counted as activations_counted
+from tests.counted_bytes import Counted, alive, counted
+from tests.pool import Pool
+from tests.thinned import in_turn
+
+WIDTH, ROWS = 64, 64
+HALF = Precision()
+TOPOLOGY = Topology([("pipe", 2), ("data", 2)])
+
+
+@pytest.mark.parametrize(
+    ("zero", "held"),
+    [
+        (0, Held(2, 4, 12)),
+        (1, Held(2, 4 + 4 / 8, 12 / 8)),
+        (2, Held(2, 4 / 8, 12 / 8, 12)),
+        (3, Held(4 / 8, 4 / 8, 8 / 8, 2 + 4)),
+    ],
+)
+def test_bytes_of_a_parameter_in_bfloat16_sharded_over_eight(zero: int, held: Held) -> None:
+    assert Account(zero, 8, HALF).held(1000, 2, trained=True) == Held(*(1000 * size for size in vars(held).values()))
+
+
+def test_without_precision_all_is_of_the_parameters_own_type() -> None:
+    assert [Account().held(10, element, trained=True).sum for element in (2, 4, 8)] == [80, 160, 320]
+    assert Account().held(10, 4, trained=False) == Held(40)
+
+
+def test_what_is_frozen_has_a_master_and_no_more() -> None:
+    assert Account(1, 2, HALF).held(10, 2, trained=False) == Held(20, 0, 20)
+    assert Account(1, 2, HALF).held(10, 8, trained=False, floating=False) == Held(80)
+
+
+@pytest.mark.parametrize(
+    ("axes", "per_node", "scope", "shards"),
+    [
+        ([("pipe", 2), ("data", 8)], 4, "node", 4),
+        ([("pipe", 2), ("data", 8)], 4, "data", 8),
+        ([("pipe", 2), ("data", 8)], None, "node", 8),
+        ([("data", 8), ("pipe", 2)], 2, "node", 1),
+    ],
+)
+def test_who_shards_is_as_zero_scope_says(axes: Any, per_node: int | None, scope: Any, shards: int) -> None:
+    assert Account.of(Options(zero=1, zero_scope=scope), Topology(axes, per_node)) == Account(1, shards)
+
+
+def test_one_replica_shards_nothing() -> None:
+    assert Account.of(Options(zero=3), Topology([("pipe", 4)])) == Account(0, 1)
+
+
+class Block(nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, factor * WIDTH),
+            nn.Linear(factor * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Two stages of different sizes; a part is frozen, and there is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.first = Block(2).requires_grad_(False), Block(4)
+        self.second, self.third = Block(8), Block(2)
+        self.register_buffer("scale", torch.ones(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = stage_boundary(self.first(self.frozen(x) * self.scale.mean()), name="last")
+        return self.third(self.second(h)).square().mean()
+
+
+def options_of(zero: Any, precision: Precision | None) -> dict[str, Any]:
+    return {"zero": zero, "precision": precision, "microbatches": 4, "example_args": (torch.randn(ROWS, WIDTH),)}
+
+
+def run(zero: Any, precision: Precision | None) -> tuple[Counted, int]:
+    """What this rank holds behind its second step, and of activations at most in a third one; with zero=3 what was
+    gathered would be among them."""
+    fxpipe.init()
+    torch.manual_seed(TOPOLOGY.data_rank)
+    batch, before = torch.randn(ROWS, WIDTH), alive()
+    torch.manual_seed(0)
+    forward_backward = fxpipe.compile(Model(), TOPOLOGY, **options_of(zero, precision) | {"example_args": (batch,)})
+    optimizer = forward_backward.optimizer(torch.optim.AdamW)
+    for _ in range(2):
+        forward_backward(batch)
+        optimizer.step()
+    found = counted(forward_backward, optimizer, before)
+    if zero == 3:
+        return found, 0
+    with activations_counted(forward_backward, {"x": batch}) as held:
+        forward_backward(batch)
+    return found, sum(held.peak.values())
+
+
+@pytest.mark.parametrize(("zero", "precision"), in_turn([0, 1, 2, 3], [None, HALF]))
+def test_a_preview_tells_what_four_processes_hold(zero: Any, precision: Precision | None, pool: Pool) -> None:
+    told = fxpipe.preview(Model(), TOPOLOGY, **options_of(zero, precision))
+    for rank, (found, activations) in enumerate(pool.run(run, zero, precision)):
+        wanted = told.ranks[TOPOLOGY.coordinate(rank)["pipe"]]
+        assert found.parameters == pytest.approx(wanted.parameters, rel=0.05)
+        assert found.optimizer == pytest.approx(wanted.optimizer, rel=0.05)
+        assert found.rest == pytest.approx(wanted.gradients, rel=0.05)
+        if zero < 3:
+            assert activations == pytest.approx(wanted.activations, rel=0.15)

@@ -1,0 +1,266 @@
+"""What a preview tells: bytes of edges and ranks, time, utilisation and bytes between nodes, in print and as data."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import Hardware, Preview, RunError, Topology, stage_boundary
+from tests.pool import Pool
+
+WIDTH, ROWS, MICROBATCHES = 32, 64, 8
+SIMPLE = Hardware(flops=1e9, flops_16=2e9, bandwidth=1e30, launch=0.0, link=1e30, link_between=1e6, latency=0.0)
+"""On which products and what goes between nodes take time, and all else none."""
+ALONE = Topology([("pipe", 2)])
+
+
+class Layers(nn.Module):
+    """A stage of one layer, and one of two, which is sent whole numbers, too, that get no gradient."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.layers[0].requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        h, count = stage_boundary((h, (h > 0).sum(1)), name="last")
+        return (self.layers[2](self.layers[1](h)).sum(1) * count).mean()
+
+
+def preview(topology: Topology = ALONE, model: nn.Module | None = None, **options: Any) -> Preview:
+    defaults = {"microbatches": MICROBATCHES, "example_args": (torch.randn(ROWS, WIDTH),)}
+    return fxpipe.preview(model or Layers(), topology, **defaults | options)
+
+
+# --- sizes ---
+
+
+def test_edges_have_the_bytes_that_the_first_step_finds() -> None:
+    forward_backward = fxpipe.compile(Layers(), ALONE, microbatches=MICROBATCHES)
+    forward_backward(torch.randn(ROWS, WIDTH))
+    assert forward_backward.stages.bytes_of == preview().graph.bytes_of
+    assert sum(preview().graph.bytes_of.values()) == ROWS // MICROBATCHES * (4 * WIDTH + 8)
+
+
+def test_messages_under_way_are_some_values_and_some_gradients() -> None:
+    value = ROWS // MICROBATCHES * (4 * WIDTH + 8)
+    for rank in preview().ranks:
+        assert rank.messages is not None
+        assert value <= rank.messages <= 4 * value
+
+
+def test_the_batch_is_with_the_ranks_whose_stages_take_it() -> None:
+    assert [rank.batch for rank in preview().ranks] == [4 * ROWS * WIDTH, 0]
+
+
+def test_without_a_batch_what_needs_its_shapes_is_left_open() -> None:
+    told = preview(example_args=None)
+    assert [rank.activations for rank in told.ranks] == [None, None]
+    assert told.ranks[0].parameters == 4 * WIDTH * WIDTH
+    assert (told.fits, told.seconds, told.between_nodes) == (None, None, None)
+    assert "need a batch's shapes: pass example_args=" in str(told)
+
+
+def test_stages_of_the_users_own_tell_what_is_known_of_them() -> None:
+    stages = {"one": nn.Linear(8, 8, bias=False), "two": nn.MSELoss()}
+    graph = fxpipe.StageGraph.from_callables(stages, [("one", "two")], {"one": ["x"], "two": ["y"]})
+    told = fxpipe.preview(graph, Topology([("pipe", 2), ("data", 4)]), zero=3, hardware="h100")
+    assert [rank.parameters for rank in told.ranks] == [64, 0]
+    assert (told.ranks[0].whole, told.ranks[0].activations, told.seconds) == (2 * 4 * 64, None, None)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_without_a_pipeline_sum_their_gradients(zero: Any) -> None:
+    """Sums begin with the last backwards, behind 3 F, and take 2 (D-1)/D w; or half of it, and what is gathered."""
+    slow = Hardware(**{**vars(SIMPLE), "link": 1e6})
+    told = preview(Topology([("data", 4)]), microbatches=1, zero=zero, hardware=slow)
+    layer = 2 * ROWS * WIDTH * WIDTH / 1e9
+    size = 3 * 4 * WIDTH * WIDTH
+    assert told.seconds == pytest.approx(3 * layer + 2 * 3 / 4 * size / 1e6)
+
+
+@pytest.mark.parametrize(("share", "fits"), [(1.01, True), (0.99, False)])
+def test_what_fits_is_told_against_memory_per_rank(share: float, fits: bool) -> None:
+    most = max(rank.total for rank in preview(placement={"layers.0": 0, "last": 1}).ranks)
+    told = preview(placement={"layers.0": 0, "last": 1}, memory_per_rank=share * most)
+    assert told.fits is fits
+    assert f"{round(100 / share)}%" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [
+        ("adamw", 2),
+        ("AdamW", 2),
+        ("sgd", 0),
+        (functools.partial(torch.optim.SGD, momentum=0.9), 1),
+        (torch.optim.Adagrad, 1),
+    ],
+)
+def test_the_optimizers_state_is_counted(optimizer: Any, states: int) -> None:
+    assert preview(optimizer=optimizer).ranks[0].optimizer == states * 4 * WIDTH * WIDTH
+
+
+def test_a_limit_counts_zero_and_precision_too() -> None:
+    """Of three layers a rank has two: 16 bytes a parameter, or 4 + 4 + 4/8 + 8/8 sharded over 8 ranks."""
+    topology, layer = Topology([("pipe", 2), ("data", 8)]), WIDTH * WIDTH
+    options: dict[str, Any] = {"boundaries": "auto", "example_args": (torch.randn(8, WIDTH),)}
+    limit = 2 * 12 * layer
+    assert preview(topology, zero=1, memory_per_rank=limit, **options).fits
+    with pytest.raises(fxpipe.PartitionError, match=rf"no balance fits into {limit:,} bytes a rank"):
+        preview(topology, memory_per_rank=limit, **options)
+    with pytest.raises(fxpipe.PartitionError, match="no balance fits into"):
+        preview(Topology([("pipe", 2)]), zero=1, memory_per_rank=limit, **options)
+
+
+# --- time ---
+
+
+def test_a_step_takes_what_its_products_take() -> None:
+    """Of 1 layer and of 2; forward F, backward 2 F, less the first layer's input gradient, which nobody needs."""
+    layer = 2 * ROWS / MICROBATCHES * WIDTH * WIDTH / 1e9
+    told = preview(hardware=SIMPLE)
+    assert told.timeline.costs.forward == pytest.approx((layer, 2 * layer))
+    assert told.timeline.costs.backward == pytest.approx((layer, 4 * layer))
+    assert told.seconds == pytest.approx(layer + MICROBATCHES * 6 * layer + layer)
+    assert told.bubble == pytest.approx(1 - MICROBATCHES * 8 * layer / 2 / told.seconds)
+    assert told.flops == pytest.approx(MICROBATCHES * 8 * layer * 1e9)
+    assert told.utilisation == pytest.approx(1 - told.bubble)
+
+
+def test_what_is_recomputed_takes_time_and_is_no_use() -> None:
+    plain, again = (preview(hardware=SIMPLE, schedule="gpipe", recompute=flag) for flag in (False, True))
+    longer = (again.seconds or 0) / (plain.seconds or 1)
+    assert longer > 1
+    assert again.flops == plain.flops
+    assert again.utilisation == pytest.approx((plain.utilisation or 0) / longer)
+
+
+def test_half_of_the_peak_takes_twice_the_time_at_half_the_utilisation() -> None:
+    whole, half = preview(hardware=SIMPLE), preview(hardware=Hardware(**{**vars(SIMPLE), "reached": 0.5}))
+    assert half.seconds == pytest.approx(2 * (whole.seconds or 0))
+    assert half.utilisation == pytest.approx((whole.utilisation or 0) / 2)
+
+
+def test_what_goes_between_nodes_goes_over_their_links() -> None:
+    """The pipeline's two ranks in two nodes: hops take bytes / link_between."""
+    inside, across = preview(hardware=SIMPLE), preview(Topology([("pipe", 2)], ranks_per_node=1), hardware=SIMPLE)
+    hop = ROWS // MICROBATCHES * (4 * WIDTH + 8) / 1e6
+    assert across.timeline.costs.comm == pytest.approx(hop)
+    assert inside.between_nodes == 0
+    gradient = ROWS * 4 * WIDTH
+    assert across.between_nodes == ROWS * (4 * WIDTH + 8) + gradient
+
+
+def test_seconds_need_hardware() -> None:
+    told = preview()
+    assert (told.seconds, told.flops, told.utilisation) == (None, None, None)
+    assert "seconds need hardware=" in str(told)
+
+
+class Masked(Layers):
+    """Each stage has its own copy of what depends on the input alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).float()
+        for layer in self.layers:
+            x = layer(x) * mask
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("model", [Layers, Masked])
+def test_the_bubble_of_the_search_is_that_of_the_table(
+    model: type[nn.Module], capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = preview(model=model(), boundaries="auto")
+    assert f"bubble {told.bubble:.1%}" in str(told)
+    (chosen,) = re.findall(r"^chosen .*?([\d.]+%)", capfd.readouterr().err, re.MULTILINE)
+    assert chosen == f"{told.bubble:.1%}"
+
+
+# --- between nodes, counted ---
+
+TOPOLOGIES = {
+    "the pipeline crosses": Topology([("pipe", 2), ("data", 2)], ranks_per_node=2),
+    "the replicas cross": Topology([("data", 2), ("pipe", 2)], ranks_per_node=2),
+}
+
+
+def sent(name: str, zero: Any) -> float:
+    """The bytes of values, gradients and parameters that leave this rank's node for another in its second step."""
+    fxpipe.init()
+    topology = TOPOLOGIES[name]
+    torch.manual_seed(topology.data_rank)
+    options = {"zero": zero, "microbatches": MICROBATCHES, "zero_scope": "data"}
+    forward_backward = fxpipe.compile(Layers(), topology, **options)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        forward_backward(torch.randn(ROWS, WIDTH))
+        optimizer.step()
+    rows = forward_backward.traffic().rows
+    return sum(r.bytes for r in rows if r.between_nodes and r.scope not in ("flags", "pipe", "data", "all"))
+
+
+@pytest.mark.parametrize(("name", "zero"), [("the pipeline crosses", 0), ("the replicas cross", 1)])
+def test_bytes_between_nodes_are_those_of_a_run(name: str, zero: Any, pool: Pool) -> None:
+    told = preview(TOPOLOGIES[name], zero=zero, zero_scope="data")
+    assert told.between_nodes == pytest.approx(sum(pool.run(sent, name, zero)), rel=0.05)
+    assert told.between_nodes
+
+
+# --- forms ---
+
+
+def test_the_figures_are_plain_data(tmp_path: Path) -> None:
+    told = preview(hardware="h100", memory_per_rank=1e9)
+    told.to_json(tmp_path / "told.json")
+    found = json.loads((tmp_path / "told.json").read_text())
+    assert found == json.loads(json.dumps(told.as_dict()))
+    assert found["ranks"][1]["activations"] == told.ranks[1].activations
+    assert found["ranks"][1]["total"] == told.ranks[1].total
+    assert (found["fits"], found["seconds"]) == (True, told.seconds)
+    assert found["stages"][0]["sends"] == {"last": sum(told.graph.bytes_of.values())}
+
+
+def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
+    text = str(preview(hardware="h100"))
+    assert text.count("bubble") == 1
+    head = next(line for line in text.splitlines() if "parameters    gradients" in line)
+    columns = "rank parameters gradients optimizer activations messages batch sum, KiB of 78,125,000"
+    assert head.split() == columns.split()
+    assert "a step takes" in text
+
+
+# --- what cannot be meant ---
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"hardware": "h1000"}, "hardware is 'h1000'; write one of"),
+        ({"hardware": 1e12}, "hardware is 1000000000000.0; it is the name of a GPU"),
+        ({"hardware": Hardware(flops=1.0)}, "hardware has no link, bytes a second, which a message between ranks"),
+        ({"hardware": Hardware(flops=1.0, link=1.0)}, "hardware has no bandwidth"),
+        ({"optimizer": "adamv"}, "optimizer is 'adamv', which torch.optim has not; did you mean"),
+        ({"optimizer": 3}, 'optimizer is 3; write a name such as "adamw"'),
+        ({"optimizer": nn.Linear}, "cannot step a matrix"),
+        ({"zero": 4}, "zero=4; write 0, 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(RunError, match=re.escape(told)):
+        preview(**options)
+
+
+def test_a_link_between_nodes_is_needed_where_a_pipeline_crosses_them() -> None:
+    with pytest.raises(RunError, match="hardware has no link_between, bytes a second, which a message between nodes"):
+        preview(Topology([("pipe", 2)], ranks_per_node=1), hardware="l40s")

@@ -1,0 +1,90 @@
+"""Hardware: seconds from figures, data sheets by name, and figures measured once and kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxpipe import Hardware, RunError
+
+
+def test_seconds_are_those_of_the_roofline_at_what_is_reached_of_the_peak() -> None:
+    hardware = Hardware(flops=100.0, flops_16=200.0, bandwidth=10.0, reached=0.5, launch=0.25)
+    assert hardware.seconds(100, 1, 4) == 2.0
+    assert hardware.seconds(100, 1, 2) == 1.0
+    assert hardware.seconds(100, 50, 2) == 10.0
+    assert hardware.seconds(0, 0, 4) == 0.25
+
+
+def test_a_message_takes_its_latency_and_its_bytes() -> None:
+    hardware = Hardware(link=10.0, link_between=2.0, latency=0.5)
+    assert hardware.hop(20) == 2.5
+    assert (hardware.wire(crosses=False), hardware.wire(crosses=True)) == (10.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["h100", "H100", "A100-40GB", "RTX 4090", "MI300X"])
+def test_a_gpu_has_a_name_however_it_is_written(name: str) -> None:
+    assert Hardware.named(name).memory
+
+
+def test_what_stands_in_the_data_sheet_of_an_h100() -> None:
+    """989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s, NVLink 900 GB/s both ways together; 400 Gbit/s a GPU."""
+    found = Hardware.named("h100")
+    assert (found.peak(2), found.bandwidth, found.link, found.link_between) == (989e12, 3.35e12, 450e9, 50e9)
+    assert found.memory == 80e9
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Hardware.named("h1000"), "hardware is 'h1000'; write one of v100, a100,"),
+        (lambda: Hardware.named(100), "hardware is 100; write one of"),  # type: ignore[arg-type]
+        (lambda: Hardware(flops="fast"), "Hardware(flops='fast') is no number above 0, operations a second"),  # type: ignore[arg-type]
+        (lambda: Hardware(link=0.0), "Hardware(link=0.0) is no number above 0, bytes a second"),
+        (lambda: Hardware(bandwidth=float("nan")), "Hardware(bandwidth=nan)"),
+        (lambda: Hardware(latency=None), "Hardware(latency=None)"),  # type: ignore[arg-type]
+        (lambda: Hardware(flops=1.0).seconds(1, 1, 2), "has no flops_16, operations a second, which a product in a"),
+        (lambda: Hardware(flops=1.0).seconds(1, 1, 4), "has no bandwidth, bytes a second, which every operation needs"),
+        (lambda: Hardware.named("l40s").wire(crosses=True), "no link_between, bytes a second, which a message between"),
+    ],
+)
+def test_what_is_wrong_or_missing_is_told(make: Any, told: str) -> None:
+    with pytest.raises(RunError, match=re.escape(told)):
+        make()
+
+
+def test_what_was_measured_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, measured = tmp_path / "here.json", []
+    figures = {"flops": 1e12, "flops_16": 2e12, "bandwidth": 1e11, "launch": 1e-6}
+    monkeypatch.setattr("fxpipe.hardware._measure", lambda: measured.append(1) or figures)
+    for _ in range(2):
+        assert Hardware.measured(file, link=1e9) == Hardware(**figures, link=1e9)
+    assert len(measured) == 1
+    assert json.loads(file.read_text()) == figures
+
+
+def test_the_device_at_hand_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.hardware.ON_A_CPU", (64, 2**12))
+    found = Hardware.measured(tmp_path / "here.json")
+    assert found.seconds(1e9, 1e6, 4) > 0
+    assert found.seconds(1e9, 1e6, 2) > 0
+    assert found.reached == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no", "is no JSON"),
+        ("[1]", "holds [1]; it is a dict figure -> number"),
+        ('{"flop": 1}', "has 'flop', which is no figure; did you mean \"flops\"?"),
+        ('{"flops": "1"}', "Hardware(flops='1') is no number"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "here.json").write_text(text)
+    with pytest.raises(RunError, match=re.escape(told)):
+        Hardware.measured(tmp_path / "here.json")
