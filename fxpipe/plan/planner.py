@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import PartitionError, ScheduleError
-from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture_check import Sample
@@ -25,7 +25,7 @@ from fxpipe.plan.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
 from fxpipe.plan.recomputation import Make, Marked, recomputed, told
 from fxpipe.plan.same_stages import alike, like
-from fxpipe.plan.stage_compiler import compiled_lazily
+from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily
 from fxpipe.schedules import Limited, build
 from fxpipe.schedules.lower import Instruction, lower, pairs
 from fxpipe.schedules.schedule import Schedule
@@ -275,13 +275,13 @@ class Planner:
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
         split = {stage for stage, _ in schedule.dependencies.halves}
-        for name in ("stage_compiler", "parallelize"):
-            if split and getattr(self.options, name) is not None:
-                raise ScheduleError(
-                    f"{schedule.name} has backwards in two halves, I and W, which stages under {name}= cannot run; "
-                    f'write schedule="1f1b", or leave out {name}='
-                )
-        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split)))
+        if split and self.options.parallelize is not None:
+            raise ScheduleError(
+                f"{schedule.name} has backwards in two halves, I and W, which stages under parallelize= cannot run; "
+                'write schedule="1f1b", or leave out parallelize='
+            )
+        halve = defer_weights if self.options.stage_compiler is None else compiled_in_halves
+        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, halve)))
 
     def _schedule(self, graph: StageGraph, pattern: Pattern) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
@@ -387,12 +387,12 @@ class Planner:
                 )
 
 
-def _with_halves(graph: StageGraph, split: Collection[int]) -> StageGraph:
+def _with_halves(graph: StageGraph, split: Collection[int], halve: Callable[[Stage], Stage]) -> StageGraph:
     """``graph``; these stages, and no others, with what I and W need."""
     if not split and not any(stage.deferring or stage.in_input for stage in graph):
         return graph
     plain = [dataclasses.replace(stage, deferring=None, in_input=()) for stage in graph]
-    return dataclasses.replace(graph, stages=tuple(defer_weights(s) if s.index in split else s for s in plain))
+    return dataclasses.replace(graph, stages=tuple(halve(s) if s.index in split else s for s in plain))
 
 
 def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> list[StageGraph]:
