@@ -115,7 +115,8 @@ def compile(
             have memory; with a seed by the submodule's name, so that values depend on no placement.
         checkpoint: a file or folder, safetensors or torch's, of which this rank reads its own part.
         parallelize: ``(stage_module, mesh) -> None``, applied to this rank's stages: FSDP2, tensor parallelism, ...
-        stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``.
+        stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``; under a table
+            with I and W to its forward, I and W, as graphs of operators.
         check_batches: in the first 3 calls with each kind of batch, and in every 100th of them, the inputs that two or
             more ranks of a pipe group were given are compared by a digest, one call later: what differs is a RunError.
             So are those of a tensor group, in the first 3 steps and every 100th; equal batches of replicas are warned

@@ -64,6 +64,7 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
     "all_gather_single",
+    "aot_compiled",
     "bytes_of",
     "checkpoint_options",
     "default_store",
@@ -238,6 +239,30 @@ def is_functorch(tensor: Tensor) -> bool:
 def import_dynamo() -> None:
     """It keeps torch's functions as it finds them when it is imported: so before any of them is patched."""
     importlib.import_module("torch._dynamo")
+
+
+def aot_compiled(
+    module: Any,
+    inputs: Sequence[Any],
+    forward: Callable[[Any, Sequence[Any]], Callable[..., Any]],
+    backward: Callable[[Any, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A graph of TorchDynamo's run by AOTAutograd; its forward and backward are what these make of the graphs of them.
+
+    They are called with a graph and inputs like its own. Imported here, since it brings TorchDynamo.
+    """
+    functorch: Any = importlib.import_module("functorch.compile")
+    backends: Any = importlib.import_module("torch._dynamo.backends.common")
+
+    def boxed(make: Callable[[Any, Sequence[Any]], Callable[..., Any]]) -> Callable[..., Any]:
+        return lambda graph, like: functorch.make_boxed_func(make(graph, like))
+
+    backend = backends.aot_autograd(
+        fw_compiler=boxed(forward),
+        bw_compiler=boxed(backward),
+        partition_fn=functorch.min_cut_rematerialization_partition,
+    )
+    return backend(module, inputs)  # type: ignore[no-any-return]
 
 
 def guard_on_data() -> type[Exception]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.errors import RunError
 from fxpipe.torch_compat import MODULE_TABLES, pytree
+
+
+class Left(Protocol):
+    """What a call of a compiled graph leaves for W."""
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What it holds."""
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter with a gradient of it; called once."""
 
 
 class Deferred:
@@ -31,6 +42,7 @@ class Deferred:
         self._roots: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
         self._parameters: dict[int, Tensor] = {}
+        self._left: list[Left] = []
         self._open = False
 
     @contextlib.contextmanager
@@ -42,28 +54,40 @@ class Deferred:
         finally:
             self._open = False
 
-    def keep(self, roots: Sequence[GradientEdge], seeds: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """A result's gradients have come. RunError where it is forward itself that differentiates."""
+    def check_open(self) -> None:
+        """RunError where it is not I that goes backward."""
         if not self._open:
             raise RunError(
                 "forward differentiates its own values, or somebody goes backward through a stage's output; a backward "
                 'cannot be in two halves then: write schedule="1f1b"'
             )
+
+    def keep(self, roots: Sequence[GradientEdge], seeds: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """A result's gradients have come. RunError where it is forward itself that differentiates."""
+        self.check_open()
         self._roots += roots
         self._seeds += seeds
         self._parameters |= {id(parameter): parameter for parameter in parameters}
 
+    def leave(self, left: Left) -> None:
+        """A call has run whose W makes gradients by itself."""
+        self._left.append(left)
+
     def accumulate(self) -> None:
         """W: adds the parameters' gradients to their ``.grad``; once."""
-        roots, seeds, ends = self._roots, self._seeds, [p for p in self._parameters.values() if p.requires_grad]
-        self._roots, self._seeds, self._parameters = [], [], {}
+        made = [pair for left in reversed(self._left) for pair in left.gradients() if pair[0].requires_grad]
+        roots = [*self._roots, *(get_gradient_edge(parameter) for parameter, _ in made)]
+        seeds = [*self._seeds, *(gradient for _, gradient in made)]
+        parameters = self._parameters | {id(parameter): parameter for parameter, _ in made}
+        ends = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self._roots, self._seeds, self._parameters, self._left = [], [], {}, []
         if roots and ends:
             torch.autograd.backward(roots, seeds, inputs=ends)
 
     @property
     def kept(self) -> list[Tensor]:
-        """The gradients that wait for W."""
-        return list(self._seeds)
+        """What waits for W, of calls with a graph of their own the gradients alone."""
+        return [*self._seeds, *(value for left in self._left for value in left.kept)]
 
 
 def deferring(function: Callable[..., Any], name: str, is_attention: bool = False) -> Callable[..., Any]:

@@ -91,6 +91,12 @@ class Stage:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     @property
+    def staying(self) -> tuple[str, ...]:
+        """The parameters whose gradients I makes; of a compiled stage, once it has run."""
+        told = getattr(self.deferring, "in_input", None)
+        return self.in_input if told is None else told(self.parameters)
+
+    @property
     def input_names(self) -> list[str]:
         """What its inputs are called: batch inputs as the model calls them, values as their makers do."""
         return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
@@ -252,7 +258,7 @@ class StageGraph(Tabular):
         again = ", ".join(name for name in self.names if name in self.recomputed)
         notes = [*runs, *[f"recomputed: {again}"] * bool(again)]
         notes += [f"captured by {self.origin}"] if self.origin else []
-        notes += [_told_in_input(stage) for stage in self.stages if stage.in_input]
+        notes += [_told_in_input(stage, names) for stage in self.stages if (names := stage.staying)]
         return "\n".join([grid, *notes])
 
     def __repr__(self) -> str:
@@ -340,9 +346,8 @@ def _size(gathered: Gathered) -> str:
     return what + " of all replicas" * ("global" in gathered.modes)
 
 
-def _told_in_input(stage: Stage) -> str:
+def _told_in_input(stage: Stage, names: Sequence[str]) -> str:
     """What of a stage's backward W cannot do."""
-    names = list(stage.in_input)
     shown_names = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
     share = sum(stage.parameters[name].numel() for name in names) / sum(p.numel() for p in stage.parameters.values())
     return f"{stage.name}: I makes the gradients of {shown_names}, too ({share:.0%} of its parameters)"

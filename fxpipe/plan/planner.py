@@ -17,7 +17,7 @@ from torch import nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture_check import Sample
@@ -29,7 +29,7 @@ from fxpipe.plan.placement import place
 from fxpipe.plan.recomputation import Make, Marked, recomputed, told
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.sizes import outline
-from fxpipe.plan.stage_compiler import compiled_lazily
+from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily
 from fxpipe.progress import progress
 from fxpipe.schedules import Family, Limited, ScheduleName, build
 from fxpipe.schedules.costs import Costs
@@ -345,13 +345,13 @@ class Planner:
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
         split = {stage for stage, _ in schedule.dependencies.halves}
-        for name in ("stage_compiler", "parallelize"):
-            if split and getattr(self.options, name) is not None:
-                raise ScheduleError(
-                    f"{schedule.name} has backwards in two halves, I and W, which stages under {name}= cannot run; "
-                    f'write schedule="1f1b", or leave out {name}='
-                )
-        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split)))
+        if split and self.options.parallelize is not None:
+            raise ScheduleError(
+                f"{schedule.name} has backwards in two halves, I and W, which stages under parallelize= cannot run; "
+                'write schedule="1f1b", or leave out parallelize='
+            )
+        halve = defer_weights if self.options.stage_compiler is None else compiled_in_halves
+        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, halve)))
 
     def _schedule(self, graph: StageGraph, pattern: Pattern, costs: Costs | None) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
@@ -405,7 +405,7 @@ class Planner:
         return table
 
     def _as_it_runs(self, costs: Costs) -> Costs:
-        """Without what would have backwards in halves, where the stages' code cannot run these."""
+        """Without what would have backwards in halves, where these cannot run, or shapes do not tell what W keeps."""
         whole = self.options.stage_compiler is not None or self.options.parallelize is not None
         return dataclasses.replace(costs, deferred_bytes=None) if whole else costs
 
@@ -482,12 +482,12 @@ def _tells_bytes(costs: Costs | None) -> bool:
     return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
 
 
-def _with_halves(graph: StageGraph, split: Collection[int]) -> StageGraph:
+def _with_halves(graph: StageGraph, split: Collection[int], halve: Callable[[Stage], Stage]) -> StageGraph:
     """``graph``; these stages, and no others, with what I and W need."""
     if not split and not any(stage.deferring or stage.in_input for stage in graph):
         return graph
     plain = [dataclasses.replace(stage, deferring=None, in_input=()) for stage in graph]
-    return dataclasses.replace(graph, stages=tuple(defer_weights(s) if s.index in split else s for s in plain))
+    return dataclasses.replace(graph, stages=tuple(halve(s) if s.index in split else s for s in plain))
 
 
 def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> list[StageGraph]:

@@ -12,6 +12,7 @@ from torch import fx
 from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
+from fxpipe.plan.joint_graph import InHalves
 
 StageCompiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,8 +30,14 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
     return dataclasses.replace(stage, function=_Compiled(stage.name, original, stage_compiler))
 
 
+def compiled_in_halves(stage: Stage) -> Stage:
+    """A stage that ``compiled_lazily`` has made, with the function of ``Stage.deferring``, compiled in three."""
+    assert isinstance(stage.function, _Compiled)
+    return dataclasses.replace(stage, deferring=stage.function.in_halves)
+
+
 class _Compiled:
-    """A stage's function, compiled when it is first called."""
+    """A stage's function, or a graph that was made of it, compiled when it is first called."""
 
     def __init__(self, name: str, original: Callable[..., Any], stage_compiler: StageCompiler) -> None:
         self._name, self._original, self._stage_compiler = name, original, stage_compiler
@@ -54,6 +61,11 @@ class _Compiled:
                 "stage's inputs and returns the tuple that the stage does"
             )
         return function
+
+    @cached_property
+    def in_halves(self) -> InHalves:
+        """The same in three: its forward, and the two halves of its backward."""
+        return InHalves(self._original, lambda module: _Compiled(self._name, module, self._stage_compiler))
 
     def __repr__(self) -> str:
         return f"stage {self._name}, compiled by {self._stage_compiler!r}"

@@ -166,7 +166,7 @@ def test_so_it_is_where_only_a_limit_was_given_and_the_bytes_are_told_from_shape
         assert getattr(costs, name)[1:3] == pytest.approx(getattr(counted_ones, name)[1:3], rel=0.05)
     assert max(held.peak.values()) <= 1.05 * memory
     whole = fxpipe.compile(Chain(alike=True), topology, **options, stage_compiler=lambda function: function)
-    assert not whole.schedule.dependencies.halves, "which compiled stages cannot run"
+    assert not whole.schedule.dependencies.halves, "shapes do not tell what compiled code keeps"
     forward_backward.record_timeline()
     forward_backward(**batch(ROWS))
     again = forward_backward.reschedule(memory=0.75 * memory)

@@ -1,0 +1,230 @@
+"""Joint graph: a stage's forward, I and W as AOTAutograd captures them, each compiled by a function of the user's.
+
+TorchDynamo captures the stage and guards what it took for granted. AOTAutograd makes a forward and a backward of it,
+keeps between them what its min-cut finds, and sees to buffers that are written, to aliases and to random numbers. Its
+backward is cut into I and W. What TorchDynamo cannot capture runs as it is, and leaves nothing to W.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+
+from fxpipe.errors import RunError
+from fxpipe.graph.deferred import Deferred
+from fxpipe.graph.modes import ambient_autocast, within
+from fxpipe.passes.cut_backward import BackwardPart, cut_backward
+from fxpipe.torch_compat import aot_compiled, has_hooks, version_of
+
+Compile = Callable[[fx.GraphModule], Callable[..., Any]]
+
+
+class InHalves:
+    """A stage's function with a ``Deferred`` in front of its inputs, compiled in three when it first runs.
+
+    ``compile`` makes a callable of a graph of operators; it is given forward, I and W of each graph that TorchDynamo
+    makes of ``original``, none of which needs gradients.
+    """
+
+    def __init__(self, original: Callable[..., Any], compile: Compile) -> None:
+        self._compile = compile
+        self._function = torch.compile(original, backend=self._backend)
+        self._left: set[int] | None = None
+
+    def __call__(self, deferred: Deferred, *inputs: Any) -> tuple[Any, ...]:
+        before, _here.deferred = _here.deferred, deferred
+        try:
+            outputs: tuple[Any, ...] = self._function(*inputs)
+        finally:
+            _here.deferred = before
+        return outputs
+
+    def in_input(self, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+        """Those whose gradients I makes; none before a backward has shown it."""
+        if self._left is None:
+            return ()
+        return tuple(name for name, p in parameters.items() if p.requires_grad and id(p) not in self._left)
+
+    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What TorchDynamo calls with a graph that it has captured."""
+        graph = _CutGraph(inputs, self._compile, self._is_left)
+        function = aot_compiled(module, inputs, graph.forward, graph.backward)
+        return lambda *inputs: graph.run(function, inputs)
+
+    def _is_left(self, parameters: Collection[Tensor]) -> None:
+        self._left = (self._left or set()) | set(map(id, parameters))
+
+
+class _CutGraph:
+    """A graph that TorchDynamo has captured, on its way through AOTAutograd.
+
+    A call with a ``Deferred`` is given stand-ins for its parameters, which share their memory. So I leaves ``.grad`` as
+    it is, and whatever comes back to the stand-ins, by any way, W adds to it.
+    """
+
+    def __init__(self, inputs: Sequence[Any], compile: Compile, is_left: Callable[[Collection[Tensor]], None]) -> None:
+        self._compile, self._is_left = compile, is_left
+        self._kinds = [(value.dim(), value.dtype) if isinstance(value, Tensor) else None for value in inputs]
+        self._leaves = [
+            place
+            for place, value in enumerate(inputs)
+            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        ]
+
+    def run(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        deferred, parameters = _here.deferred, {place: inputs[place] for place in self._leaves}
+        plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
+        if deferred is None or not plain or not parameters or not all(map(_may_wait, parameters.values())):
+            return function(*inputs)
+        call = _HalvedCall(self, deferred, parameters)
+        results = function(*(call.stand_ins.get(place, value) for place, value in enumerate(inputs)))
+        for node in call.nodes(results):
+            node.register_prehook(call.comes)
+        deferred.leave(call)
+        return results
+
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's compiler of forwards."""
+        return self._compiled(module)
+
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's compiler of backwards."""
+        later = self._leaves if self._fits(module) else []
+        halves = cut_backward(module, later)
+        of_input, of_weights = self._piece(halves.of_input), self._piece(halves.of_weights)
+        gradients = dict(enumerate(halves.gradients))
+        waits = {place: name for place, name in gradients.items() if place in later and name is not None}
+        needed = {*halves.of_weights.takes, *waits.values()} - {*halves.of_weights.gives}
+        by_weights = [place for place in later if gradients[place] not in halves.of_input.gives]
+
+        def weights(held: dict[str, Any]) -> dict[int, Any]:
+            made = held | of_weights(held)
+            return {place: made[name] for place, name in waits.items()}
+
+        def run(*given: Any) -> list[Any]:
+            values = dict(zip(halves.given, given, strict=True))
+            values |= of_input(values)
+            held = {name: values[name] for name in needed}
+            call, _here.call = _here.call, None
+            if call is None or call.graph is not self:
+                values |= of_weights(held)
+                return [None if name is None else values[name] for name in halves.gradients]
+            call.keep(held, weights)
+            self._is_left([call.parameters[place] for place in by_weights])
+            return [None if place in later or name is None else values[name] for place, name in gradients.items()]
+
+        return run
+
+    def _compiled(self, module: fx.GraphModule) -> Callable[..., Any]:
+        @cache
+        def function() -> Callable[..., Any]:
+            # a module of its own, made only now: TorchDynamo runs code as it is that was generated while it compiled,
+            # and AOTAutograd's modules share theirs before their first call
+            return self._compile(fx.GraphModule(module, module.graph))
+
+        def run(*inputs: Any) -> Any:
+            # the types that operators compute in are decided already
+            with within([region._replace(enabled=False) for region in ambient_autocast()]):
+                return function()(*inputs)
+
+        return run
+
+    def _fits(self, module: fx.GraphModule) -> bool:
+        """Whether the backward's results are the gradients of what the graph was given, one for one."""
+        results: Any = module.graph.output_node().args[0]
+        if len(results) != len(self._kinds):
+            return False
+        made = [None if node is None else node.meta["val"] for node in results]
+        pairs = zip(made, self._kinds, strict=True)
+        return all(value is None or (value.dim(), value.dtype) == kind for value, kind in pairs)
+
+    def _piece(self, part: BackwardPart) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """I or W, from values by name to values by name."""
+        if not part.does_anything:
+            return lambda values: {}
+        function = self._compiled(part.code)
+        return lambda values: dict(zip(part.gives, function(*[values[name] for name in part.takes]), strict=True))
+
+
+class _HalvedCall:
+    """One call of a graph: its parameters by their places, their stand-ins, and what is left for its W."""
+
+    def __init__(self, graph: _CutGraph, deferred: Deferred, parameters: Mapping[int, Tensor]) -> None:
+        self.graph, self.parameters = graph, parameters
+        self.stand_ins = {place: parameter.detach().requires_grad_() for place, parameter in parameters.items()}
+        self._deferred = deferred
+        self._held: dict[str, Any] = {}
+        self._versions: list[int] = []
+        self._weights: Callable[[dict[str, Any]], dict[int, Any]] | None = None
+
+    def nodes(self, results: Sequence[Any]) -> Iterator[Node]:
+        """AOTAutograd's among the nodes behind the results: its own, not those of views of what it was given."""
+        ends = {get_gradient_edge(stand_in).node for stand_in in self.stand_ins.values()}
+        waiting = [one.grad_fn for one in results if isinstance(one, Tensor) and one.grad_fn is not None]
+        seen: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            following = [next_node for next_node, _ in node.next_functions if next_node is not None]
+            if isinstance(node, BackwardCFunction):
+                if not ends.isdisjoint(following):
+                    yield node
+            else:
+                waiting += following
+
+    def comes(self, gradients: Any) -> None:
+        """Its backward is the next that runs in this thread."""
+        _here.call = self
+
+    def keep(self, held: dict[str, Any], weights: Callable[[dict[str, Any]], dict[int, Any]]) -> None:
+        """I has run: ``weights`` makes gradients by place of what is ``held``."""
+        self._deferred.check_open()
+        self._held, self._weights = held, weights
+        self._versions = list(map(version_of, self.kept))
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What waits for W."""
+        return [value for value in self._held.values() if isinstance(value, Tensor) and not value.is_inference()]
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """W: each parameter with a gradient of it; once."""
+        if list(map(version_of, self.kept)) != self._versions:
+            raise RunError(
+                "what W needs was written in place since I; write it out of place (self.n = self.n + 1) or use a clone"
+            )
+        held, self._held, self._versions = self._held, {}, []
+        with torch.no_grad():
+            found = {} if self._weights is None else self._weights(held)
+        pairs = [
+            (parameter, gradient)
+            for place, parameter in self.parameters.items()
+            for gradient in (found.get(place), self.stand_ins[place].grad)
+            if gradient is not None
+        ]
+        self.stand_ins = {}
+        return pairs
+
+
+class _Here(threading.local):
+    """What this thread is in: a micro-batch's forward, the backward of a call."""
+
+    deferred: Deferred | None = None
+    call: _HalvedCall | None = None
+
+
+_here = _Here()
+
+
+def _may_wait(parameter: Tensor) -> bool:
+    """Whether its gradient may come late: a hook is to see it once, and whole."""
+    return parameter.is_leaf and not has_hooks(parameter)

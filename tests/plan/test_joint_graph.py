@@ -1,0 +1,269 @@
+"""A stage compiled in three: forward, I and W against whole backwards and plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.testing import CompileCounter
+
+import fxpipe
+from fxpipe import RunError, StageGraph, Topology, stage_boundary
+from fxpipe.graph.deferred import Deferred
+from fxpipe.plan.joint_graph import InHalves
+
+EAGER: Callable[..., Any] = partial(torch.compile, backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Net(nn.Module):
+    """Three stages: convolution and a batch norm whose buffers are written; layer norm, dropout, a group norm, what is
+    frozen; a layer that uses the weight of another stage, and one of its own twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.layer, self.linear, self.group = nn.LayerNorm(8), nn.Linear(8, 8), nn.GroupNorm(2, 4)
+        self.frozen, self.unused = nn.Linear(8, 8).requires_grad_(False), nn.Linear(3, 3)
+        self.tied, self.twice = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.tied.weight = self.linear.weight
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.relu(self.norm(self.conv(x)))
+        self.seen.add_(h.detach().sum())
+        h = stage_boundary(h)
+        h = self.group(F.dropout(F.gelu(self.frozen(self.linear(self.layer(h)))), 0.5, self.training))
+        h = stage_boundary(h)
+        return F.mse_loss(self.tied(self.twice(torch.tanh(self.twice(h)))), y)
+
+
+def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((8, 3, 8, 8), (8, 4, 8, 8))
+    return [tuple(torch.randn(s, generator=generator, dtype=dtype) for s in shapes) for _ in range(2)]  # type: ignore[misc]
+
+
+def trained(dtype: torch.dtype, autocast: bool = False, **options: Any) -> tuple[dict[str, Tensor], Any]:
+    """Two steps of SGD: losses, gradients, buffers; and what made them."""
+    model = Net().to(dtype)
+    forward_backward = fxpipe.compile(model, Topology([("pipe", 3)]), microbatches=4, **options)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    found: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches(dtype)):
+        optimizer.zero_grad()
+        torch.manual_seed(number)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found[f"loss {number}"] = forward_backward(*batch)
+        for name, parameter in forward_backward.named_parameters():
+            if parameter.grad is not None:
+                found[f"{name} {number}"] = parameter.grad.clone()
+        optimizer.step()
+    return found | {n: b.clone() for n, b in model.named_buffers()}, forward_backward
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zb_h1": {},
+    "autocast": {"autocast": True},
+    "recomputed": {"recompute": True},
+    "zb_h1, zero=2": {"zero": 2},
+    "another compiler": {"stage_compiler": lambda function: function},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_those_of_whole_backwards(name: str) -> None:
+    options = {"stage_compiler": EAGER, **OPTIONS[name]}
+    got, halved = trained(torch.float64, schedule="zb_h1", **options)
+    wanted, _ = trained(torch.float64, options.get("autocast", False))
+    assert got.keys() == wanted.keys()
+    assert sum(key.endswith("0") for key in got) == 14, "all that is trained, and the loss"
+    tolerance = 1e-2 if "autocast" in options else 1e-12
+    for key, value in wanted.items():
+        torch.testing.assert_close(got[key], value, rtol=tolerance, atol=tolerance, msg=key)
+    told = str(halved.stages)
+    assert "layer: I makes the gradients of group.weight, group.bias, too" in told
+    assert told.count("I makes") == 1
+
+
+def test_each_part_is_compiled_once() -> None:
+    counter = CompileCounter()
+    asked: list[fx.GraphModule] = []
+
+    def compiler(module: fx.GraphModule) -> Any:
+        asked.append(module)
+        return torch.compile(module, backend=counter)
+
+    trained(torch.float64, schedule="zb_h1", stage_compiler=compiler)
+    assert len(asked) == 8, "the first stage has nothing for I to make"
+    assert counter.frame_count == 8
+    assert all(isinstance(module, fx.GraphModule) for module in asked)
+
+
+def test_inductor_compiles_the_three_parts() -> None:
+    torch.manual_seed(0)
+    part, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(6, 4, requires_grad=True)
+    wanted = torch.autograd.grad(part(x).square().sum(), [x, *part.parameters()])
+    made = InHalves(lambda value: (part(value).square().sum(),), torch.compile)
+    assert_halves(made, part, x, wanted)
+
+
+# --- one call ---
+
+
+def assert_halves(made: InHalves, part: nn.Module, x: Tensor, wanted: Sequence[Tensor], atol: float = 1e-6) -> None:
+    """I makes the input's gradient and leaves ``.grad`` alone; W adds to it."""
+    for parameter in part.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    deferred, entered = Deferred(), x * 1
+    (result,) = made(deferred, entered)
+    with deferred.collecting():
+        (found,) = torch.autograd.grad(result, [entered], retain_graph=False)
+    torch.testing.assert_close(found, wanted[0], rtol=0, atol=atol)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in part.parameters() if p.grad is not None)
+    deferred.accumulate()
+    for parameter, gradient in zip(part.parameters(), wanted[1:], strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad - 1, gradient, rtol=0, atol=atol)
+    assert deferred.kept == []
+
+
+def identity(module: fx.GraphModule) -> Callable[..., Any]:
+    return module
+
+
+def halves_of(function: Callable[..., Tensor]) -> InHalves:
+    return InHalves(lambda *values: (function(*values),), identity)
+
+
+def layer() -> tuple[nn.Linear, Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4), torch.randn(6, 4, requires_grad=True)
+
+
+def test_several_shapes_and_several_calls_in_flight() -> None:
+    part, _ = layer()
+    made = halves_of(lambda x: torch.tanh(part(x)).square().sum())
+    waiting = []
+    inputs = [torch.randn(rows, 4, requires_grad=True) for rows in (6, 3, 6, 9, 5)]
+    for x in inputs:
+        deferred = Deferred()
+        waiting.append((deferred, made(deferred, x * 1)[0]))
+    for deferred, result in waiting:
+        with deferred.collecting():
+            result.backward()
+    assert part.weight.grad is None
+    for deferred, _ in reversed(waiting):
+        deferred.accumulate()
+    plain, _ = layer()
+    losses = [torch.tanh(plain(x)).square().sum() for x in inputs]
+    wanted = torch.autograd.grad(sum(losses), [*plain.parameters(), *inputs])  # type: ignore[arg-type]
+    found = [parameter.grad for parameter in (*part.parameters(), *inputs)]
+    for got, gradient in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, gradient)
+
+
+def test_a_parameter_that_is_a_result_itself_gets_its_gradient_from_w() -> None:
+    part, x = layer()
+    made = InHalves(lambda value: (part.weight.t(), part(value)), identity)
+    deferred = Deferred()
+    turned, result = made(deferred, x * 1)
+    with deferred.collecting():
+        (turned.square().sum() + result.square().sum()).backward()
+    assert part.weight.grad is None
+    deferred.accumulate()
+    plain, y = layer()
+    (plain.weight.square().sum() + plain(y).square().sum()).backward()
+    assert part.weight.grad is not None
+    torch.testing.assert_close(part.weight.grad, plain.weight.grad)
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def broken(part: nn.Module) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        h = torch.tanh(part(x))
+        torch._dynamo.graph_break()
+        return (part(h) * h).square().sum()  # the same layer in two graphs
+
+    return function
+
+
+def test_a_stage_of_several_graphs_and_its_shared_layer() -> None:
+    part, x = layer()
+    function = broken(part)
+    wanted = torch.autograd.grad(function(x), [x, *part.parameters()])
+    assert_halves(halves_of(function), part, x, wanted)
+
+
+def test_what_cannot_be_captured_stays_in_i_and_is_named() -> None:
+    class Amid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return apart(self.second, torch.tanh(self.first(x)))
+
+    apart = torch.compiler.disable(lambda module, value: module(value))
+    graph = StageGraph.from_callables({"amid": Amid(), "last": torch.sum}, [("amid", "last")], {"amid": ["x"]})
+    found = []
+    for options in ({}, {"schedule": "zb_h1", "stage_compiler": EAGER}):
+        graph.module.zero_grad()
+        torch.manual_seed(0)
+        forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=2, **options)
+        assert "I makes" not in str(forward_backward.stages), "it is known after a step"
+        forward_backward(torch.ones(4, 4))
+        found.append([p.grad.clone() for p in forward_backward.parameters() if p.grad is not None])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+    assert len(found[1]) == 4
+    told = str(forward_backward.stages)
+    assert "amid: I makes the gradients of amid.second.weight, amid.second.bias, too (50% of its parameters)" in told
+
+
+def test_a_hook_sees_a_parameters_gradient_once_and_whole() -> None:
+    part, x = layer()
+    function = broken(part)
+    wanted = torch.autograd.grad(function(x), [x, *part.parameters()])
+    seen: list[Tensor] = []
+    part.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    deferred = Deferred()
+    (result,) = halves_of(function)(deferred, x * 1)
+    with deferred.collecting():
+        result.backward()
+    deferred.accumulate()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], wanted[1])
+    torch.testing.assert_close([part.weight.grad, part.bias.grad], list(wanted[1:]))
+
+
+# --- what is refused ---
+
+
+def test_what_w_needs_may_not_be_written_after_i() -> None:
+    part, x = layer()
+    entered, deferred = x.detach().clone(), Deferred()
+    (result,) = halves_of(lambda value: part(value).square().sum())(deferred, entered)
+    with deferred.collecting():
+        result.backward()
+    entered.add_(1)
+    with pytest.raises(RunError, match="what W needs was written in place since I; write it out of place"):
+        deferred.accumulate()
+
+
+def test_a_backward_that_is_not_i_is_refused() -> None:
+    part, x = layer()
+    (result,) = halves_of(lambda value: part(value).square().sum())(Deferred(), x * 1)
+    with pytest.raises(RunError, match='cannot be in two halves then: write schedule="1f1b"'):
+        result.backward()
