@@ -586,7 +586,7 @@ def bad_family(problem: Problem) -> list[list[Action]]:
         ],
         ["strict 1", "strict 1", "distributed"],
     ),
-    ids=str,
+    ids=lambda one: one if isinstance(one, str) else one[1],
     indirect=["many_ranks"],
 )
 def test_a_table_that_cannot_be_made_is_refused_and_the_present_one_stays(
