@@ -22,9 +22,7 @@ def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         is_plain = type(local) in (Tensor, torch.nn.Parameter) and local.layout is torch.strided
-        if (
-            is_plain and not local.is_meta and not isinstance(local, FakeTensor)
-        ):  # others' worlds may have left any kind
+        if is_plain and not local.is_meta and not isinstance(local, FakeTensor):
             storage = local.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return found
