@@ -16,7 +16,9 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
     """TopologyError for a ``nn.SyncBatchNorm`` that would wait for ranks that run other stages, or none of it."""
     if not dist.is_initialized():  # so it is a plain batch norm
         return
-    replicas = next(group for group in topology.groups("data") if dist.get_rank() in group)
+    pipes = topology.groups("pipe")
+    place = next(pipe.index(dist.get_rank()) for pipe in pipes if dist.get_rank() in pipe)
+    replicas = sorted(pipe[place] for pipe in pipes)  # a tensor group's among them
     for name, part in _named_modules(model):
         if not isinstance(part, nn.SyncBatchNorm):
             continue

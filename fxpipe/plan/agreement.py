@@ -188,11 +188,14 @@ class Agreement:
         """The stages of all kinds that are known."""
         return self._planner.graphs
 
-    def replan(self, planner: Planner) -> None:
-        """Takes up another planner's plans, for the kinds of batch that are settled, too."""
-        self._planner = planner
+    def replan(self, planner: Planner) -> list[int]:
+        """Takes up another planner's plans; returns the settled kinds of batch whose plan is another now."""
+        self._planner, changed = planner, []
         for key, agreed in self._settled.items():
-            self._settled[key] = dataclasses.replace(agreed, plan=planner.plan(agreed.pattern))
+            self._settled[key] = new = dataclasses.replace(agreed, plan=planner.plan(agreed.pattern))
+            if new.plan is not agreed.plan:
+                changed.append(new.kind)
+        return changed
 
     def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This rank's inputs per micro-batch."""

@@ -129,6 +129,8 @@ class Planner:
     plans: dict[Pattern, Plan] = field(default_factory=dict)
     places: dict[Hashable, Places] = field(default_factory=dict)
     """In which dimension gathered values have their rows."""
+    shown: list[Pattern] = field(default_factory=list)
+    """The pattern of the first plan, with its shapes."""
     by_shapes: list[Costs] = field(default_factory=list)
     """What the stages take, once that is asked for: told from the shapes of the example."""
 
@@ -195,6 +197,8 @@ class Planner:
         if known is not None:
             return known
         captured = self._captured(pattern, sample)
+        if not self.plans:
+            self.shown[:] = [pattern]
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
         used = () if self.captures is None else tuple(self.captures.used)
         same = next((plan for other, plan in self.plans.items() if used and _is_same(plan, other, used, pattern)), None)
@@ -203,7 +207,8 @@ class Planner:
             return same
         graphs = self._placed(captured)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
+        costs = None if captured[0].costs is None else self._as_it_runs(captured[0].costs)
+        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", costs)
         plan = dataclasses.replace(plan, captures=used)
         if self.plans:
             self._check_same_stages(plan)
@@ -287,7 +292,8 @@ class Planner:
             planner.plans[pattern] = made.get(id(plan), plan)
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
-        stays = family.excess(present) is None and after > before * (1 - WORTH_IT)
+        told = dataclasses.replace(family, costs=new.costs or family.costs)  # with bytes, where shapes told them
+        stays = told.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
 
     def without_tracers(self, wrong: Mapping[str, str]) -> Planner:
@@ -397,7 +403,8 @@ class Planner:
             return "1f1b"
         if not isinstance(table, Limited) or table.memory is None or _tells_bytes(table.costs):
             return table
-        if not self.by_shapes and (work := self.stage_work(pattern, graph.placement)) is not None:
+        shown = pattern if pattern.shapes or not self.shown else self.shown[0]
+        if not self.by_shapes and (work := self.stage_work(shown, graph.placement)) is not None:
             again = (bool(self.options.recompute),) * len(graph)
             self.by_shapes.append(self._as_it_runs(work.costs(again)))
         for known in self.by_shapes:

@@ -104,8 +104,8 @@ class ForwardAction:
 
     def _give(self, outputs: tuple[Any, ...]) -> None:
         step, slots = self._executor.step, self._executor.slots
-        if step.extremes is not None:
-            step.extremes.add_outputs(self.action.stage, self.action.microbatch, outputs[: len(self._slots)])
+        if (extremes := step.extremes_of(self.action.microbatch)) is not None:
+            extremes.add_outputs(self.action.stage, self.action.microbatch, outputs[: len(self._slots)])
         for slot, value in zip(self._slots, outputs, strict=False):  # the result is no edge's
             slots[slot] = value
         if step.proves:
@@ -121,8 +121,8 @@ class ForwardAction:
         part = read_loss(result)
         if self._keeps and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
-        if executor.step.extremes is not None:
-            executor.step.extremes.add_loss(self.action.stage, microbatch, part.value)
+        if (extremes := executor.step.extremes_of(microbatch)) is not None:
+            extremes.add_loss(self.action.stage, microbatch, part.value)
         saved.take_root(executor.made.loss.add(part, executor.step.shares[microbatch]))
 
 

@@ -53,6 +53,10 @@ class StepInput:
     extremes: Extremes | None = None
     proves: bool = False
 
+    def extremes_of(self, microbatch: int) -> Extremes | None:
+        """What looks at a micro-batch; of one without weight nothing counts."""
+        return self.extremes if self.shares[microbatch] else None
+
 
 @dataclass
 class Made:
@@ -133,6 +137,7 @@ class Executor:
     def drop(self) -> None:
         """A step has failed: lets go of all that it was given and had made."""
         self.end()
+        self.exchange.drop()
         self.slots[:] = [NOT_MADE] * len(self.slots)
         for held in self.held.values():
             held.saved = held.joined = held.kept = held.later = None

@@ -315,8 +315,9 @@ class ForwardBackward:
                 self._transport,
                 lambda: self._planner.rescheduled(with_costs(schedule, costs, in_flight, memory)),
             )
-        self._plan = dataclasses.replace(self._planner.first, graph=self.stages)
-        self._steps.agreement.replan(self._planner)
+        first = self._planner.first
+        self._plan = dataclasses.replace(first, graph=dataclasses.replace(first.graph, bytes_of=self.stages.bytes_of))
+        self._steps.replan(self._planner)
         return self.schedule
 
     # gradients

@@ -18,24 +18,22 @@ from fxpipe.plan.batch import dimensions
 from fxpipe.torch_compat import pytree
 
 
-class RowPlaces:
-    """In which dimension values have their rows, where the sizes of an earlier step have left no doubt of it."""
+class OutputRows:
+    """In which dimension outputs have their rows, where the sizes of an earlier step have left no doubt of it."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int], int] = {}
+        self._known: dict[tuple[int, int], int] = {}
 
-    def of(
-        self, name: str, leaf: int, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]
-    ) -> int | None:
-        """The dimension of the rows of a leaf of the value ``name``; None where none is. RunError in doubt."""
-        fits, key = _fitting(parts, rows, along), (name, leaf, parts[0].dim())
+    def of(self, leaf: int, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> int | None:
+        """The dimension of the rows of a leaf; None where none is. RunError in doubt."""
+        fits, key = _fitting(parts, rows, along), (leaf, parts[0].dim())
         if len(fits) == 1:
             self._known[key] = fits[0]
         if len(fits) < 2 or len(parts) == 1:
             return self._known.get(key, fits[0]) if fits else None
         if self._known.get(key) not in fits:
             raise RunError(
-                f"{name} has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that dimensions "
+                f"an output has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that dimensions "
                 f"{fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another number of "
                 f"micro-batches or rows, or by .unsqueeze(0) where its rows are in dimension 0"
             )
@@ -43,7 +41,7 @@ class RowPlaces:
 
 
 def join(
-    outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], batch_dim: BatchDim, places: RowPlaces
+    outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], batch_dim: BatchDim, places: OutputRows
 ) -> Any:
     """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
 
@@ -103,13 +101,13 @@ def _check_beside_rows(column: Sequence[Tensor], along: int) -> None:
 
 
 def _rows_along(
-    places: RowPlaces, leaf: int, column: Sequence[Tensor], sizes: Sequence[int], along: Sequence[int]
+    places: OutputRows, leaf: int, column: Sequence[Tensor], sizes: Sequence[int], along: Sequence[int]
 ) -> int:
     """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
 
     Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
     """
-    place = places.of("an output", leaf, column, sizes, along)
+    place = places.of(leaf, column, sizes, along)
     if place is not None:
         return place
     shapes = ", ".join(str(list(tensor.shape)) for tensor in column)

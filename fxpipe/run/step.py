@@ -22,7 +22,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
-from fxpipe.plan.planner import Plan
+from fxpipe.plan.planner import Plan, Planner
 from fxpipe.plan.sizes import with_sizes
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.bind import Bound, bind
@@ -32,7 +32,7 @@ from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.group_inputs import GroupInputs
 from fxpipe.run.item_numbers import ItemNumbers
-from fxpipe.run.outputs import RowPlaces, from_rank, join
+from fxpipe.run.outputs import OutputRows, from_rank, join
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import of_groups, shares_of, weights_of
@@ -83,7 +83,7 @@ class Steps:
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
         self._bound: dict[tuple[int, tuple[bool, ...]], Bound] = {}
-        self._effects, self._places = EffectsOf(), RowPlaces()
+        self._effects, self._places = EffectsOf(), OutputRows()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
     # the course of a step
@@ -162,6 +162,12 @@ class Steps:
             self._bound = {key: bound for key, bound in self._bound.items() if bound.kind.number not in kinds}
             self._effects.keep(self.agreement.graphs)
 
+    def replan(self, planner: Planner) -> None:
+        """Takes up another planner's plans, between two steps of all ranks. What is sent may look otherwise then."""
+        for kind in self.agreement.replan(planner):
+            self._exchange.forget(kind)
+        self._bound.clear()
+
     def compare_batches(self, everywhere: bool) -> None:
         """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
         with self._failing.together(*self._alike):
@@ -230,7 +236,7 @@ class Steps:
     def _bound_for(self, agreed: Agreed, runs: tuple[bool, ...]) -> Bound:
         """The calls for a kind of batch, for whichever of its micro-batches have weight; bound where they are not."""
         bound = self._bound.pop((agreed.kind, runs), None)
-        if bound is None or bound.kind.plan is not agreed.plan:
+        if bound is None:
             pattern = agreed.pattern
             kind = BatchKind(agreed.plan, agreed.kind, runs, pattern.training, pattern.autocast)
             bound = bind(kind, self._transport.pipe_rank, partial(self._executor, kind))

@@ -220,6 +220,13 @@ def test_a_micro_batch_without_weight_may_be_nan() -> None:
     assert trained([batch((2, 0), (3, 1))] * 3, weigh) == [[]] * 3
 
 
+def test_nor_is_it_the_first_that_is_told() -> None:
+    weigh = {"loss_weight": lambda x: float((x[:, 3] < 100).all())}
+    _, second = trained([batch((0, 3), (0, 0), (5, 1)), batch()], weigh)
+    assert "micro-batch 2 is the first whose" in second[0]
+    assert "stage 1 `b`" in second[0]
+
+
 class Summed(Chain):
     """Items of which some micro-batches have none; counts that are no number where there is a row to spoil them."""
 

@@ -175,6 +175,17 @@ def test_so_it_is_where_only_a_limit_was_given_and_the_bytes_are_told_from_shape
     assert max(again.planned().peak_bytes or ()) <= 0.75 * memory < max(table.planned().peak_bytes or ())
 
 
+def test_a_limit_may_come_with_reschedule_alone() -> None:
+    topology, options = Topology([("pipe", 4)]), {"microbatches": MICROBATCHES, "example_kwargs": batch(ROWS)}
+    forward_backward, _ = step(Chain(alike=True), ROWS, topo=topology, schedule="1f1b", **options)
+    forward_backward.record_timeline()
+    forward_backward(**batch(ROWS))
+    whole = fxpipe.preview(Chain(alike=True), topology, schedule="1f1b", **options)
+    memory = 0.75 * max(whole.timeline.peak_bytes or ())
+    table = forward_backward.reschedule(memory=memory)
+    assert max(table.planned().peak_bytes or ()) <= memory
+
+
 @pytest.mark.parametrize(
     ("schedule", "group", "recompute"), pairwise([*GATHERED, "zb_h1"], [4, MICROBATCHES], [False, True])
 )
