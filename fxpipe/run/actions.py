@@ -18,6 +18,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
 from fxpipe.run.executor import Executor, Take
+from fxpipe.run.own_memory import give_own_memory, without_gradient
 from fxpipe.schedules.action import Action, Op
 from fxpipe.seeds import seeded
 from fxpipe.torch_compat import pytree
@@ -133,6 +134,7 @@ class BackwardAction:
         self.action, self.stage, self._executor = action, executor.stage(action), executor
         self._held = executor.held_by(action)
         self._ends_stage = action.op is not Op.I
+        self._parameters = [one for one in self.stage.parameters.values() if one.requires_grad]
         self._takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
         graph = executor.graph
         self._fed = [
@@ -160,11 +162,13 @@ class BackwardAction:
             gradients.append(True)
         # a loss without weight here has a backward where other replicas' losses need it
         if not self.stage.returns_result or executor.step.shares[action.microbatch]:
+            new = without_gradient(executor.parameters.in_call(self._parameters))
             try:
                 returned = self.stage.backward(saved, gradients)
             except BaseException as error:
                 executor.tell(error, action)
                 raise
+            give_own_memory(new, (gradients, returned))
             held.later = saved.deferred
         self._give(returned)
         executor.stopwatch.end(action)

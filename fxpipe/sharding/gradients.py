@@ -58,6 +58,9 @@ class Gradients(Protocol):
     def settle(self, stage: int | None = None) -> None:
         """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
 
+    def in_call(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """What stands in the places of a stage's parameters in a call, once it was settled, and gets the gradients."""
+
     def before(self, action: Action) -> None:
         """A backward begins, or the second half of one; of a micro-batch without weight, it is left out. What a first
         half makes of gradients comes unannounced, before the second's."""
@@ -133,6 +136,9 @@ class GradientsBase:
         return name not in self._owners or self._owners[name][0] == self._transport.pipe_rank
 
     # in a call
+
+    def in_call(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return list(parameters)
 
     def _set_earlier_aside(self, wanted: bool = True) -> None:
         """``wanted``: False where this call's gradients may be added as they come."""
