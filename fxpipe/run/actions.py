@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError
@@ -18,7 +19,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
 from fxpipe.run.executor import Executor, Take
-from fxpipe.run.own_memory import give_own_memory, without_gradient
+from fxpipe.run.own_memory import apart_from, give_own_memory, without_gradient
 from fxpipe.schedules.action import Action, Op
 from fxpipe.seeds import seeded
 from fxpipe.torch_compat import pytree
@@ -71,6 +72,7 @@ class ForwardAction:
         self.action, self.stage, self._executor = action, executor.stage(action), executor
         self._held = executor.held_by(action)
         self._keeps = executor.has_backward(action)
+        self._buffers = [one for one in self.stage.tensors.values() if not isinstance(one, nn.Parameter)]
         self._takes = self._bound_inputs()
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
         self.run: Run = run_of(executor, action, self._finish if self.stage.returns_result else None)
@@ -108,7 +110,7 @@ class ForwardAction:
         if step.extremes is not None:
             step.extremes.add_outputs(self.action.stage, self.action.microbatch, outputs[: len(self._slots)])
         for slot, value in zip(self._slots, outputs, strict=False):  # the result is no edge's
-            slots[slot] = value
+            slots[slot] = value if not self._buffers else apart_from(self._buffers, value)
         if step.proves:
             sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
             self._executor.made.bytes_of.update(sizes)

@@ -86,3 +86,39 @@ def test_only_what_shares_memory_is_copied() -> None:
     assert sharing.grad.tolist() == [0, 1, 2, 3]
     assert apart.grad is kept
     assert without.grad is None
+
+
+class Running(nn.Module):
+    """Sends a view of a buffer that its next forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layer(x)
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x, self.mean.view(1, 4)
+
+
+def scaled(sent: tuple[Tensor, Tensor]) -> Tensor:
+    x, mean = sent
+    return (x * mean).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_buffer_that_is_sent_is_as_it_was_then(schedule: str) -> None:
+    torch.manual_seed(0)
+    start, x = Running(), torch.randn(MICROBATCHES, 4)
+    plain = copy.deepcopy(start)
+    expected = sum(scaled(plain(part)).detach() / MICROBATCHES for part in x.chunk(MICROBATCHES))
+
+    def loss() -> Tensor:
+        stages = fxpipe.StageGraph.from_callables(
+            {"start": copy.deepcopy(start), "end": scaled}, [("start", "end")], {"start": ["x"]}
+        )
+        topology = fxpipe.Topology([("pipe", 2)])
+        return fxpipe.compile(stages, topology, microbatches=MICROBATCHES, schedule=schedule)(x)
+
+    assert [loss(), *run_strict(lambda rank: loss(), 2)] == [expected] * 3
