@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError
@@ -18,6 +19,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
 from fxpipe.run.executor import Executor, Take
+from fxpipe.run.own_memory import apart_from, give_own_memory, without_gradient
 from fxpipe.schedules.action import Action, Op
 from fxpipe.seeds import seeded
 from fxpipe.torch_compat import pytree
@@ -70,6 +72,7 @@ class ForwardAction:
         self.action, self.stage, self._executor = action, executor.stage(action), executor
         self._held = executor.held_by(action)
         self._keeps = executor.has_backward(action)
+        self._buffers = [one for one in self.stage.tensors.values() if not isinstance(one, nn.Parameter)]
         self._takes = self._bound_inputs()
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
         self.run: Run = run_of(executor, action, self._finish if self.stage.returns_result else None)
@@ -107,7 +110,7 @@ class ForwardAction:
         if (extremes := step.extremes_of(self.action.microbatch)) is not None:
             extremes.add_outputs(self.action.stage, self.action.microbatch, outputs[: len(self._slots)])
         for slot, value in zip(self._slots, outputs, strict=False):  # the result is no edge's
-            slots[slot] = value
+            slots[slot] = value if not self._buffers else apart_from(self._buffers, value)
         if step.proves:
             sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
             self._executor.made.bytes_of.update(sizes)
@@ -133,6 +136,7 @@ class BackwardAction:
         self.action, self.stage, self._executor = action, executor.stage(action), executor
         self._held = executor.held_by(action)
         self._ends_stage = action.op is not Op.I
+        self._parameters = [one for one in self.stage.parameters.values() if one.requires_grad]
         self._takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
         graph = executor.graph
         self._fed = [
@@ -160,11 +164,13 @@ class BackwardAction:
             gradients.append(True)
         # a loss without weight here has a backward where other replicas' losses need it
         if not self.stage.returns_result or executor.step.shares[action.microbatch]:
+            new = without_gradient(executor.parameters.in_call(self._parameters))
             try:
                 returned = self.stage.backward(saved, gradients)
             except BaseException as error:
                 executor.tell(error, action)
                 raise
+            give_own_memory(new, (gradients, returned))
             held.later = saved.deferred
         self._give(returned)
         executor.stopwatch.end(action)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxpipe.distributed.whereabouts import here
 from fxpipe.run.executor import Executor
+from fxpipe.run.own_memory import give_own_memory, without_gradient
 from fxpipe.schedules.action import Action
 
 
@@ -13,6 +14,7 @@ class WeightsAction:
     def __init__(self, executor: Executor, action: Action) -> None:
         self.action, self.stage, self._executor = action, executor.stage(action), executor
         self._held = executor.held_by(action)
+        self._parameters = [one for one in self.stage.parameters.values() if one.requires_grad]
 
     def __call__(self) -> None:
         executor, action = self._executor, self.action
@@ -23,7 +25,9 @@ class WeightsAction:
         executor.stopwatch.mark()
         try:
             if later is not None:
+                new, kept = without_gradient(executor.parameters.in_call(self._parameters)), later.kept
                 self.stage.backward.weights(later)
+                give_own_memory(new, kept)
         except BaseException as error:
             executor.tell(error, action)
             raise

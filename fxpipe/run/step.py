@@ -102,7 +102,7 @@ class Steps:
             shares = self._shares(agreed, batches, training=True)
         with self._failing.together(FxpipeError):
             self.agreement.check_rows(agreed, self._gradients.way.zero)
-        with self._failing.together():
+        with self._failing.together(), self._keeping_earlier_gradients():
             known = self._outcomes.get(agreed.kind)
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
             runs = self._runs(agreed, shares)
@@ -119,6 +119,16 @@ class Steps:
             broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
             self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
+
+    @contextlib.contextmanager
+    def _keeping_earlier_gradients(self) -> Iterator[None]:
+        """Where one process plays all ranks, one can go on behind a step that has failed."""
+        try:
+            yield
+        except BaseException:
+            if self._transport.pipe_rank is None:
+                self._gradients.drop()
+            raise
 
     @property
     def has_unsummed(self) -> bool:

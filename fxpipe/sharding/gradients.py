@@ -58,6 +58,9 @@ class Gradients(Protocol):
     def settle(self, stage: int | None = None) -> None:
         """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
 
+    def in_call(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """What stands in the places of a stage's parameters in a call, once it was settled, and gets the gradients."""
+
     def before(self, action: Action) -> None:
         """A backward begins, or the second half of one; of a micro-batch without weight, it is left out. What a first
         half makes of gradients comes unannounced, before the second's."""
@@ -67,6 +70,10 @@ class Gradients(Protocol):
 
     def flush(self) -> None:
         """All backwards are over: starts what is left."""
+
+    def drop(self) -> None:
+        """The call has failed, in one process, where one can go on: what earlier calls have left is there as it was,
+        where it was set aside. What this one has made of those gradients is without its factor, and dropped."""
 
     def end(self, factor: Tensor | None) -> None:
         """Sums are done when it returns. ``factor``: what this call's gradients are multiplied by; None for 1."""
@@ -113,6 +120,7 @@ class GradientsBase:
         self._tied = {ranks: [name for name in names if name in self._own] for ranks, names in mine.items()}
         self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
         self._earlier: dict[str, Tensor] = {}
+        self._is_aside = False
 
     @property
     def shards(self) -> bool:
@@ -134,8 +142,18 @@ class GradientsBase:
 
     # in a call
 
+    def in_call(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return list(parameters)
+
+    def drop(self) -> None:
+        if self._is_aside:
+            for name, parameter in self._own.items():
+                parameter.grad = self._earlier.get(name)
+        self._earlier, self._is_aside = {}, False
+
     def _set_earlier_aside(self, wanted: bool = True) -> None:
         """``wanted``: False where this call's gradients may be added as they come."""
+        self._is_aside = wanted
         self._earlier = {name: p.grad for name, p in self._own.items() if wanted and p.grad is not None}
         for name in self._earlier:
             self._own[name].grad = None
@@ -146,7 +164,7 @@ class GradientsBase:
             if parameter.grad is not None:
                 local(earlier).add_(local(parameter.grad))
             parameter.grad = earlier
-        self._earlier = {}
+        self._earlier, self._is_aside = {}, False
 
     def _scale(self, factor: Tensor | None) -> None:
         if factor is None:

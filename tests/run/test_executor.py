@@ -87,3 +87,30 @@ def test_a_loss_without_gradient_of_a_micro_batch_with_weight_is_refused(batch: 
     forward_backward = fxpipe.compile(graph, TOPOLOGY, microbatches=3)
     with pytest.raises(fxpipe.RunError, match="the loss needs no gradient"):
         forward_backward(batch)
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> fxpipe.Sum:
+        y = self.last(fxpipe.stage_boundary(self.table(x))).square()
+        return fxpipe.Sum(y.sum(), y.numel())
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_step_that_fails_leaves_the_gradients_of_those_before_it(bad: int) -> None:
+    forward_backward = fxpipe.compile(Summed(), fxpipe.Topology([("pipe", 2)]), microbatches=4)
+    good, broken = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 3])
+    broken[bad] = 4  # the table has no such row
+    forward_backward(good)
+    before = [parameter.grad.clone() for parameter in forward_backward.parameters() if parameter.grad is not None]
+    with pytest.raises(IndexError):
+        forward_backward(broken)
+    after = [parameter.grad for parameter in forward_backward.parameters()]
+    assert len(before) == len(after) == 3
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))  # type: ignore[arg-type]
+    forward_backward(good)
+    for one, other in zip(before, forward_backward.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, 2 * one)

@@ -71,6 +71,27 @@ def test_what_a_call_that_failed_has_set_aside_does_not_come_back() -> None:
     assert a.grad is None
 
 
+def test_a_call_that_failed_leaves_the_gradients_of_earlier_ones() -> None:
+    gradients = base()
+    a, b, c = gradients._own.values()
+    a.grad = earlier = torch.ones(2)
+    b.grad = torch.full((2,), 2.0)
+    gradients._set_earlier_aside()
+    a.grad, c.grad = torch.full((2,), 3.0), torch.full((2,), 4.0)
+    gradients.drop()
+    assert a.grad is earlier
+    assert [None if p.grad is None else p.grad.tolist() for p in (a, b, c)] == [[1, 1], [2, 2], None]
+
+
+def test_a_call_that_failed_and_set_nothing_aside_leaves_what_it_has_added() -> None:
+    gradients = base()
+    (a, *_) = gradients._own.values()
+    gradients._set_earlier_aside(wanted=False)
+    a.grad = torch.ones(2)
+    gradients.drop()
+    assert a.grad.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_parameter_is_used_where_any_replica_or_owner_uses_it(seed: int) -> None:
     topology = Topology([("pipe", 2), ("data", 2)])

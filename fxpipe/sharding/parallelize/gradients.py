@@ -112,6 +112,10 @@ class ParallelGradients(GradientsBase):
         for sharded in self._sharded.values():
             sharded.free()
 
+    def drop(self) -> None:
+        super().drop()
+        self._inner.drop()
+
     def clear(self) -> None:
         super().clear()
         self._inner.clear()

@@ -1,0 +1,124 @@
+"""A gradient on its way to another stage is not added to by the next micro-batch's, whatever views it is made of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.run.own_memory import give_own_memory, without_gradient
+
+MICROBATCHES = 4
+
+
+class Positions(nn.Module):
+    """Each stage adds a view of a parameter that is as large as a micro-batch of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.of_first, self.of_second = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fxpipe.stage_boundary(torch.tanh(self.first(x) + self.of_first.view(1, 4)))
+        x = fxpipe.stage_boundary(x + self.of_second.unsqueeze(0))
+        return self.last(x).square().mean()
+
+
+class Sum(nn.Module):
+    """One gradient goes to two stages, each of which adds a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.of_left, self.of_right = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = fxpipe.stage_boundary(self.left(x) * 2 + self.of_left.view(1, 4))
+        right = fxpipe.stage_boundary(self.right(x) * 3 + self.of_right.view(1, 4))
+        return self.last(left + right).square().mean()
+
+
+def summed(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The micro-batches' gradients, each with memory of its own."""
+    total: dict[str, Tensor] = {}
+    parameters = dict(model.named_parameters())
+    for part in x.chunk(MICROBATCHES):
+        gradients = torch.autograd.grad(model(part) / MICROBATCHES, list(parameters.values()))
+        for name, gradient in zip(parameters, gradients, strict=True):
+            total[name] = total[name] + gradient if name in total else gradient
+    return total
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("make", [Positions, Sum])
+def test_views_of_parameters_get_gradients_of_their_own(make: type[nn.Module], schedule: str) -> None:
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(MICROBATCHES, 4, dtype=torch.float64)
+    expected = summed(copy.deepcopy(model), x)
+
+    def gradients() -> dict[str, Tensor | None]:
+        forward_backward = fxpipe.compile(
+            copy.deepcopy(model), fxpipe.Topology([("pipe", 3)]), microbatches=MICROBATCHES, schedule=schedule
+        )
+        forward_backward(x)
+        return {name: parameter.grad for name, parameter in forward_backward.named_parameters()}
+
+    on_ranks = run_strict(lambda rank: gradients(), 3)
+    for found in gradients(), {name: one for rank in on_ranks for name, one in rank.items()}:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)  # type: ignore[arg-type]
+
+
+def test_only_what_shares_memory_is_copied() -> None:
+    sharing, apart, without = (nn.Parameter(torch.zeros(4)) for _ in range(3))
+    passing = torch.arange(4.0).view(1, 4)
+    new = without_gradient([sharing, apart, without])
+    sharing.grad, apart.grad = passing.view(4), torch.ones(4)
+    kept = apart.grad
+    give_own_memory(new, ([passing, None, True], {"sparse": passing.to_sparse()}))
+    passing.zero_()
+    assert sharing.grad.tolist() == [0, 1, 2, 3]
+    assert apart.grad is kept
+    assert without.grad is None
+
+
+class Running(nn.Module):
+    """Sends a view of a buffer that its next forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layer(x)
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x, self.mean.view(1, 4)
+
+
+def scaled(sent: tuple[Tensor, Tensor]) -> Tensor:
+    x, mean = sent
+    return (x * mean).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_buffer_that_is_sent_is_as_it_was_then(schedule: str) -> None:
+    torch.manual_seed(0)
+    start, x = Running(), torch.randn(MICROBATCHES, 4)
+    plain = copy.deepcopy(start)
+    expected = sum(scaled(plain(part)).detach() / MICROBATCHES for part in x.chunk(MICROBATCHES))
+
+    def loss() -> Tensor:
+        stages = fxpipe.StageGraph.from_callables(
+            {"start": copy.deepcopy(start), "end": scaled}, [("start", "end")], {"start": ["x"]}
+        )
+        topology = fxpipe.Topology([("pipe", 2)])
+        return fxpipe.compile(stages, topology, microbatches=MICROBATCHES, schedule=schedule)(x)
+
+    assert [loss(), *run_strict(lambda rank: loss(), 2)] == [expected] * 3
