@@ -13,7 +13,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
-from fxpipe.errors import PartitionError, nearest
+from fxpipe.errors import PartitionError, RunError, nearest
 from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.plain_data import admitted
@@ -22,7 +22,7 @@ from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.kinds import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 from fxpipe.notebook import Tabular, listed
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, version_of
 
 
 @admitted
@@ -322,7 +322,7 @@ class StageGraph(Tabular):
                     index=place,
                     name=name,
                     module=call,
-                    function=_fan_out(call, len(leaving)),
+                    function=_fan_out(call, len(leaving), name, len(inputs.get(name, ()))),
                     inputs=(*inputs.get(name, ()), *arrivals),
                     outputs=leaving,
                     returns_result=name == sinks[0],
@@ -387,11 +387,24 @@ def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     }
 
 
-def _fan_out(call: Callable[..., Any], uses: int) -> Callable[..., tuple[Any, ...]]:
-    """``call`` with its one value handed to ``uses`` stages, or returned as the result where there are none."""
+def _fan_out(call: Callable[..., Any], uses: int, name: str, given: int) -> Callable[..., tuple[Any, ...]]:
+    """``call`` with its one value handed to ``uses`` stages, or returned as the result where there are none.
+
+    What comes from other stages, behind the ``given`` inputs of the batch, it may not write: in one process the others
+    that use it would see that, on several ranks they would not.
+    """
 
     def function(*inputs: Any) -> tuple[Any, ...]:
-        return (call(*inputs),) * max(uses, 1)
+        received = [leaf for leaf in pytree.tree_leaves(inputs[given:]) if isinstance(leaf, Tensor)]
+        before = [None if leaf.is_inference() else version_of(leaf) for leaf in received]
+        value = call(*inputs)
+        for leaf, version in zip(received, before, strict=True):
+            if version is not None and version_of(leaf) != version:
+                raise RunError(
+                    f"stage {name!r} writes into a tensor of shape {list(leaf.shape)} that another stage has made, and "
+                    "others may use: write x = x + y in place of x += y, or x = x.clone() before"
+                )
+        return (value,) * max(uses, 1)
 
     return function
 

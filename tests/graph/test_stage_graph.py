@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import fxpipe
 
@@ -25,3 +26,18 @@ def test_callables_that_make_no_stage_graph_are_refused(
 ) -> None:
     with pytest.raises(fxpipe.PartitionError, match=text):
         fxpipe.StageGraph.from_callables(STAGES, edges, inputs)
+
+
+def test_a_callable_that_writes_what_another_stage_has_made_is_refused() -> None:
+    """In one process the other users would see it, on several ranks not."""
+
+    def masked(mask: Tensor) -> Tensor:
+        return mask.mul_(2)
+
+    end = lambda front, mask, twice: (front * mask * twice).sum()  # noqa: E731
+    stages = {"front": nn.Linear(2, 2), "mask": torch.relu, "b": masked, "end": end}
+    edges = [("mask", "b"), ("front", "end"), ("mask", "end"), ("b", "end")]
+    graph = fxpipe.StageGraph.from_callables(stages, edges, {"front": ["x"], "mask": ["x"]})
+    forward_backward = fxpipe.compile(graph, fxpipe.Topology([("pipe", 1)]), microbatches=2)
+    with pytest.raises(fxpipe.RunError, match=r"stage 'b' writes into a tensor of shape \[2, 2\]"):
+        forward_backward(torch.ones(4, 2))
