@@ -186,6 +186,10 @@ class Planner:
         """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
         return any(pattern.shapes for pattern in self.plans)
 
+    def is_of_shapes(self, pattern: Pattern) -> bool:
+        """Whether the plan that was made for a pattern holds for its shapes alone."""
+        return pattern in self.plans  # another is kept under the pattern without them
+
     def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> Plan:
         """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none.
 
@@ -215,6 +219,7 @@ class Planner:
         kept = {id(plan) for plan in (self.first, *wanted)}
         for pattern in [pattern for pattern, plan in self.plans.items() if id(plan) not in kept]:
             del self.plans[pattern]
+        self.places.clear()  # a later plan of the same pattern may be of another capture
         if self.captures is not None:
             plans = {id(plan): plan for plan in self.plans.values()}.values()
             self.captures.keep({one for plan in plans for one in plan.captures})
@@ -236,16 +241,20 @@ class Planner:
             return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
         assert self.captures is not None
         self.captures.used.clear()
+        wrong = len(self.captures.wrong)
         captured = self.captures.of(pattern, sample)
-        return for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
+        captured = for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
+        if len(self.captures.wrong) > wrong:  # a group may have shown it, once the micro-batches were captured so
+            return self._captured(pattern, sample)
+        return captured
 
-    def row_places(self, pattern: Pattern) -> Places:
-        """Where the values that a step of such micro-batches gathers have their rows."""
+    def row_places(self, plan: Plan, pattern: Pattern) -> Places:
+        """Where the values that a step of such micro-batches gathers have their rows, by the names in ``plan``."""
         assert self.captures is not None  # the user's own stages gather nothing
         key = pattern if self.needs_shapes else (pattern.for_any_shape(), *map(outline, pattern.shapes[:1]))
         if key not in self.places:
             with progress("finding the rows of what is gathered"):
-                self.places[key] = places_of_rows(self.captures, pattern)
+                self.places[key] = places_of_rows(self.captures, plan.captures, pattern)
         return self.places[key]
 
     def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
