@@ -103,8 +103,9 @@ class Agreement:
         self._count, self._kinds = itertools.count(), itertools.count()
         self._told: dict[tuple[int, ...], _Together] = {}
         self._rows: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._settled: dict[tuple[tuple[int, ...], tuple[int, ...]], Agreed] = {}
-        """The kinds, the least recently used first: all ranks of a pipe group have them in one order."""
+        self._settled: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Agreed] = {}
+        """The kinds, the least recently used first: all ranks of a pipe group have them in one order. Beside what was
+        told stand the rows of all replicas; None where the plan holds for any."""
         self._pairs = set(pairs(planner.first.instructions))  # between which queues are open
         self.dropped: list[int] = []
         """Kinds that are not known any more, for those who keep something of each; they take them out."""
@@ -157,8 +158,12 @@ class Agreement:
             self._told[key] = self._merged(self._transport.gather("pipe", told), offer)
         together = self._told[key]
         everyone = self._rows_of_everyone(together.sizes)
-        agreed = self._settled.pop((key, everyone), None) or self._decide(together, everyone)
-        self._settled[key, everyone] = agreed
+        rows = everyone if (key, everyone) in self._settled else None
+        agreed = self._settled.pop((key, rows), None)
+        if agreed is None:
+            agreed = self._decide(together, everyone)
+            rows = everyone if self._planner.is_of_shapes(agreed.pattern) else None
+        self._settled[key, rows] = agreed
         self._drop()
         return agreed
 
@@ -260,18 +265,19 @@ class Agreement:
         return signature.replace(parameters=parameters)
 
     def _rows_of_everyone(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The rows of each micro-batch on all replicas together, where captures depend on them; else nothing.
+        """The rows of each micro-batch on all replicas together, where stages see them; else nothing.
 
-        A collective call of the data axis.
+        A collective call of the data axis: replicas ask alike, whether or not captures of theirs depend on it by now.
         """
-        planner = self._planner
-        if self._transport.data_size == 1 or not (planner.first.graph.sees_replicas and planner.needs_shapes):
+        if self._transport.data_size == 1 or not self._planner.first.graph.sees_replicas:
             return ()
         key = self._transport.gather_int("data", digest_of(map(str, sizes)))
         if key not in self._rows:
             everyone = self._transport.gather("data", list(sizes))
             is_even = len({*map(len, everyone)}) == 1
             self._rows[key] = tuple(map(sum, zip(*everyone, strict=True))) if is_even else ()
+            if len(self._rows) > KINDS:  # on all replicas alike, who have asked for the same
+                del self._rows[next(iter(self._rows))]
         return self._rows[key]
 
     def _merged(self, offers: Sequence[_Offer], mine: _Offer) -> _Together:
@@ -301,7 +307,7 @@ class Agreement:
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(sizes) > 1 or self._transport.data_size > 1)
-        places = self._planner.row_places(pattern) if joins else {}
+        places = self._planner.row_places(plan, pattern) if joins else {}
         return Agreed(next(self._kinds), pattern, plan, sizes, places, has_loss)
 
     def _open(self, plan: Plan) -> None:

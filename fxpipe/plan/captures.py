@@ -111,6 +111,10 @@ class _Count:
     fixed: dict[str, None] = field(default_factory=dict)
     """What was told of sizes that captures have as numbers."""
 
+    def copy(self) -> _Count:
+        """One that changes by itself."""
+        return dataclasses.replace(self, shapes=self.shapes.copy(), fixed=dict(self.fixed))
+
     def note(self, shape: Description, made: Captured) -> None:
         """Tells of sizes that a capture has as numbers, and of the tenth capture."""
         self.shapes.append(shape)
@@ -222,12 +226,15 @@ class Captures:
 
     @contextlib.contextmanager
     def or_as_before(self) -> Iterator[None]:
-        """Where what is inside fails, no capture of it is kept: ranks on which it has not failed drop theirs, too."""
+        """Where what is inside fails, all is as before: ranks on which it has not failed drop theirs, too."""
         before = dict(self.kept), {key: family.copy() for key, family in self.families.items()}, self.first
+        beside = dict(self.wrong), {key: count.copy() for key, count in self.counts.items()}
         try:
-            yield
+            with self.reads.or_as_before():
+                yield
         except BaseException:
             self.kept, self.families, self.first = before
+            self.wrong, self.counts = beside
             raise
 
     def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Pattern:

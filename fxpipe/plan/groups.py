@@ -20,7 +20,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import BatchDim
 from fxpipe.plan.batch import Description, cut_description, dimension, row_count
 from fxpipe.plan.capture_check import Sample
-from fxpipe.plan.captures import LATER, Captured, Captures, example_of
+from fxpipe.plan.captures import Captured, Captures, example_of
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.row_places import Shown, of_rows, row_places
 from fxpipe.plan.same_stages import alike
@@ -52,12 +52,13 @@ def for_groups(
     return captured
 
 
-def places_of_rows(captures: Captures, pattern: Pattern) -> Places:
+def places_of_rows(captures: Captures, used: Sequence[Pattern], pattern: Pattern) -> Places:
     """Where what a step of such micro-batches gathers has its rows; nothing where groups have no more rows than these.
 
-    Then a group is one micro-batch, whose rows may lie anywhere.
+    Then a group is one micro-batch, whose rows may lie anywhere. ``used``: the captures that the step's plan was made
+    from, whose names its values have; another capture that holds for these shapes may have others.
     """
-    batch_dim, one = captures.options.batch_dim, captures.of(pattern, LATER)[0]
+    batch_dim, one = captures.options.batch_dim, captures.kept[used[0]]
     rows = row_count(pattern.shapes[0], batch_dim) if pattern.shapes else None
     if rows is None:
         return {}
@@ -66,11 +67,12 @@ def places_of_rows(captures: Captures, pattern: Pattern) -> Places:
         few = max(rows, 2)  # a dimension of 1 may mean another thing
         return places(*(_shown(one, pattern, of_rows(pattern.shapes[0], batch_dim, n), n) for n in (few, 2 * few)))
     found: dict[tuple[str, int], tuple[int, ...]] = {}
-    for gathered in {stage.gathered for stage in one.graph if stage.gathered is not None}:
+    for_them = list(used[pattern.microbatches :])  # in the order in which ``for_groups`` has asked for them
+    for gathered in dict.fromkeys(stage.gathered for stage in one.graph if stage.gathered is not None):
         groups = _pattern(pattern, gathered, gathered.group or pattern.microbatches, batch_dim)
         more = row_count(groups.shapes[0], batch_dim)
+        group, for_them = captures.kept[for_them[0]], for_them[groups.microbatches :]
         if more is not None and more != rows:
-            group = captures.of(groups, LATER)[0]
             mine = _shown(one, pattern, pattern.shapes[0], rows)
             found |= places(mine, _shown(group, pattern, groups.shapes[0], more))
     return found

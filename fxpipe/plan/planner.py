@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -113,6 +113,16 @@ def digest_of(words: Iterable[str]) -> int:
     return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=7).digest(), "little")
 
 
+class Adopting(Protocol):
+    """Modules that run in place of those captured."""
+
+    def adopt(self, graph: StageGraph) -> StageGraph:
+        """The graph, whose stages run these modules."""
+
+    def keep(self, graphs: Sequence[StageGraph]) -> None:
+        """Lets go of what was adopted for other graphs than these."""
+
+
 @dataclass(frozen=True, eq=False)
 class Planner:
     """Makes plans for a model (or the user's own stage graph) on a topology, and keeps them."""
@@ -122,8 +132,8 @@ class Planner:
     options: Options
     captures: Captures | None
     """Where the stages of a model come from; None for the user's own."""
-    adopt: Callable[[StageGraph], StageGraph] | None = None
-    """Puts the modules that ``parallelize`` has made into a graph's stages, once there are any."""
+    parallel: Adopting | None = None
+    """The modules that ``parallelize`` has made, once there are any."""
     again: frozenset[str] | None = None
     """The names of the stages that are recomputed, once that is decided."""
     plans: dict[Pattern, Plan] = field(default_factory=dict)
@@ -188,6 +198,10 @@ class Planner:
         """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
         return any(pattern.shapes for pattern in self.plans)
 
+    def is_of_shapes(self, pattern: Pattern) -> bool:
+        """Whether the plan that was made for a pattern holds for its shapes alone."""
+        return pattern in self.plans  # another is kept under the pattern without them
+
     def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> Plan:
         """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none.
 
@@ -220,9 +234,12 @@ class Planner:
         kept = {id(plan) for plan in (self.first, *wanted)}
         for pattern in [pattern for pattern, plan in self.plans.items() if id(plan) not in kept]:
             del self.plans[pattern]
+        self.places.clear()  # a later plan of the same pattern may be of another capture
         if self.captures is not None:
             plans = {id(plan): plan for plan in self.plans.values()}.values()
             self.captures.keep({one for plan in plans for one in plan.captures})
+        if self.parallel is not None:
+            self.parallel.keep(self.graphs)
 
     @contextlib.contextmanager
     def or_as_before(self) -> Iterator[None]:
@@ -241,16 +258,20 @@ class Planner:
             return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
         assert self.captures is not None
         self.captures.used.clear()
+        wrong = len(self.captures.wrong)
         captured = self.captures.of(pattern, sample)
-        return for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
+        captured = for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
+        if len(self.captures.wrong) > wrong:  # a group may have shown it, once the micro-batches were captured so
+            return self._captured(pattern, sample)
+        return captured
 
-    def row_places(self, pattern: Pattern) -> Places:
-        """Where the values that a step of such micro-batches gathers have their rows."""
+    def row_places(self, plan: Plan, pattern: Pattern) -> Places:
+        """Where the values that a step of such micro-batches gathers have their rows, by the names in ``plan``."""
         assert self.captures is not None  # the user's own stages gather nothing
         key = pattern if self.needs_shapes else (pattern.for_any_shape(), *map(outline, pattern.shapes[:1]))
         if key not in self.places:
             with progress("finding the rows of what is gathered"):
-                self.places[key] = places_of_rows(self.captures, pattern)
+                self.places[key] = places_of_rows(self.captures, plan.captures, pattern)
         return self.places[key]
 
     def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
@@ -265,8 +286,8 @@ class Planner:
 
     def _ready(self, graph: StageGraph) -> StageGraph:
         """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
-        if self.adopt is not None:
-            graph = self.adopt(graph)
+        if self.parallel is not None:
+            graph = self.parallel.adopt(graph)
         if self.options.stage_compiler is None:
             return graph
         stages = tuple(compiled_lazily(stage, self.options.stage_compiler) for stage in graph)
@@ -301,16 +322,16 @@ class Planner:
         captures = None if self.captures is None else self.captures.without_tracers(wrong)
         return dataclasses.replace(self, captures=captures, plans={}, by_shapes=[])
 
-    def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> Planner:
+    def with_tensors_of_module(self, parallel: Adopting | None = None) -> Planner:
         """The same plans; their stages hold what the module now holds, and nothing that it has let go of.
 
-        ``adopt``: what puts the modules that ``parallelize`` has made into the stages, of later plans, too.
+        ``parallel``: the modules that ``parallelize`` has made, which the stages are to run, of later plans, too.
         """
         planner = dataclasses.replace(
             self,
             model=self.model.with_tensors_of_module() if isinstance(self.model, StageGraph) else self.model,
             captures=None if self.captures is None else self.captures.with_tensors_of_module(),
-            adopt=adopt or self.adopt,
+            parallel=parallel or self.parallel,
             plans={},
         )
         for pattern, plan in self.plans.items():

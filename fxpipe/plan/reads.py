@@ -68,6 +68,16 @@ class Reads:
         self._states[self._now] |= {key: self._value(key) for key in wanted}
         self._glance = None
 
+    @contextlib.contextmanager
+    def or_as_before(self) -> Iterator[None]:
+        """Where what is inside fails, nothing counts that was read in it: other ranks may not have come so far."""
+        states, now = [dict(state) for state in self._states], self._now
+        try:
+            yield
+        except BaseException:
+            self._states, self._now, self._glance = states, now, None
+            raise
+
     def begin(self) -> None:
         """The model is as captures shall find it: what compile itself has changed is no change."""
         self._states[self._now] = {key: self._value(key) for key in self._states[self._now]}

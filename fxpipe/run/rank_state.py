@@ -187,7 +187,7 @@ def _whole(planner: Planner, topology: Topology, transport: Transport, owners: O
     options, parallel = planner.options, None
     if options.parallelize is not None:
         parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)
-        planner = planner.with_tensors_of_module(parallel.adopt)
+        planner = planner.with_tensors_of_module(parallel)
     originals = {} if options.precision is None else cast_parameters(planner.module, options.precision)
     module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
     plan = planner.first

@@ -15,8 +15,9 @@ from torch.nn.utils import parametrizations
 
 import fxpipe
 from fxpipe.errors import RunError
+from fxpipe.plan import captures
 from fxpipe.plan.reads import MOST, Reads
-from tests.harness import assert_same
+from tests.harness import assert_same, current_seat, strict
 from tests.thinned import in_turn
 
 TRACERS = ["symbolic", "export", "record"]
@@ -180,3 +181,49 @@ def test_any_change_between_steps_that_found_none_is_another_state(what: str) ->
     assert [reads.state() for _ in range(2)] == [0, 0]
     CHANGES_OF_WHAT_IS_READ[what](model)
     assert [reads.state() for _ in range(3)] == [1, 1, 1]
+
+
+class ReadsLater(nn.Module):
+    """Reads a number in batches of one kind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.late = nn.Linear(3, 4), nn.Linear(4, 3), 1.0
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        h = self.b(fxpipe.stage_boundary(torch.tanh(self.a(x))))
+        return (h if more is None else h * self.late + more).square().mean()
+
+
+def test_what_a_capture_has_read_that_another_rank_could_not_make_tells_no_ranks_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture, failed = captures.capture, list[str]()
+
+    def failing(request: Any, tracer: str) -> Any:
+        seat = current_seat()
+        if "more" in request.inputs and seat is not None and seat.rank == 1 and not failed:
+            failed.append("once")
+            raise fxpipe.TraceError("no luck on this rank")
+        return capture(request, tracer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(captures, "capture", failing)
+    torch.manual_seed(0)
+    plain = ReadsLater()
+    wanted = [plain(batch(0)[0])]
+    plain.late = 3.0
+    wanted += [plain(batch(0)[0]), plain(*2 * [batch(0)[0]])]
+    for losses in strict(1)(2, one_capture_fails, plain.state_dict()):
+        for got, loss in zip(losses, wanted, strict=True):
+            assert_same(got, loss.detach(), "loss")
+
+
+def one_capture_fails(state: dict[str, Tensor]) -> list[Tensor]:
+    model, (x, _) = ReadsLater(), batch(0)
+    model.load_state_dict(state)
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=1)
+    losses = [forward_backward(x)]
+    with pytest.raises(fxpipe.FxpipeError, match="no luck"):
+        forward_backward(x, x)
+    model.late = 3.0
+    return [*losses, forward_backward(x), forward_backward(x, x)]

@@ -78,6 +78,30 @@ def test_one_micro_batch_of_each_replica_is_no_doubt(tracer: str) -> None:
     assert_alike(results, on_the_whole_batch(2 * WIDTH))
 
 
+class Pooled(Contrastive):
+    """Images of any length, by which it multiplies; of what it gathers, one lies features × rows, one rows × features.
+
+    Where the length is no number of Python's, the products before have other names.
+    """
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        length = image.shape[1] * 2
+        v, t = self.towers(image.mean(1), text)
+        v, t = stage_boundary((v.T * (length * 2), t * 3.0), name="loss", gather=self.gather)
+        return self.loss(v.T / v.shape[1], t)
+
+
+def test_rows_are_found_in_the_capture_that_the_plan_was_made_of() -> None:
+    """A later one, with a symbolic length, holds for the first one's batches, too, and calls its values otherwise."""
+    image, text = batch(4 * WIDTH)
+    images = {length: image[:, None] * torch.linspace(1, 2, length).double()[None, :, None] for length in (5, 7, 9)}
+    compiled, plain = model(Pooled), model(Pooled)
+    forward_backward = fxpipe.compile(compiled, PIPE_4, microbatches=4, tracer="export", example_args=(images[5], text))
+    for length in (7, 9, 5):
+        loss = forward_backward(images[length], text)
+        torch.testing.assert_close(loss, plain(images[length], text).detach(), msg=f"length {length}")
+
+
 class Centre(Contrastive):
     """Gathers one row for each micro-batch, as long as that has rows."""
 

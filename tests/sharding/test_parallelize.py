@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ import fxpipe
 from fxpipe import StageGraph, Topology
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import settle_foreach, whole_of
+from fxpipe.plan import agreement
 from tests.pool import Pool
 from tests.thinned import every, in_turn
 
@@ -595,6 +598,29 @@ def test_a_traced_model_keeps_its_names_its_hooks_and_its_later_captures(
     # a hook runs in each capture, on all ranks alike, and on its own rank for each micro-batch: two steps, two
     # evaluations of as many
     assert [number - calls[-1] for number in calls] == [4 * PARTS, 4 * PARTS, 0, 0]
+
+
+def test_captures_that_are_dropped_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gives the modules that run a constant of its own; the steps are those of plain PyTorch all along."""
+    monkeypatch.setattr(agreement, "MOST", 2)
+    torch.manual_seed(0)
+    model = Traced()
+    model.a.drop.p = 0.0
+    plain = copy.deepcopy(model)
+    forward_backward = fxpipe.compile(
+        model, Topology([("pipe", 2)]), parallelize=nothing, microbatches=1, example_args=(batch(0, 0),)
+    )
+    planner, seen = forward_backward._planner, WeakSet[Any]()
+    for rows in [2, 3, 4, 5, 6, 2, 3, ROWS]:
+        x = batch(0, 0)[:rows]
+        assert forward_backward(x).item() == pytest.approx(plain(x).item(), rel=1e-6)
+        seen.update(stage.module for graph in planner.graphs for stage in graph)
+        kept = {id(stage.module) for graph in planner.graphs for stage in graph}
+        homes = [stage.function._module for stage in planner.first.graph]  # type: ignore[attr-defined]
+        assert sum("_of_capture_" in name for home in homes for name in dir(home)) <= 2
+    gc.collect()
+    assert len(kept) < 16
+    assert {id(module) for module in seen} == kept, "what was dropped is gone"
 
 
 class RawWeights(nn.Module):

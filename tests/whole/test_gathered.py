@@ -204,3 +204,36 @@ def test_the_rows_of_groups_are_gathered_once_more_over_the_replicas(tracer: str
     loss.backward()
     wanted = [loss.detach()] * 2, gradients_of(plain.named_parameters())
     assert_alike(strict(0)(4, in_two_steps, tracer, rows), wanted)
+
+
+class Turned(OverReplicas):
+    """A kind of batch that only tracers which need shapes capture, and whose loss goes by how many rows there are."""
+
+    def forward(self, image: Tensor, text: Tensor, turn: Tensor | None = None) -> Any:
+        v, t = self.towers(image, text)
+        if turn is not None and turn.shape[1] == 1:
+            v = v * turn
+        v, t = stage_boundary((v, t), name="loss", gather="global")
+        return super().loss(v, t) * v.shape[0]
+
+
+TWO_REPLICAS = Topology([("pipe", 2), ("data", 2)])
+TURNS = [(False, False), (True, False), (True, False), (True, True), (False, True), (False, False)]
+"""In each step, whether each replica's batch is of that kind."""
+
+
+def turning(rows: int) -> list[Tensor]:
+    replica = replica_of(TWO_REPLICAS)
+    forward_backward = fxpipe.compile(model(Turned), TWO_REPLICAS, microbatches=2)
+    mine = [tensor.chunk(2)[replica] for tensor in batch(2 * rows)]
+    turn = -torch.ones(rows, 1, dtype=torch.float64)
+    return [forward_backward(*mine, *[turn] * which[replica]) for which in TURNS]
+
+
+def test_replicas_of_which_one_alone_has_a_kind_that_needs_shapes_see_all_rows() -> None:
+    rows, plain = 6, model(Turned)
+    image, text = batch(2 * rows)
+    for losses in strict(1)(4, turning, rows):
+        for loss, which in zip(losses, TURNS, strict=True):
+            turn = torch.cat([torch.full((rows, 1), -1.0 if one else 1.0, dtype=torch.float64) for one in which])
+            torch.testing.assert_close(loss, plain(image, text, turn).detach(), msg=f"{which}")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
@@ -33,7 +33,7 @@ class Parallel:
 
     def __init__(self, copies: Mapping[int, StageCopy], sharded: Mapping[int, FsdpStage]) -> None:
         self._copies, self._sharded = dict(copies), dict(sharded)
-        self._adopted: dict[int, Stage] = {}  # a captured stage's module → the stage that runs in its place
+        self._adopted: dict[int, _Adopted] = {}  # by the identity of the captured stage's module
         self._captures = 0
 
     def adopt(self, graph: StageGraph) -> StageGraph:
@@ -51,21 +51,32 @@ class Parallel:
         home = self._copies[stage.index]
         key = id(stage.module)
         if key not in self._adopted:
-            function = _StageFunction(stage.name, home.module, self._code(stage, home), max(len(stage.outputs), 1))
-            self._adopted[key] = dataclasses.replace(stage, function=function)
+            code, given = self._code(stage, home)
+            function = _StageFunction(stage.name, home.module, code, max(len(stage.outputs), 1))
+            self._adopted[key] = _Adopted(stage.module, function, home.module, given)
         return dataclasses.replace(stage, function=self._adopted[key].function)
 
-    def _code(self, stage: Stage, home: StageCopy) -> Callable[..., Any] | None:
-        """What the stage's module runs for this capture; None: its own forward, which the user has written."""
+    def keep(self, graphs: Sequence[StageGraph]) -> None:
+        """Lets go of what was adopted for other graphs than these, and of what their code alone was given."""
+        wanted = {id(stage.module) for graph in graphs for stage in graph}
+        for key in self._adopted.keys() - wanted:
+            gone = self._adopted.pop(key)
+            for name in gone.given:
+                delattr(gone.home, name)
+
+    def _code(self, stage: Stage, home: StageCopy) -> tuple[Callable[..., Any] | None, Collection[str]]:
+        """What the stage's module runs for this capture; None: its own forward, which the user has written. And the
+        names of what it was given for it."""
         if home.prefix:
-            return None
+            return None, ()
         assert isinstance(stage.module, fx.GraphModule)
         _let_go(stage)
         _let_be_sharded(stage.module)
+        given: Collection[str] = ()
         if stage.module is not home.stage.module:
             self._captures += 1
-            _move_in(stage, home, self._captures)
-        return types.MethodType(type(stage.module).forward, home.module)
+            given = _move_in(stage, home, self._captures)
+        return types.MethodType(type(stage.module).forward, home.module), given
 
     def gradients(self, inner: Reducer, transport: Transport, owners: Ownership, model: nn.Module) -> ParallelGradients:
         """The gradients of this rank: plain parameters are ``inner``'s, DTensors are summed beside it."""
@@ -73,6 +84,15 @@ class Parallel:
         mine = {n: p for n, p in model.named_parameters() if rank is None or n in owners.names[rank]}
         spread = {name: mine[name] for name in mine if is_dtensor(mine[name])}
         return ParallelGradients(inner, spread, self._sharded, transport, owners, list(self._copies.values()))
+
+
+class _Adopted(NamedTuple):
+    """What runs in place of ``module``; ``home``: the copy that it runs on, ``given``: what that has for it alone."""
+
+    module: nn.Module
+    function: _StageFunction
+    home: nn.Module
+    given: Collection[str]
 
 
 class _StageFunction:
@@ -121,10 +141,11 @@ def _let_be_sharded(module: fx.GraphModule) -> None:
         module.recompile()
 
 
-def _move_in(stage: Stage, home: StageCopy, number: int) -> None:
+def _move_in(stage: Stage, home: StageCopy, number: int) -> Collection[str]:
     """Makes the code of a later capture run on the modules that ``parallelize`` has worked on.
 
-    What the model does not have (constants, modules made for the capture) is given to them under names of its own.
+    What the model does not have (constants, modules made for the capture) is given to them under names of its own,
+    which are returned.
     """
     module = stage.module
     assert isinstance(module, fx.GraphModule)
@@ -146,6 +167,7 @@ def _move_in(stage: Stage, home: StageCopy, number: int) -> None:
         setattr(module, renamed[target], value)
     if renamed:
         module.recompile()
+    return set(renamed.values())
 
 
 def _is_of_model(stage: Stage, home: StageCopy, node: fx.Node, value: object) -> bool:
