@@ -79,6 +79,7 @@ __all__ = [
     "gradient_edge",
     "group_of_members",
     "guard_on_data",
+    "has_gradient_hooks",
     "has_hooks",
     "import_dynamo",
     "is_functorch",
@@ -139,8 +140,13 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Hooks that are given its gradient, not those behind its ``.grad``."""
+    return bool(tensor._backward_hooks)
+
+
 def has_hooks(tensor: Tensor) -> bool:
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(has_gradient_hooks(tensor) or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def bytes_of(tensor: Tensor) -> bytes:

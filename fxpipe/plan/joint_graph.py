@@ -7,9 +7,11 @@ backward is cut into I and W. What TorchDynamo cannot capture runs as it is, and
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from fxpipe.errors import RunError
 from fxpipe.graph.deferred import Deferred
 from fxpipe.graph.modes import ambient_autocast, within
-from fxpipe.passes.cut_backward import BackwardPart, cut_backward
-from fxpipe.torch_compat import aot_compiled, has_hooks, version_of
+from fxpipe.passes.cut_backward import BackwardPart, Halves, cut_backward
+from fxpipe.torch_compat import aot_compiled, has_gradient_hooks, version_of
 
 Compile = Callable[[fx.GraphModule], Callable[..., Any]]
 
@@ -34,9 +36,10 @@ class InHalves:
     """
 
     def __init__(self, original: Callable[..., Any], compile: Compile) -> None:
-        self._compile = compile
+        self._original, self._compile = original, compile
         self._function = torch.compile(original, backend=self._backend)
-        self._left: set[int] | None = None
+        self._left: set[int | str] = set()
+        self._has_run = False
 
     def __call__(self, deferred: Deferred, *inputs: Any) -> tuple[Any, ...]:
         before, _here.deferred = _here.deferred, deferred
@@ -44,22 +47,35 @@ class InHalves:
             outputs: tuple[Any, ...] = self._function(*inputs)
         finally:
             _here.deferred = before
+        deferred.leave(_WhenItRuns(self._tell))
         return outputs
 
     def in_input(self, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
-        """Those whose gradients I makes; none before a backward has shown it."""
-        if self._left is None:
+        """Those whose gradients I makes; none before a W has run, nor where none of what ran is known: FSDP's, whole,
+        in a function without names for them."""
+        if not self._has_run or (self._left and self._left.isdisjoint([*map(id, parameters.values()), *parameters])):
             return ()
-        return tuple(name for name, p in parameters.items() if p.requires_grad and id(p) not in self._left)
+        trained = {name: id(parameter) for name, parameter in parameters.items() if parameter.requires_grad}
+        return tuple(name for name, number in trained.items() if self._left.isdisjoint((name, number)))
+
+    def _tell(self) -> None:
+        self._has_run = True
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What TorchDynamo calls with a graph that it has captured."""
-        graph = _CutGraph(inputs, self._compile, self._is_left)
+        graph = _CutGraph(inputs, self._compile, self._are_left)
         function = aot_compiled(module, inputs, graph.forward, graph.backward)
         return lambda *inputs: graph.run(function, inputs)
 
-    def _is_left(self, parameters: Collection[Tensor]) -> None:
-        self._left = (self._left or set()) | set(map(id, parameters))
+    def _are_left(self, parameters: Collection[Tensor], whether: bool) -> None:
+        """Kept by name, too, where a graph knows it: FSDP's whole parameters are not the stage's, which are shards."""
+        changed = {number for number in map(id, parameters) if (number in self._left) != whether}
+        if not changed:
+            return
+        whole = self._original
+        named = whole.named_parameters(remove_duplicate=False) if isinstance(whole, fx.GraphModule) else ()
+        keys = changed | {name for name, parameter in named if id(parameter) in changed}
+        self._left = self._left | keys if whether else self._left - keys
 
 
 class _CutGraph:
@@ -69,8 +85,10 @@ class _CutGraph:
     it is, and whatever comes back to the stand-ins, by any way, W adds to it.
     """
 
-    def __init__(self, inputs: Sequence[Any], compile: Compile, is_left: Callable[[Collection[Tensor]], None]) -> None:
-        self._compile, self._is_left = compile, is_left
+    def __init__(
+        self, inputs: Sequence[Any], compile: Compile, are_left: Callable[[Collection[Tensor], bool], None]
+    ) -> None:
+        self._compile, self._are_left = compile, are_left
         self._kinds = [(value.dim(), value.dtype) if isinstance(value, Tensor) else None for value in inputs]
         self._leaves = [
             place
@@ -80,10 +98,14 @@ class _CutGraph:
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         deferred, parameters = _here.deferred, {place: inputs[place] for place in self._leaves}
-        plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
-        if deferred is None or not plain or not parameters or not all(map(_may_wait, parameters.values())):
+        if deferred is None:
             return function(*inputs)
-        call = _HalvedCall(self, deferred, parameters)
+        plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
+        waiting = {place: parameter for place, parameter in parameters.items() if plain and _may_wait(parameter)}
+        self._are_left([parameter for place, parameter in parameters.items() if place not in waiting], False)
+        if not waiting:
+            return function(*inputs)
+        call = _HalvedCall(self, deferred, waiting)
         results = function(*(call.stand_ins.get(place, value) for place, value in enumerate(inputs)))
         for node in call.nodes(results):
             node.register_prehook(call.comes)
@@ -96,31 +118,31 @@ class _CutGraph:
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's compiler of backwards."""
-        later = self._leaves if self._fits(module) else []
-        halves = cut_backward(module, later)
-        of_input, of_weights = self._piece(halves.of_input), self._piece(halves.of_weights)
-        gradients = dict(enumerate(halves.gradients))
-        waits = {place: name for place, name in gradients.items() if place in later and name is not None}
-        needed = {*halves.of_weights.takes, *waits.values()} - {*halves.of_weights.gives}
-        by_weights = [place for place in later if gradients[place] not in halves.of_input.gives]
+        fits = self._fits(module)
 
-        def weights(held: dict[str, Any]) -> dict[int, Any]:
-            made = held | of_weights(held)
-            return {place: made[name] for place, name in waits.items()}
+        @cache
+        def cut(waiting: frozenset[int]) -> _Cut:
+            return self._cut(module, waiting if fits else frozenset())
 
         def run(*given: Any) -> list[Any]:
-            values = dict(zip(halves.given, given, strict=True))
-            values |= of_input(values)
-            held = {name: values[name] for name in needed}
-            call, _here.call = _here.call, None
+            call, _here.call = _here.call, None  # first: what comes now may fail
             if call is None or call.graph is not self:
-                values |= of_weights(held)
-                return [None if name is None else values[name] for name in halves.gradients]
-            call.keep(held, weights)
-            self._is_left([call.parameters[place] for place in by_weights])
-            return [None if place in later or name is None else values[name] for place, name in gradients.items()]
+                parts = cut(frozenset(self._leaves))
+                values = parts.input(given)
+                values |= parts.of_weights(values)
+                return [None if name is None else values[name] for name in parts.halves.gradients]
+            parts = cut(frozenset(call.parameters))
+            values = parts.input(given)
+            call.keep({name: values[name] for name in parts.needed}, parts.weights)
+            self._are_left([call.parameters[place] for place in parts.by_weights], True)
+            gradients = enumerate(parts.halves.gradients)
+            return [None if name is None or place in parts.waits else values[name] for place, name in gradients]
 
         return run
+
+    def _cut(self, module: fx.GraphModule, later: Collection[int]) -> _Cut:
+        halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), later)
+        return _Cut(halves, later, self._piece(halves.of_input), self._piece(halves.of_weights))
 
     def _compiled(self, module: fx.GraphModule) -> Callable[..., Any]:
         @cache
@@ -151,6 +173,41 @@ class _CutGraph:
             return lambda values: {}
         function = self._compiled(part.code)
         return lambda values: dict(zip(part.gives, function(*[values[name] for name in part.takes]), strict=True))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A backward in two. ``later``: the places of the parameters whose gradients are W's to give."""
+
+    halves: Halves
+    later: Collection[int]
+    of_input: Callable[[Mapping[str, Any]], dict[str, Any]]
+    of_weights: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+    @cached_property
+    def waits(self) -> dict[int, str]:
+        """By place, the gradients that W gives."""
+        return {place: name for place, name in enumerate(self.halves.gradients) if place in self.later and name}
+
+    @cached_property
+    def needed(self) -> set[str]:
+        """What W takes of I's values, or hands on as it is."""
+        return {*self.halves.of_weights.takes, *self.waits.values()} - {*self.halves.of_weights.gives}
+
+    @cached_property
+    def by_weights(self) -> list[int]:
+        """The parameters whose gradients I does not make."""
+        return [place for place in self.later if self.halves.gradients[place] not in self.halves.of_input.gives]
+
+    def input(self, given: Sequence[Any]) -> dict[str, Any]:
+        """I: all values by name, of what the backward was given."""
+        values = dict(zip(self.halves.given, given, strict=True))
+        return values | self.of_input(values)
+
+    def weights(self, held: dict[str, Any]) -> dict[int, Any]:
+        """W: gradients by place."""
+        made = held | self.of_weights(held)
+        return {place: made[name] for place, name in self.waits.items()}
 
 
 class _HalvedCall:
@@ -215,6 +272,21 @@ class _HalvedCall:
         return pairs
 
 
+@dataclass(frozen=True)
+class _WhenItRuns:
+    """Calls ``tell`` when W runs, since I has shown by then what it makes; leaves nothing itself."""
+
+    tell: Callable[[], None]
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return []
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        self.tell()
+        return []
+
+
 class _Here(threading.local):
     """What this thread is in: a micro-batch's forward, the backward of a call."""
 
@@ -226,5 +298,5 @@ _here = _Here()
 
 
 def _may_wait(parameter: Tensor) -> bool:
-    """Whether its gradient may come late: a hook is to see it once, and whole."""
-    return parameter.is_leaf and not has_hooks(parameter)
+    """Whether its gradient may come late: a hook is to see it once, and whole. Hooks behind ``.grad`` run after W."""
+    return parameter.is_leaf and not has_gradient_hooks(parameter)

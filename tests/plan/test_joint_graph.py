@@ -14,8 +14,11 @@ from torch._dynamo.testing import CompileCounter
 
 import fxpipe
 from fxpipe import RunError, StageGraph, Topology, stage_boundary
+from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.graph.deferred import Deferred
 from fxpipe.plan.joint_graph import InHalves
+from tests.harness import replica_of
+from tests.pool import Pool
 
 EAGER: Callable[..., Any] = partial(torch.compile, backend="aot_eager")
 
@@ -246,6 +249,158 @@ def test_a_hook_sees_a_parameters_gradient_once_and_whole() -> None:
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], wanted[1])
     torch.testing.assert_close([part.weight.grad, part.bias.grad], list(wanted[1:]))
+
+
+def test_hooked_parameters_alone_stay_in_i_and_are_named() -> None:
+    class Tailed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return stage_boundary(self.second(torch.tanh(self.first(x)))).square().mean()
+
+    x, plain, seen = torch.randn(6, 4), Tailed(), []
+    plain(x).backward()
+    model = Tailed()
+    options: dict[str, Any] = {"schedule": "zb_h1", "stage_compiler": EAGER}
+    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), microbatches=1, **options)
+    hook = None
+    for staying in ((), ("second.weight",), ()):  # one that is put on, and taken off
+        hook = model.second.weight.register_hook(seen.append) if staying else hook and hook.remove()
+        model.zero_grad()
+        forward_backward(x)
+        assert forward_backward.stages.stages[0].staying == staying
+        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, wanted.grad, rtol=0, atol=1e-6)
+    assert len(seen) == 1
+
+
+def test_a_stage_that_cannot_be_captured_at_all_is_named() -> None:
+    part, x = layer()
+    apart = torch.compiler.disable(lambda value: part(value).square().sum())
+    made, parameters = halves_of(lambda value: apart(value)), dict(part.named_parameters())  # type: ignore[no-any-return]
+    parameters["frozen"] = nn.Parameter(torch.ones(1), False)
+    deferred = Deferred()
+    (result,) = made(deferred, x * 1)
+    assert made.in_input(parameters) == (), "it is known after W"
+    with deferred.collecting():
+        result.backward()
+    deferred.accumulate()
+    assert made.in_input(parameters) == ("weight", "bias")
+
+
+def test_a_backward_after_one_that_failed_gives_its_gradients_itself() -> None:
+    part, x = layer()
+    fails = False
+
+    def compiler(module: fx.GraphModule) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            if fails:
+                raise MemoryError("no memory for I")
+            return module(*inputs)
+
+        return run
+
+    made = InHalves(lambda value: (part(value).square().sum(),), compiler)
+    deferred = Deferred()
+    (result,) = made(deferred, x * 1)
+    fails = True
+    with deferred.collecting(), pytest.raises(MemoryError):
+        result.backward()
+    fails = False
+    for parameter in part.parameters():
+        parameter.register_hook(lambda gradient: None)  # now they stay in I
+    (result,) = made(Deferred(), x * 1)
+    found = torch.autograd.grad(result, [*part.parameters()])
+    plain, y = layer()
+    wanted = torch.autograd.grad(plain(y).square().sum(), [*plain.parameters()])
+    torch.testing.assert_close(found, wanted)
+
+
+# --- on a data axis ---
+
+
+class Tied(nn.Module):
+    """Two stages, which share a weight; the second has a group norm, which stays in I."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.norm, self.leave = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.leave.weight, self.group = self.enter.weight, nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = stage_boundary(self.norm(torch.tanh(self.enter(x))))
+        return self.leave(torch.tanh(self.group(h))).square().mean()  # type: ignore[no-any-return]
+
+
+def outside_of_backwards(module: fx.GraphModule, seen: set[fx.GraphModule]) -> Callable[..., Any]:
+    """``module``; ``seen`` has it once it runs while autograd does not: a forward, or W."""
+
+    def run(*inputs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            seen.add(module)
+        return module(*inputs)
+
+    return run
+
+
+def on_data_axis(**options: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """Two steps of SGD: the whole model after them, and what stays in I on this rank."""
+    topology = Topology([("pipe", 2), ("data", 2)])
+    forward_backward = fxpipe.compile(Tied().double(), topology, microbatches=4, **options)
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + replica_of(topology))
+        forward_backward(torch.randn(8, 4, generator=generator, dtype=torch.float64))
+        optimizer.step()
+    named = [name for stage in forward_backward.stages for name in stage.staying]
+    state = {name: tensor.clone() for name, tensor in forward_backward.state_dict(full=True).items()}
+    forward_backward.close()
+    return state, named
+
+
+def assert_trained_alike(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    begun = Tied().double().state_dict()
+    assert found.keys() == plain.keys() == begun.keys()
+    for name, tensor in plain.items():
+        assert not torch.equal(tensor, begun[name]), name
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+STAYING = [[], [], ["group.weight", "group.bias"], ["group.weight", "group.bias"]]
+"""By rank, in the order of how many they are."""
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_w_has_work_on_a_data_axis_and_its_sums_are_those_of_1f1b(zero: int) -> None:
+    def in_halves(rank: int) -> tuple[dict[str, Tensor], list[str], int]:
+        seen: set[fx.GraphModule] = set()
+        compiler = partial(outside_of_backwards, seen=seen)
+        return *on_data_axis(schedule="zb_h1", zero=zero, stage_compiler=compiler), len(seen)
+
+    found = run_strict(in_halves, 4)
+    wanted = run_strict(lambda rank: on_data_axis(schedule="1f1b", zero=zero), 4)
+    for (state, _, outside), (plain, _) in zip(found, wanted, strict=True):
+        assert outside == 2, "the forward and W"
+        assert_trained_alike(state, plain)
+    assert sorted((named for _, named, _ in found), key=len) == STAYING
+
+
+def with_shards() -> list[tuple[dict[str, Tensor], list[str]]]:
+    fxpipe.init()
+    compiled: dict[str, Any] = {"schedule": "zb_h1", "stage_compiler": EAGER}
+    return [on_data_axis(zero=3, **options) for options in ({"schedule": "1f1b"}, compiled)]
+
+
+def test_of_shards_those_are_named_whose_whole_gradients_i_makes(pool: Pool) -> None:
+    found = pool.run(with_shards, ranks=4)
+    for (plain, _), (state, _) in found:
+        assert_trained_alike(state, plain)
+    assert sorted((named for _, (_, named) in found), key=len) == STAYING
 
 
 # --- what is refused ---
