@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
+from fxpipe.passes.analysis.effects import operator_name
 from fxpipe.plan.joint_graph import InHalves
 
 StageCompiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -27,7 +30,23 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
     if isinstance(stage.function, _Compiled):
         return stage
     original = stage.module if isinstance(stage.module, fx.GraphModule) else stage.function
+    if isinstance(original, fx.GraphModule):
+        _check_writes(original, stage.name)
     return dataclasses.replace(stage, function=_Compiled(stage.name, original, stage_compiler))
+
+
+def _check_writes(module: fx.GraphModule, name: str) -> None:
+    """RunError for a write that AOTAutograd of torch 2.12 to 2.15 loses: into a 0-dimensional float64 on the CPU."""
+    for node in module.graph.nodes:
+        written = node.args[0] if node.args and operator_name(node).endswith("_") else None  # as copy_ and mul_ do
+        if not isinstance(written, fx.Node) or written.op != "get_attr":
+            continue
+        held = operator.attrgetter(str(written.target))(module)
+        if isinstance(held, Tensor) and held.dim() == 0 and held.dtype == torch.float64 and held.device.type == "cpu":
+            raise RunError(
+                f"stage {name!r} writes {written.target}, a number in float64 without dimensions, which torch.compile "
+                "may leave as it was: give it shape (1,), or float32, or leave out stage_compiler="
+            )
 
 
 def compiled_in_halves(stage: Stage) -> Stage:
