@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.graph.deferred import deferring, has_hooks
+from fxpipe.graph.deferred import deferring, runs_hooks
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.passes.analysis.effects import is_in_place, is_known, is_number, is_random, operator_name, written
@@ -205,6 +205,6 @@ def _is_attention(module: Any) -> bool:
 
 
 def _is_listed_module(module: Any) -> bool:
-    if type(module) not in MODULES or "forward" in vars(module) or has_hooks(module):
+    if type(module) not in MODULES or "forward" in vars(module) or runs_hooks(module):
         return False
     return getattr(module, "max_norm", None) is None and getattr(module, "padding_mode", "zeros") == "zeros"

@@ -112,7 +112,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
         run = function if module is None else module
         used = [*parameters, *(module.parameters() if module is not None else ())]
         is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in used)
-        if not is_trained or (module is not None and has_hooks(module)):
+        if not is_trained or (module is not None and runs_hooks(module)):
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = _given(leaves, pytree.tree_leaves(held))
@@ -136,7 +136,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
     return call
 
 
-def has_hooks(module: nn.Module) -> bool:
+def runs_hooks(module: nn.Module) -> bool:
     """Whether calls of it, or of a part of it, run hooks."""
     tables = [name for name in MODULE_TABLES if name.endswith("_hooks")]
     return any(vars(part)[table] for part in module.modules() for table in tables)

@@ -16,6 +16,7 @@ from functools import cached_property
 from fxpipe.distributed.topology import Topology
 from fxpipe.hardware import Hardware
 from fxpipe.options import Options
+from fxpipe.plan.memory import Account
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class DataTraffic:
 
     @cached_property
     def _shards(self) -> int:
-        data, node = self.topology.size("data"), min(map(len, self.topology.shard_groups()))
         if self.options.zero:
-            return data if self.options.zero_scope == "data" else node
+            return Account.of(self.options, self.topology).shards
+        data, node = self.topology.size("data"), min(map(len, self.topology.shard_groups()))
         return node if 1 < node < data else data
 
     @cached_property

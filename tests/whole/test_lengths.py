@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import stage_boundary
 from fxpipe.plan import agreement, captures
-from fxpipe.plan.captures import Captures
 from tests.harness import accumulate, assert_same, current_seat, cut, engine_of, gradients_of, replica_of, strict
 from tests.models import Inputs
 from tests.thinned import every
@@ -131,30 +130,17 @@ def steps(forward_backward: fxpipe.ForwardBackward, sizes: Sequence[tuple[int, i
     return found
 
 
-def check(runs: Sequence[Found], cls: type[nn.Module], sizes: Sequence[tuple[int, int]]) -> None:
-    """All of it is plain PyTorch's, to the last bit."""
+def check(runs: Sequence[Found], cls: type[nn.Module], sizes: Sequence[tuple[int, int]], calls: int = 1) -> None:
+    """All of it is plain PyTorch's, to the last bit. ``calls``: after how many gradients are cleared."""
     plain = built(cls)
     for step, size in enumerate(sizes):
-        plain.zero_grad()
+        if step % calls == 0:
+            plain.zero_grad()
         loss, _ = accumulate(lambda place, part: plain(**part), cut(sized(*size), PARTS))
         for run in runs:
-            assert_same(run[step][0], loss, f"loss of {size}")
+            assert_same(run[step][0], loss, f"loss of step {step}, of {size}")
             for name, gradient in run[step][1].items():
-                assert_same(gradient, plain.get_parameter(name).grad, f"{name} of {size}")
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The captures that are made."""
-    made: list[Any] = []
-    capture = Captures._captured
-
-    def noting(self: Captures, *args: Any) -> Any:
-        made.append(capture(self, *args))
-        return made[-1]
-
-    monkeypatch.setattr(Captures, "_captured", noting)
-    return made
+                assert_same(gradient, plain.get_parameter(name).grad, f"{name} of step {step}, of {size}")
 
 
 # --- what code does with sizes
@@ -240,15 +226,7 @@ def test_what_is_dropped_is_the_least_recently_used_and_is_made_again(
     monkeypatch.setattr(agreement, "KINDS", kinds)
     sizes = [(8, 6), (8, 9), (11, 7), (8, 5)] * 2
     runs = engine_of(engine, lambda: pytest.fail("no processes are needed"))(2, dropping, sizes, most, kinds)
-    plain = built(Numbered)
-    for step, size in enumerate(sizes):
-        if step % 2 == 0:
-            plain.zero_grad()
-        loss, _ = accumulate(lambda place, part: plain(**part), cut(sized(*size), PARTS))
-        for run in runs:
-            assert_same(run[step][0], loss, f"loss of step {step}")
-            for name, gradient in run[step][1].items():
-                assert_same(gradient, plain.get_parameter(name).grad, f"{name} of step {step}")
+    check(runs, Numbered, sizes, calls=2)
 
 
 def dropping(sizes: Sequence[tuple[int, int]], most: int, kinds: int) -> Found:

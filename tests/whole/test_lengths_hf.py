@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fxpipe.plan.captures import Captures
 from tests.harness import assert_run, trained
 from tests.hf import MODELS, NONE_LEFT, pixels, text, trained_plainly
 from tests.models import Inputs
@@ -48,20 +47,6 @@ def batches_of(name: str, steps: int) -> list[Inputs]:
     """Random lengths, and random numbers of rows: even ones, of which two micro-batches have the same exact shares."""
     numbers, generator = random.Random(7), torch.Generator().manual_seed(7)
     return [STRETCHED[name](2 * numbers.randint(2, 4), numbers.randint(5, 31), generator) for _ in range(steps)]
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The captures that are made."""
-    made: list[Any] = []
-    capture = Captures._captured
-
-    def noting(self: Captures, *args: Any) -> Any:
-        made.append(capture(self, *args))
-        return made[-1]
-
-    monkeypatch.setattr(Captures, "_captured", noting)
-    return made
 
 
 @pytest.mark.parametrize("name", every(3, list(STRETCHED)))

@@ -21,7 +21,7 @@ from fxpipe.graph.modes import Autocast, modes_restored, within
 from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.passes.defer_weights import deferred_calls
-from fxpipe.plan.balance.operator_costs import OperatorMeter
+from fxpipe.plan.balance.operator_costs import OperatorMeter, size_in_bytes
 from fxpipe.plan.memory import Account, Held
 from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
@@ -196,8 +196,8 @@ class _CostingRun:
         used = self._parameters(node)
         self.found[node.name] = dataclasses.replace(
             cost,
-            bytes_out=sum(map(_bytes, made := _tensors(self.values[node]))),
-            gradient_bytes=sum(_bytes(tensor) for tensor in made if tensor.requires_grad),
+            bytes_out=sum(map(size_in_bytes, made := _tensors(self.values[node]))),
+            gradient_bytes=sum(size_in_bytes(tensor) for tensor in made if tensor.requires_grad),
             parameters=frozenset(used),
             trains=any(self.held[number].trained for number in used),
         )
@@ -226,7 +226,7 @@ class _CostingRun:
         made = _tensors(self.values[node])
         rows = max((tensor.numel() // max(tensor.shape[-1:], default=1) for tensor in made), default=1)
         sizes = [self.held[number].count for number in self._parameters(node)]
-        flops, moved = 2.0 * rows * sum(sizes), 4.0 * sum(sizes) + sum(map(_bytes, made))
+        flops, moved = 2.0 * rows * sum(sizes), 4.0 * sum(sizes) + sum(map(size_in_bytes, made))
         seconds = self.hardware.seconds(flops, moved, 4)
         for tensor in made:
             self._pack(tensor)
@@ -253,7 +253,3 @@ class _CostingRun:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

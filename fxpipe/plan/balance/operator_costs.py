@@ -59,7 +59,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = packet_of(func).__name__
         flops = _flops(func, name, args, kwargs, result)
         read = made if name in _GATHERS else given
-        moved = sum(_bytes(tensor) for tensor in [*read, *made])
+        moved = sum(size_in_bytes(tensor) for tensor in [*read, *made])
         seconds = self._hardware.seconds(flops, moved, made[0].element_size())
         self.forward += seconds
         self.flops += flops
@@ -90,7 +90,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_gradient(tensor, seconds)
                 self.backward_flops += flops
         elif name in _GATHERS:
-            table = _bytes(needing[0]) + sum(map(_bytes, made))
+            table = size_in_bytes(needing[0]) + sum(map(size_in_bytes, made))
             self._note_gradient(needing[0], self._hardware.seconds(0, table, needing[0].element_size()))
         else:
             activations = [tensor for tensor in needing if not self._is_weight(tensor)]
@@ -122,5 +122,6 @@ def _is_view(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> bool
     return all(id(tensor.untyped_storage()) in memory for tensor in made)
 
 
-def _bytes(tensor: Tensor) -> int:
+def size_in_bytes(tensor: Tensor) -> int:
+    """Of its elements, whatever memory they lie in."""
     return tensor.numel() * tensor.element_size()
