@@ -20,14 +20,14 @@ class ByMessage:
         self._kind = kind
         self._exchange.begin()
 
-    def post(self, message: Message) -> None:
-        self._exchange.port(self._kind, message).post()
+    def post(self, message: Message, varies: bool = False) -> None:
+        self._exchange.port(self._kind, message, varies).post()
 
     def take(self, message: Message) -> Any:
         return self._exchange.port(self._kind, message).take()
 
-    def send(self, message: Message, value: Any) -> None:
-        self._exchange.port(self._kind, message).send(value)
+    def send(self, message: Message, value: Any, varies: bool = False) -> None:
+        self._exchange.port(self._kind, message, varies).send(value)
 
     def release(self, message: Message) -> None:
         self._exchange.port(self._kind, message).release()

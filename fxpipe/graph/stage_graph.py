@@ -64,6 +64,9 @@ class Stage:
     """For how many micro-batches it runs at once, if it does."""
     ways: tuple[Mode | None, ...] = ()
     """How each input is gathered then; None for what is the group's already."""
+    varies: bool = False
+    """Whether its values, or their gradients, may look otherwise in each call, for inputs of one shape. What they look
+    like then travels in front of each; so it is with the stages behind it, unless what they make is known."""
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """One value per outgoing edge, and on the output stage the model's result."""

@@ -2,6 +2,7 @@
 
 What a message looks like (container, shapes, types, strides) is static for a given kind of batch. So its description
 travels once, in front of the first such message; from the second step on the receiver allocates and posts ahead.
+Where a stage makes values of another shape each time, it travels in front of each.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Port(Protocol):
 class Exchange(Protocol):
     """Where a rank's instructions send, post and take messages."""
 
-    def port(self, kind: Hashable, message: Message) -> Port:
-        """A message's in steps of a kind of batch, the same object in all of them."""
+    def port(self, kind: Hashable, message: Message, varies: bool = False) -> Port:
+        """A message's in steps of a kind of batch, the same object in all of them. ``varies``: whether it may look
+        otherwise each time; both ends say so alike."""
 
     def forget(self, kind: Hashable) -> None:
         """Forgets what messages of this kind of batch look like; both ends of each do."""
@@ -63,7 +65,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._boxes: dict[Hashable, dict[Message, _Letterbox]] = {}
 
-    def port(self, kind: Hashable, message: Message) -> _Letterbox:
+    def port(self, kind: Hashable, message: Message, varies: bool = False) -> _Letterbox:
         return self._boxes.setdefault(kind, {}).setdefault(message, _Letterbox(message))
 
     def forget(self, kind: Hashable) -> None:
@@ -110,6 +112,20 @@ class _Letterbox:
 _Under = list[tuple[Work, Tensor]]
 """Buffers that are under way."""
 
+HEADER = 256
+"""Bytes of the message that goes in front of one that is not described yet, so that it can be posted ahead: the length
+of the description, 8 bytes, and its beginning. Of a single tensor that is all; else the rest is a message behind it."""
+
+
+class _Look:
+    """What a message looks like."""
+
+    __slots__ = ("like", "meta")
+
+    def __init__(self, meta: Meta, device: torch.device) -> None:
+        self.meta = meta
+        self.like = PlainMeta.of(meta, device)  # of a single plain tensor, which travels as it is
+
 
 class WireExchange:
     """The exchange of one rank among others. ``device``: where the transport's buffers live."""
@@ -117,16 +133,16 @@ class WireExchange:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
         self._ports: dict[Hashable, dict[Message, _Wire]] = {}  # by kind of batch
-        self._undescribed: dict[Pair, deque[_Wire]] = {}
+        self._lines: dict[Pair, _Line] = {}
         self.sending: dict[_Wire, _Under] = {}
-        self.arriving: dict[_Wire, _Under] = {}
-        self.headers: _Under = []
+        self.arriving: dict[_Wire, tuple[_Look, _Under]] = {}
 
-    def port(self, kind: Hashable, message: Message) -> _Wire:
+    def port(self, kind: Hashable, message: Message, varies: bool = False) -> _Wire:
         ports = self._ports.setdefault(kind, {})
         if message not in ports:
-            waiting = self._undescribed.setdefault((message.sender, message.receiver), deque())
-            ports[message] = _Wire(self, message, waiting)
+            pair = message.sender, message.receiver
+            line = self._lines.setdefault(pair, _Line(self, pair))
+            ports[message] = _Wire(self, message, line, varies)
         return ports[message]
 
     def forget(self, kind: Hashable) -> None:
@@ -135,69 +151,123 @@ class WireExchange:
     def drop(self) -> None:
         self.sending.clear()
         self.arriving.clear()
-        self.headers.clear()
-        for waiting in self._undescribed.values():
-            waiting.clear()
+        for line in self._lines.values():
+            line.drop()
 
     begin = drop
 
     def finish(self) -> None:
-        for waiting in self._undescribed.values():
-            while waiting:
-                waiting[0].take()
+        for line in self._lines.values():
+            while line.waiting:
+                line.waiting[0].take()
         for port in list(self.arriving):
             port.take()
-        for works in [*self.sending.values(), self.headers]:
+        for works in self.sending.values():
             for work, _ in works:
                 work.wait()
         self.drop()
 
+    def start(self, pair: Pair, buffer: Tensor) -> tuple[Work, Tensor]:
+        """Starts to send."""
+        buffer = buffer.to(self.device)
+        return self.transport.send(pair, buffer), buffer
+
+    def receive(self, pair: Pair, buffer: Tensor) -> tuple[Work, Tensor]:
+        """Posts a receive."""
+        return self.transport.receive(pair, buffer), buffer
+
+
+class _Line:
+    """Of one pair of ranks, in the sender's order, what is to be received and cannot be posted yet: it is not
+    described, or stands behind what is not. Of the first the header is posted."""
+
+    def __init__(self, exchange: WireExchange, pair: Pair) -> None:
+        self._exchange, self._pair = exchange, pair
+        self._header: tuple[Work, Tensor] | None = None
+        self.waiting: deque[_Wire] = deque()
+
+    def drop(self) -> None:
+        self._header = None
+        self.waiting.clear()
+
+    def add(self, wire: _Wire) -> None:
+        """Lets a receive wait for its turn."""
+        self.waiting.append(wire)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Posts whatever can be."""
+        while self.waiting and (look := self.waiting[0].look) is not None:
+            self.waiting.popleft().post_like(look)
+        if self.waiting and self._header is None:
+            self._header = self._receive(HEADER)
+
+    def describe_first(self) -> None:
+        """Waits for the description of the first, and posts it."""
+        assert self._header is not None  # for there is a first one
+        (work, buffer), self._header = self._header, None
+        work.wait()
+        told = bytes_of(buffer.cpu())
+        sender = member(self._exchange.transport, "pipe", self._pair[0])
+        size = check_length(int.from_bytes(told[:8], "little", signed=True), sender)
+        described = told[8 : 8 + size]
+        if size > len(described):
+            work, rest = self._receive(size - len(described))
+            work.wait()
+            described += bytes_of(rest.cpu())
+        look = _Look(Meta.of(decode(described, sender), sender), self._exchange.device)
+        self.waiting.popleft().learn(look).post_like(look)
+        self._advance()
+
+    def _receive(self, size: int) -> tuple[Work, Tensor]:
+        exchange = self._exchange
+        return exchange.receive(self._pair, torch.empty(size, dtype=torch.uint8, device=exchange.device))
+
 
 class _Wire:
-    """One message's way between two ranks. ``waiting``: of this pair, what is to be received but not described yet, and
-    what comes behind that."""
+    """One message's way between two ranks. ``line``: its pair's. ``look``: what it looks like, once that is described;
+    never where it varies."""
 
-    def __init__(self, exchange: WireExchange, message: Message, waiting: deque[_Wire]) -> None:
-        self._exchange, self._message, self._waiting = exchange, message, waiting
+    def __init__(self, exchange: WireExchange, message: Message, line: _Line, varies: bool) -> None:
+        self._exchange, self._message, self._line, self._varies = exchange, message, line, varies
         self._pair = message.sender, message.receiver
-        self._meta: Meta | None = None
-        self._like: PlainMeta | None = None  # of a single plain tensor, which travels as it is
+        self.look: _Look | None = None
 
-    def _describe(self, meta: Meta) -> None:
-        self._meta, self._like = meta, PlainMeta.of(meta, self._exchange.device)
+    def learn(self, look: _Look) -> _Wire:
+        """It was described."""
+        if not self._varies:
+            self.look = look
+        return self
 
     # sending
 
     def send(self, value: Any) -> None:
-        like = self._like
-        if like is not None and like.fits(value):
-            self._exchange.sending[self] = [self._start(value.detach())]
+        known, exchange = self.look, self._exchange
+        if known is not None and known.like is not None and known.like.fits(value):
+            exchange.sending[self] = [exchange.start(self._pair, value.detach())]
             return
-        known = self._meta
-        meta, buffers = pack(value, known)
+        meta, buffers = pack(value, None if known is None else known.meta)
+        header: list[Tensor] = []
         if known is None:
-            self._send_header(meta)
-            self._describe(meta)
-        elif known != meta:
+            header, known = self._header(meta), _Look(meta, exchange.device)
+            self.learn(known)
+        elif known.meta != meta:
             raise RunError(
-                f"{self._message} is {_describe(meta)}, but for this kind of batch it was {_describe(known)}; what "
-                "passes between stages may depend on the shape of a batch, not on its values"
+                f"{self._message} is {_describe(meta)}, but for this kind of batch it was {_describe(known.meta)}; "
+                "what passes between stages may depend on the shape of a batch, not on its values"
             )
-        if self._like is not None:
+        if known.like is not None:
             buffers = [value.detach().resolve_neg()]
-        self._exchange.sending[self] = [self._start(buffer.to(self._exchange.device)) for buffer in buffers]
+        exchange.sending[self] = [exchange.start(self._pair, part) for part in [*header, *buffers]]
 
-    def _start(self, buffer: Tensor) -> tuple[Work, Tensor]:
-        return self._exchange.transport.send(self._pair, buffer), buffer
-
-    def _send_header(self, meta: Meta) -> None:
+    def _header(self, meta: Meta) -> list[Tensor]:
         try:
             described = encode(meta.tree)
         except RunError as error:
             raise RunError(f"{self._message} is {_describe(meta)}: {error}") from None
-        body = torch.frombuffer(bytearray(described), dtype=torch.uint8)
-        length = torch.tensor([body.numel()], device="cpu").view(torch.uint8)
-        self._exchange.headers += [self._start(part.to(self._exchange.device)) for part in (length, body)]
+        told = len(described).to_bytes(8, "little") + described
+        parts = [told[:HEADER].ljust(HEADER), told[HEADER:]]
+        return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
     def release(self) -> None:
         for work, _ in self._exchange.sending.pop(self, ()):
@@ -207,40 +277,28 @@ class _Wire:
 
     def post(self) -> None:
         """Posts ahead, unless what comes, or something in front of it, is not described yet."""
-        if self._waiting or self._meta is None:
-            self._waiting.append(self)
+        look = self.look
+        if look is None or self._line.waiting:
+            self._line.add(self)
         else:
-            self._post(self._meta)
+            self.post_like(look)
 
-    def _post(self, meta: Meta) -> None:
-        buffers = allocate(meta, self._exchange.device) if self._like is None else [self._like.allocate()]
-        self._exchange.arriving[self] = [(self._receive(buffer), buffer) for buffer in buffers]
-
-    def _receive(self, buffer: Tensor) -> Work:
-        return self._exchange.transport.receive(self._pair, buffer)
+    def post_like(self, look: _Look) -> None:
+        """Posts ahead; it is this wire's turn."""
+        exchange = self._exchange
+        buffers = allocate(look.meta, exchange.device) if look.like is None else [look.like.allocate()]
+        exchange.arriving[self] = look, [exchange.receive(self._pair, buffer) for buffer in buffers]
 
     def take(self) -> Any:
-        while self._waiting and self in self._waiting:  # in the sender's order, for that is how they come
-            first = self._waiting.popleft()
-            first._post(first._meta or first._receive_header())
-        works = self._exchange.arriving.pop(self)
+        arriving = self._exchange.arriving
+        while self not in arriving:  # in the sender's order, for that is how they come
+            self._line.describe_first()
+        look, works = arriving.pop(self)
         for work, _ in works:
             work.wait()
-        assert self._meta is not None
-        if self._like is not None:
-            return works[0][1].requires_grad_(self._like.requires_grad)
-        return unpack(self._meta, [buffer for _, buffer in works])
-
-    def _receive_header(self) -> Meta:
-        length = torch.empty(8, dtype=torch.uint8, device=self._exchange.device)
-        self._receive(length).wait()
-        sender = member(self._exchange.transport, "pipe", self._message.sender)
-        size = check_length(int(length.cpu().view(torch.int64)), sender)
-        body = torch.empty(size, dtype=torch.uint8, device=self._exchange.device)
-        self._receive(body).wait()
-        meta = Meta.of(decode(bytes_of(body.cpu()), sender), sender)
-        self._describe(meta)
-        return meta
+        if look.like is not None:
+            return works[0][1].requires_grad_(look.like.requires_grad)
+        return unpack(look.meta, [buffer for _, buffer in works])
 
 
 def _describe(meta: Meta) -> str:

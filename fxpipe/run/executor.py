@@ -169,7 +169,8 @@ class Executor:
         return slot
 
     def port(self, message: Message) -> Port:
-        return self.exchange.port(self.kind.number, message)
+        varies = self.graph.stages[self.graph.edges[message.edge].source].varies
+        return self.exchange.port(self.kind.number, message, varies)
 
     def take_input(self, name: str, microbatch: int) -> Take:
         return lambda: self.step.batches[microbatch][name]

@@ -1,9 +1,11 @@
-"""The exchange over two strict ranks: descriptions travel once, receives are posted ahead, deviations are told."""
+"""The exchange between ranks: descriptions travel once, receives are posted ahead, deviations are told."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.distributed.collective import Work
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.errors import RunError
-from fxpipe.run.exchange import Mailbox, WireExchange
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.run.exchange import HEADER, Mailbox, WireExchange
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Message
+from fxpipe.torch_compat import pytree
+from tests.harness import engine_of
 from tests.messages import ByMessage
 
 CPU = torch.device("cpu")
@@ -118,11 +124,161 @@ def test_the_first_message_is_described_and_later_ones_are_posted_ahead() -> Non
         return log
 
     sent, posted = on_two_ranks(body)
-    length, description, *first = sent[0]
-    assert (length, first) == (8, [12, 20])  # a length and a description in front of the bytes
-    assert description > 0
+    header, *first = sent[0]
+    assert first == [12, 20]  # a description in front of the bytes
     assert sent[1:] == [[12, 20], [12, 20]]
-    assert posted == [[], [12, 20], [12, 20]]
+    assert posted == [[header], [12, 20], [12, 20]]
+
+
+def value_of(step: int) -> Any:
+    """Of another look in each step."""
+    looks = [
+        numbers(step, 2, 3),
+        numbers(step, 7),
+        numbers(step, 7),
+        None,
+        numbers(step, 3, 2).t().double().requires_grad_(),
+        {"a": (numbers(step, 2), 4), "long": ["x" * 300, numbers(step, 0, 2)]},
+        torch.tensor(step),
+    ]
+    return looks[step % len(looks)]
+
+
+@every_seed
+def test_what_varies_is_described_each_time_and_keeps_its_order(seed: int) -> None:
+    """Among messages that do not vary, in both directions, and some of them left out."""
+    draw = random.Random(seed)
+    steps = [sorted(draw.sample(range(6), draw.randint(0, 6))) for _ in range(8)]
+
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[list[Any]]:
+        taken = []
+        for step, microbatches in enumerate(steps):
+            exchange.begin("kind")
+            for microbatch in microbatches:
+                message, varies = forward(microbatch), microbatch % 3 > 0
+                if rank == 0:
+                    exchange.send(message, value_of(step + microbatch) if varies else numbers(step, 4), varies)
+                    exchange.post(gradient(microbatch), varies)
+                else:
+                    exchange.post(message, varies)
+                    exchange.send(gradient(microbatch), value_of(3 * step) if varies else numbers(step, 4), varies)
+            take = [exchange.take(gradient(each) if rank == 0 else forward(each)) for each in microbatches]
+            taken.append(take)
+            exchange.finish()
+        return taken
+
+    gradients, values = on_two_ranks(body, seed)
+    for step, microbatches in enumerate(steps):
+        for place, each in enumerate(microbatches):
+            wanted = value_of(step + each), value_of(3 * step)
+            for got, value in zip((values, gradients), wanted, strict=True):
+                assert_alike(got[step][place], value if each % 3 else numbers(step, 4))
+
+
+def assert_alike(got: Any, wanted: Any) -> None:
+    """The same containers, numbers, strides and types."""
+    leaves, spec = pytree.tree_flatten(wanted)
+    found, spec_found = pytree.tree_flatten(got)
+    assert spec == spec_found
+    for one, other in zip(found, leaves, strict=True):
+        if not isinstance(other, Tensor):
+            assert one == other
+            continue
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert one.requires_grad == other.requires_grad
+        assert torch.equal(one, other)
+
+
+def test_a_single_tensor_that_varies_costs_one_message_more() -> None:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[int]:
+        for rows in (3, 4, 5):
+            exchange.begin("kind")
+            if rank == 0:
+                exchange.send(forward(0), numbers(1, rows), varies=True)
+            else:
+                exchange.post(forward(0), varies=True)
+                exchange.take(forward(0))
+            exchange.finish()
+        return transport.sends
+
+    sent = on_two_ranks(body)[0]
+    assert sent[1::2] == [12, 16, 20]
+    assert len(set(sent[::2])) == 1  # of one size, so that it is posted ahead
+
+
+class Positive(nn.Module):
+    """Selects rows by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[x[:, 0] > 0]
+
+
+class Spread(nn.Module):
+    """A loss of however many rows there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.linear(rows).square().sum()
+
+
+def varying_graph() -> StageGraph:
+    stages: dict[str, Any] = {"pick": Positive(), "middle": nn.Sequential(nn.Tanh()), "loss": Spread()}
+    graph = StageGraph.from_callables(stages, [("pick", "middle"), ("middle", "loss")], {"pick": ["x"]})
+    return dataclasses.replace(graph, stages=tuple(dataclasses.replace(stage, varies=True) for stage in graph))
+
+
+def inputs_of(step: int) -> Tensor:
+    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+VARYING_STEPS = 5
+
+
+def on_varying(schedule: str) -> list[Any]:
+    topology = Topology([("pipe", 3)])
+    step = fxpipe.compile(varying_graph(), topology, microbatches=4, schedule=schedule)  # type: ignore[arg-type]
+    losses = []
+    for number in range(VARYING_STEPS):
+        losses.append(float(step(inputs_of(number))))
+        if number % 2:
+            step.evaluate(inputs_of(number + 1)[:8])
+    return [losses, {name: one.grad for name, one in step.named_parameters()}]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("engine", ["strict 0", "strict 1", "distributed"])
+def test_stages_may_make_other_shapes_each_time(engine: str, schedule: str, request: pytest.FixtureRequest) -> None:
+    found = engine_of(engine, lambda: request.getfixturevalue("pool"))(3, on_varying, schedule)
+    graph = varying_graph()
+    wanted = []
+    for number in range(VARYING_STEPS):
+        losses = [call_of(graph, part) / 4 for part in inputs_of(number).chunk(4)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        wanted.append(float(sum(losses).detach()))
+    plain = {name: one.grad for name, one in graph.module.named_parameters()}
+    got = {name: gradient for _, gradients in found for name, gradient in gradients.items()}
+    assert got.keys() == plain.keys()
+    for losses_of_rank, _ in found:
+        assert losses_of_rank == pytest.approx(wanted, rel=1e-14)
+    for name, one in plain.items():
+        assert one is not None
+        torch.testing.assert_close(got[name], one, rtol=1e-13, atol=0.0)
+
+
+def call_of(graph: StageGraph, x: Tensor) -> Any:
+    value: Any = x
+    for stage in graph:
+        value = stage.module(value)  # type: ignore[operator]
+    return value
 
 
 def test_a_default_device_changes_nothing() -> None:
@@ -408,9 +564,9 @@ def test_a_hostile_description_runs_nothing_and_takes_no_memory(kind: str, tmp_p
             exchange.take(forward(0))
             return
         told = body_of.get(kind, b"")
-        length = torch.tensor([length_of.get(kind, len(told))]).view(torch.uint8)
-        for part in (length, torch.frombuffer(bytearray(told or b" "), dtype=torch.uint8)):
-            transport.send((0, 1), part)
+        length = length_of.get(kind, len(told)).to_bytes(8, "little", signed=True)
+        header = bytearray((length + told).ljust(HEADER))
+        transport.send((0, 1), torch.frombuffer(header, dtype=torch.uint8))
 
     with pytest.raises(RunError, match=r"rank 0 \(pipe 0\) (has sent what|announces a description of)"):
         on_two_ranks(body)
