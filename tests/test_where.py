@@ -57,6 +57,7 @@ plan/example: plan/planner
 plan/forecast: plan/previewed plan/memory
 plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
+plan/looks: whole/lengths
 plan/on_fakes: plan/node_costs plan/row_places
 plan/pattern: plan/signatures
 plan/replay: plan/capture_check

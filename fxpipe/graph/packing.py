@@ -32,6 +32,8 @@ class TensorMeta:
     device: str
     shift: int = field(compare=False)
     """Bytes from a cache line's begin to its first element: matrix products depend on it, in their last bit."""
+    is_part: bool = field(compare=False)
+    """Whether it is a part of larger memory, at a place of which its shape tells nothing."""
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
@@ -73,6 +75,11 @@ class Meta:
         """The container itself, with its leaves' descriptions in it, which is how it is told to other ranks."""
         return pytree.tree_unflatten(self.leaves, self.spec)
 
+    @property
+    def is_of_its_place(self) -> bool:
+        """Whether shapes may not tell all of it: it has part of larger memory, or a value that is no tensor."""
+        return any(leaf.is_part if isinstance(leaf, TensorMeta) else leaf is not None for leaf in self.leaves)
+
     @staticmethod
     def of(tree: Any, sender: str) -> Meta:
         """The description that ``sender``, "rank 3", has told as a tree; RunError where it describes no value."""
@@ -91,7 +98,7 @@ def _is_sound(meta: TensorMeta) -> bool:
         and len(meta.shape) == len(meta.stride)
         and meta.shift < _LINE
         and type(meta.dtype) is torch.dtype
-        and type(meta.requires_grad) is bool
+        and type(meta.requires_grad) is type(meta.is_part) is bool
         and type(meta.device) is str
         and meta.nbytes < 2**63
     )
@@ -165,6 +172,7 @@ def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
             leaf.requires_grad,
             tensor.device.type,
             int(tensor.storage_offset()) * tensor.itemsize % _LINE,
+            _is_part(tensor),
         )
         if earlier == meta:
             meta = earlier
@@ -172,6 +180,13 @@ def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
         if meta.nbytes:
             buffers.append(_flat(tensor, meta))
     return Meta(spec, tuple(metas)), buffers
+
+
+def _is_part(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.itemsize < tensor.untyped_storage().nbytes()
 
 
 def _flat(tensor: Tensor, meta: TensorMeta) -> Tensor:

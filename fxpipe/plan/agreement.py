@@ -36,6 +36,7 @@ from fxpipe.plan.batch import (
 )
 from fxpipe.plan.captures import MOST
 from fxpipe.plan.label_count import with_number
+from fxpipe.plan.looks import Looks
 from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
 from fxpipe.plan.planner import Plan, Planner, digest_of
 from fxpipe.plan.together import plan_together
@@ -63,6 +64,8 @@ class Agreed:
     """Where values that are gathered have their rows, as far as it is known."""
     has_loss: bool
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
+    looks: tuple[int, ...]
+    """A number for each micro-batch; those of one number, in any kind, make messages that look alike."""
 
 
 @admitted
@@ -107,6 +110,7 @@ class Agreement:
         """The kinds, the least recently used first: all ranks of a pipe group have them in one order. Beside what was
         told stand the rows of all replicas; None where the plan holds for any."""
         self._pairs = set(pairs(planner.first.instructions))  # between which queues are open
+        self._looks = Looks()
         self.dropped: list[int] = []
         """Kinds that are not known any more, for those who keep something of each; they take them out."""
 
@@ -178,6 +182,7 @@ class Agreement:
             self.dropped.append(self._settled.pop(next(iter(self._settled))).kind)
             self._planner.keep([agreed.plan for agreed in self._settled.values()])
         if self.dropped:
+            self._looks.keep(self.looks)
             self._told = {key: self._told[key] for key, _ in self._settled}
             known = set(itertools.chain(*self._told))
             for offer in [offer for offer, number in self._numbers.items() if number not in known]:
@@ -193,14 +198,24 @@ class Agreement:
         """The stages of all kinds that are known."""
         return self._planner.graphs
 
-    def replan(self, planner: Planner) -> list[int]:
-        """Takes up another planner's plans; returns the settled kinds of batch whose plan is another now."""
-        self._planner, changed = planner, []
+    @property
+    def looks(self) -> set[int]:
+        """The numbers of the micro-batches of all kinds that are known."""
+        return {number for agreed in self._settled.values() for number in agreed.looks}
+
+    @property
+    def kinds(self) -> set[int]:
+        """The kinds that are known."""
+        return {agreed.kind for agreed in self._settled.values()}
+
+    def replan(self, planner: Planner) -> None:
+        """Takes up another planner's plans; their micro-batches have new numbers."""
+        self._planner = planner
+        self._looks.keep(())
         for key, agreed in self._settled.items():
-            self._settled[key] = new = dataclasses.replace(agreed, plan=planner.plan(agreed.pattern))
-            if new.plan is not agreed.plan:
-                changed.append(new.kind)
-        return changed
+            plan = planner.plan(agreed.pattern)
+            looks = self._looks_of(plan, agreed.pattern, self._told[key[0]])
+            self._settled[key] = dataclasses.replace(agreed, plan=plan, looks=looks)
 
     def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This rank's inputs per micro-batch."""
@@ -293,7 +308,7 @@ class Agreement:
         offers, merged, sizes = together
         first = offers[0]
         if first.split_evenly:
-            merged = [cut_description(merged[0], self._options.batch_dim, size) for size in sizes]
+            merged = [self._cut(merged[0], size) for size in sizes]
         items = self._planner.items
         if items is not None:
             merged = [items.described(description) for description in merged]
@@ -308,7 +323,23 @@ class Agreement:
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(sizes) > 1 or self._transport.data_size > 1)
         places = self._planner.row_places(plan, pattern) if joins else {}
-        return Agreed(next(self._kinds), pattern, plan, sizes, places, has_loss)
+        looks = self._looks_of(plan, pattern, together)
+        return Agreed(next(self._kinds), pattern, plan, sizes, places, has_loss, looks)
+
+    def _looks_of(self, plan: Plan, pattern: Pattern, together: _Together) -> tuple[int, ...]:
+        """The number of each micro-batch, by what all ranks were given of it."""
+        offers, _, sizes = together
+        if offers[0].split_evenly:
+            of_size = {size: [self._cut(offer.given[0], size) for offer in offers] for size in set(sizes)}
+            given = [of_size[size] for size in sizes]
+        else:
+            given = [[offer.given[place] for offer in offers] for place in range(len(sizes))]
+        is_cut = offers[0].split_evenly and len(sizes) > 1
+        fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=())
+        return self._looks.of(plan, (fixed, is_cut), given)
+
+    def _cut(self, description: Description, size: int) -> Description:
+        return cut_description(description, self._options.batch_dim, size)
 
     def _open(self, plan: Plan) -> None:
         """Opens queues between ranks that have sent each other nothing before. A collective call of a pipe group."""

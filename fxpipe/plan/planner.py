@@ -86,6 +86,14 @@ class Plan:
         return f"<Plan of {self.graph!r} by {self.schedule!r}>"
 
     @cached_property
+    def halved(self) -> tuple[frozenset[int], ...]:
+        """For each micro-batch the stages whose backward of it the table has as I and W."""
+        stages: list[set[int]] = [set() for _ in self.graphs]
+        for stage, microbatch in self.schedule.dependencies.halves:
+            stages[microbatch].add(stage)
+        return tuple(map(frozenset, stages))
+
+    @cached_property
     def row_digests(self) -> tuple[int, ...]:
         """A number for each row: rows of one number run the same actions in one order."""
         return tuple(digest_of(map(str, row)) for row in self.schedule.rows)

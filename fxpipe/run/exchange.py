@@ -1,30 +1,15 @@
-"""Exchange: one rank's messages of a step, over a transport.
-
-What a message looks like (container, shapes, types, strides) is static for a given kind of batch. So its description
-travels once, in front of the first such message; from the second step on the receiver allocates and posts ahead.
-Where a stage makes values of another shape each time, it travels in front of each.
-"""
+"""Exchange: where a rank's instructions send, post and take messages; where one process plays all ranks, a mailbox."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from fxpipe.distributed.collective import Work
-from fxpipe.distributed.transport import Pair, Transport, member
-from fxpipe.errors import RunError
-from fxpipe.graph.packing import Meta, PlainMeta, TensorMeta, allocate, pack, unpack
-from fxpipe.graph.plain_data import check_length, decode, encode
 from fxpipe.schedules.lower import Message
-from fxpipe.torch_compat import bytes_of
 
 
 class Port(Protocol):
-    """One message's way, in every step of a kind of batch."""
+    """One message's way, in every step."""
 
     def post(self) -> None:
         """Posts a receive; does not wait."""
@@ -42,15 +27,16 @@ class Port(Protocol):
 class Exchange(Protocol):
     """Where a rank's instructions send, post and take messages."""
 
-    def port(self, kind: Hashable, message: Message, varies: bool = False) -> Port:
-        """A message's in steps of a kind of batch, the same object in all of them. ``varies``: whether it may look
-        otherwise each time; both ends say so alike."""
+    def port(self, message: Message, varies: bool = False) -> Port:
+        """A message's, the same object in all steps. ``varies``: whether it may look otherwise each time; both ends say
+        so alike."""
 
-    def forget(self, kind: Hashable) -> None:
-        """Forgets what messages of this kind of batch look like; both ends of each do."""
+    def keep(self, kinds: Collection[Hashable], numbers: Collection[Hashable]) -> None:
+        """Forgets what messages look like but in these kinds of batch, and in micro-batches of these numbers; both ends
+        of each do."""
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, kind: Hashable, numbers: Sequence[Hashable]) -> None:
+        """A step begins. ``numbers``: one for each micro-batch: where they are equal, messages look alike."""
 
     def finish(self) -> None:
         """Waits for what is still under way, at the end of a step."""
@@ -63,23 +49,23 @@ class Mailbox:
     """The exchange of a process that plays all ranks: values are handed over as they are."""
 
     def __init__(self) -> None:
-        self._boxes: dict[Hashable, dict[Message, _Letterbox]] = {}
+        self._boxes: dict[Message, _Letterbox] = {}
 
-    def port(self, kind: Hashable, message: Message, varies: bool = False) -> _Letterbox:
-        return self._boxes.setdefault(kind, {}).setdefault(message, _Letterbox(message))
+    def port(self, message: Message, varies: bool = False) -> _Letterbox:
+        return self._boxes.setdefault(message, _Letterbox(message))
 
-    def forget(self, kind: Hashable) -> None:
-        self._boxes.pop(kind, None)
-
-    def begin(self) -> None:
+    def keep(self, kinds: Collection[Hashable], numbers: Collection[Hashable]) -> None:
         pass
 
-    finish = begin  # all that was sent was taken
+    def begin(self, kind: Hashable, numbers: Sequence[Hashable]) -> None:
+        self.drop()
+
+    def finish(self) -> None:
+        pass  # all that was sent was taken
 
     def drop(self) -> None:
-        for boxes in self._boxes.values():
-            for box in boxes.values():
-                box.value = _NOTHING
+        for box in self._boxes.values():
+            box.value = _NOTHING
 
 
 _NOTHING = object()
@@ -107,209 +93,3 @@ class _Letterbox:
 
     def release(self) -> None:
         pass
-
-
-_Under = list[tuple[Work, Tensor]]
-"""Buffers that are under way."""
-
-HEADER = 256
-"""Bytes of the message that goes in front of one that is not described yet, so that it can be posted ahead: the length
-of the description, 8 bytes, and its beginning. Of a single tensor that is all; else the rest is a message behind it."""
-
-
-class _Look:
-    """What a message looks like."""
-
-    __slots__ = ("like", "meta")
-
-    def __init__(self, meta: Meta, device: torch.device) -> None:
-        self.meta = meta
-        self.like = PlainMeta.of(meta, device)  # of a single plain tensor, which travels as it is
-
-
-class WireExchange:
-    """The exchange of one rank among others. ``device``: where the transport's buffers live."""
-
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self.transport, self.device = transport, device
-        self._ports: dict[Hashable, dict[Message, _Wire]] = {}  # by kind of batch
-        self._lines: dict[Pair, _Line] = {}
-        self.sending: dict[_Wire, _Under] = {}
-        self.arriving: dict[_Wire, tuple[_Look, _Under]] = {}
-
-    def port(self, kind: Hashable, message: Message, varies: bool = False) -> _Wire:
-        ports = self._ports.setdefault(kind, {})
-        if message not in ports:
-            pair = message.sender, message.receiver
-            line = self._lines.setdefault(pair, _Line(self, pair))
-            ports[message] = _Wire(self, message, line, varies)
-        return ports[message]
-
-    def forget(self, kind: Hashable) -> None:
-        self._ports.pop(kind, None)
-
-    def drop(self) -> None:
-        self.sending.clear()
-        self.arriving.clear()
-        for line in self._lines.values():
-            line.drop()
-
-    begin = drop
-
-    def finish(self) -> None:
-        for line in self._lines.values():
-            while line.waiting:
-                line.waiting[0].take()
-        for port in list(self.arriving):
-            port.take()
-        for works in self.sending.values():
-            for work, _ in works:
-                work.wait()
-        self.drop()
-
-    def start(self, pair: Pair, buffer: Tensor) -> tuple[Work, Tensor]:
-        """Starts to send."""
-        buffer = buffer.to(self.device)
-        return self.transport.send(pair, buffer), buffer
-
-    def receive(self, pair: Pair, buffer: Tensor) -> tuple[Work, Tensor]:
-        """Posts a receive."""
-        return self.transport.receive(pair, buffer), buffer
-
-
-class _Line:
-    """Of one pair of ranks, in the sender's order, what is to be received and cannot be posted yet: it is not
-    described, or stands behind what is not. Of the first the header is posted."""
-
-    def __init__(self, exchange: WireExchange, pair: Pair) -> None:
-        self._exchange, self._pair = exchange, pair
-        self._header: tuple[Work, Tensor] | None = None
-        self.waiting: deque[_Wire] = deque()
-
-    def drop(self) -> None:
-        self._header = None
-        self.waiting.clear()
-
-    def add(self, wire: _Wire) -> None:
-        """Lets a receive wait for its turn."""
-        self.waiting.append(wire)
-        self._advance()
-
-    def _advance(self) -> None:
-        """Posts whatever can be."""
-        while self.waiting and (look := self.waiting[0].look) is not None:
-            self.waiting.popleft().post_like(look)
-        if self.waiting and self._header is None:
-            self._header = self._receive(HEADER)
-
-    def describe_first(self) -> None:
-        """Waits for the description of the first, and posts it."""
-        assert self._header is not None  # for there is a first one
-        (work, buffer), self._header = self._header, None
-        work.wait()
-        told = bytes_of(buffer.cpu())
-        sender = member(self._exchange.transport, "pipe", self._pair[0])
-        size = check_length(int.from_bytes(told[:8], "little", signed=True), sender)
-        described = told[8 : 8 + size]
-        if size > len(described):
-            work, rest = self._receive(size - len(described))
-            work.wait()
-            described += bytes_of(rest.cpu())
-        look = _Look(Meta.of(decode(described, sender), sender), self._exchange.device)
-        self.waiting.popleft().learn(look).post_like(look)
-        self._advance()
-
-    def _receive(self, size: int) -> tuple[Work, Tensor]:
-        exchange = self._exchange
-        return exchange.receive(self._pair, torch.empty(size, dtype=torch.uint8, device=exchange.device))
-
-
-class _Wire:
-    """One message's way between two ranks. ``line``: its pair's. ``look``: what it looks like, once that is described;
-    never where it varies."""
-
-    def __init__(self, exchange: WireExchange, message: Message, line: _Line, varies: bool) -> None:
-        self._exchange, self._message, self._line, self._varies = exchange, message, line, varies
-        self._pair = message.sender, message.receiver
-        self.look: _Look | None = None
-
-    def learn(self, look: _Look) -> _Wire:
-        """It was described."""
-        if not self._varies:
-            self.look = look
-        return self
-
-    # sending
-
-    def send(self, value: Any) -> None:
-        known, exchange = self.look, self._exchange
-        if known is not None and known.like is not None and known.like.fits(value):
-            exchange.sending[self] = [exchange.start(self._pair, value.detach())]
-            return
-        meta, buffers = pack(value, None if known is None else known.meta)
-        header: list[Tensor] = []
-        if known is None:
-            header, known = self._header(meta), _Look(meta, exchange.device)
-            self.learn(known)
-        elif known.meta != meta:
-            raise RunError(
-                f"{self._message} is {_describe(meta)}, but for this kind of batch it was {_describe(known.meta)}; "
-                "what passes between stages may depend on the shape of a batch, not on its values"
-            )
-        if known.like is not None:
-            buffers = [value.detach().resolve_neg()]
-        exchange.sending[self] = [exchange.start(self._pair, part) for part in [*header, *buffers]]
-
-    def _header(self, meta: Meta) -> list[Tensor]:
-        try:
-            described = encode(meta.tree)
-        except RunError as error:
-            raise RunError(f"{self._message} is {_describe(meta)}: {error}") from None
-        told = len(described).to_bytes(8, "little") + described
-        parts = [told[:HEADER].ljust(HEADER), told[HEADER:]]
-        return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
-
-    def release(self) -> None:
-        for work, _ in self._exchange.sending.pop(self, ()):
-            work.wait()
-
-    # receiving
-
-    def post(self) -> None:
-        """Posts ahead, unless what comes, or something in front of it, is not described yet."""
-        look = self.look
-        if look is None or self._line.waiting:
-            self._line.add(self)
-        else:
-            self.post_like(look)
-
-    def post_like(self, look: _Look) -> None:
-        """Posts ahead; it is this wire's turn."""
-        exchange = self._exchange
-        buffers = allocate(look.meta, exchange.device) if look.like is None else [look.like.allocate()]
-        exchange.arriving[self] = look, [exchange.receive(self._pair, buffer) for buffer in buffers]
-
-    def take(self) -> Any:
-        arriving = self._exchange.arriving
-        while self not in arriving:  # in the sender's order, for that is how they come
-            self._line.describe_first()
-        look, works = arriving.pop(self)
-        for work, _ in works:
-            work.wait()
-        if look.like is not None:
-            return works[0][1].requires_grad_(look.like.requires_grad)
-        return unpack(look.meta, [buffer for _, buffer in works])
-
-
-def _describe(meta: Meta) -> str:
-    leaves = [_describe_leaf(leaf) for leaf in meta.leaves]
-    if meta.spec.is_leaf():
-        return leaves[0]
-    return f"{getattr(meta.spec.type, '__name__', 'container')}({', '.join(leaves)})"
-
-
-def _describe_leaf(leaf: Any) -> str:
-    if not isinstance(leaf, TensorMeta):
-        return repr(leaf)
-    gradient = ", with a gradient" if leaf.requires_grad else ""
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} of strides {list(leaf.stride)}{gradient}"

@@ -170,7 +170,7 @@ class Executor:
 
     def port(self, message: Message) -> Port:
         varies = self.graph.stages[self.graph.edges[message.edge].source].varies
-        return self.exchange.port(self.kind.number, message, varies)
+        return self.exchange.port(message, varies)
 
     def take_input(self, name: str, microbatch: int) -> Take:
         return lambda: self.step.batches[microbatch][name]

@@ -26,11 +26,12 @@ from fxpipe.parameters.ownership import RankModule
 from fxpipe.plan.agreement import Call
 from fxpipe.plan.together import planner_together
 from fxpipe.run.detached import detached
-from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
+from fxpipe.run.exchange import Exchange, Mailbox
 from fxpipe.run.failing import Failing
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.settings import settings
 from fxpipe.run.step import Steps
+from fxpipe.run.wire_exchange import WireExchange
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Cost
 from fxpipe.schedules.schedule import Schedule, Timeline

@@ -167,15 +167,15 @@ class Steps:
         for kind in kinds:
             self._outcomes.pop(kind, None)
             self._check.forget(kind)
-            self._exchange.forget(kind)
         if kinds:
             self._bound = {key: bound for key, bound in self._bound.items() if bound.kind.number not in kinds}
+            self._exchange.keep(self.agreement.kinds, {n for look in self.agreement.looks for n in (look, ~look)})
             self._effects.keep(self.agreement.graphs)
 
     def replan(self, planner: Planner) -> None:
         """Takes up another planner's plans, between two steps of all ranks. What is sent may look otherwise then."""
-        for kind in self.agreement.replan(planner):
-            self._exchange.forget(kind)
+        self.agreement.replan(planner)
+        self._exchange.keep((), ())
         self._bound.clear()
 
     def compare_batches(self, everywhere: bool) -> None:
@@ -233,7 +233,7 @@ class Steps:
     def _play(self, agreed: Agreed, step: StepInput, runs: Sequence[bool]) -> list[Made]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
         bound = self._bound_for(agreed, tuple(runs))
-        self._exchange.begin()
+        self._exchange.begin(agreed.kind, _numbers(agreed, step.shares))
         made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)
         self._exchange.finish()
         return made
@@ -290,6 +290,11 @@ class Steps:
         if not everywhere or self._transport.pipe_rank is None:
             return output
         return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)
+
+
+def _numbers(agreed: Agreed, shares: Sequence[float]) -> Sequence[int]:
+    """A number for each micro-batch, by what its messages look like: of one without weight no gradient may come."""
+    return [look if share else ~look for look, share in zip(agreed.looks, shares, strict=True)]
 
 
 def _evaluate(number: int, everywhere: bool) -> str:

@@ -105,7 +105,7 @@ VALUES = [
     Registered({"x": (1,)}, Registered(2)),
     Action(3, Op.F, 4),
     TensorLike((2, 3), torch.float16, (3, 1), "cpu", True),
-    TensorMeta((2, 3), (3, 1), torch.bfloat16, False, "cuda", 16),
+    TensorMeta((2, 3), (3, 1), torch.bfloat16, False, "cuda", 16, True),
     ["refused", "tuple", ["value", "TensorMeta"]],
 ]
 
@@ -268,12 +268,13 @@ def test_what_is_no_message_is_refused(message: bytes, tmp_path: Any, monkeypatc
         {"device": 0},
         {"shift": -1},
         {"shift": 2**40},
+        {"is_part": None},
     ],
     ids=str,
 )
 def test_a_description_of_no_tensor_takes_no_memory(changes: dict[str, Any]) -> None:
     sound = {"shape": (2, 3), "stride": (3, 1), "dtype": torch.float32, "requires_grad": False, "device": "cpu"}
-    meta = TensorMeta(**{**sound, "shift": 0, **changes})
+    meta = TensorMeta(**{**sound, "shift": 0, "is_part": False, **changes})
     with pytest.raises(RunError, match="rank 7 has sent what describes no tensor"):
         Meta.of([meta], "rank 7")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import stage_boundary
 from fxpipe.plan import agreement, captures
+from fxpipe.run.wire_exchange import WireExchange
 from tests.harness import accumulate, assert_same, current_seat, cut, engine_of, gradients_of, replica_of, strict
 from tests.models import Inputs
 from tests.thinned import every
@@ -214,6 +215,27 @@ def test_record_tells_which_input_varies_and_what_takes_any_length(capsys: pytes
     assert 'tracer="export"' in told
 
 
+# --- what travels
+
+LENGTHS = [((8, 6), 1), ((8, 6), 0), ((11, 9), 2), ((12, 9), 0), ((9, 9), 0), ((11, 6), 2), ((8, 6), 0)]
+"""(rows, words) of each step, and how many of the shapes of its four micro-batches, of 2 or 3 rows each, are new. That
+of the first step was captured alone; when it comes back, another capture holds for it."""
+
+
+def test_what_messages_look_like_is_told_once_for_each_shape_of_a_micro_batch() -> None:
+    for sent in strict(2)(2, counts_of_sends, [size for size, _ in LENGTHS]):
+        assert sent == [PARTS + new for _, new in LENGTHS]
+
+
+def counts_of_sends(sizes: Sequence[tuple[int, int]]) -> list[int]:
+    forward_backward, counts = compiled(Sized), []
+    for size in sizes:
+        forward_backward(**sized(*size))
+        counts.append(sum(row.count for row in forward_backward.traffic().select("send")))
+        forward_backward.evaluate(**sized(*size))  # which has messages of its own
+    return counts
+
+
 # --- what is dropped
 
 
@@ -246,7 +268,12 @@ def dropping(sizes: Sequence[tuple[int, int]], most: int, kinds: int) -> Found:
         assert len(planner.captures.kept) <= max(most, needed)
         known: list[Any] = [inside.agreement._settled, inside.agreement._told, inside.agreement._numbers]
         assert all(len(table) <= kinds for table in [*known, inside._outcomes, inside._check._counts])
-        assert len(getattr(forward_backward._exchange, "_known", ())) <= kinds
+        numbers = {number for agreed in inside.agreement._settled.values() for number in agreed.looks}
+        exchange = forward_backward._exchange
+        if isinstance(exchange, WireExchange):
+            described = [number for looks in exchange._looks.values() for number in looks.by_number]
+            assert described
+            assert {max(number, ~number) for number in described} <= numbers
         seen.update(stage.module for graph in planner.graphs for stage in graph)
     gc.collect()
     kept = {id(stage.module) for graph in planner.graphs for stage in graph}

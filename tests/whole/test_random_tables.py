@@ -13,7 +13,7 @@ import torch
 
 from fxpipe import Op, Schedule, ScheduleError, Topology
 from fxpipe.distributed.strict_transport import StrictTransport, current_seat, run_strict
-from fxpipe.run.exchange import WireExchange
+from fxpipe.run.wire_exchange import WireExchange
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
 from fxpipe.schedules.schedule import Link
 from tests.graphs import FAMILIES, random_bare

@@ -1,0 +1,41 @@
+"""Looks: which micro-batches make messages that look alike, in whichever kind of batch. All ranks number them alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Sequence
+
+from fxpipe.plan.batch import Description
+from fxpipe.plan.planner import Plan
+
+
+class Looks:
+    """Numbers micro-batches: those of one number make messages of the same shapes, strides and types.
+
+    They do where the stages come from one capture, the table has their backwards in the same form, and their inputs
+    look the same on each rank. A gathered stage sees other micro-batches: with one, each has a number of its own.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._count = itertools.count()
+
+    def of(self, plan: Plan, fixed: Hashable, given: Sequence[Sequence[Description]]) -> tuple[int, ...]:
+        """The number of each micro-batch. ``fixed``: what else all depend on alike. ``given``: each, as each rank was
+        given it."""
+        if plan.graph.gathers:
+            return tuple(next(self._count) for _ in given)
+        captures = plan.captures or (None,) * len(given)
+        alike = plan.graph.edges, fixed
+        each = zip(captures, plan.halved, given, strict=True)
+        return tuple(self._number((alike, capture, halved, tuple(one))) for capture, halved, one in each)
+
+    def _number(self, key: Hashable) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = next(self._count)
+        return number
+
+    def keep(self, used: Collection[int]) -> None:
+        """Forgets all numbers but these; a forgotten one never comes back."""
+        self._numbers = {key: number for key, number in self._numbers.items() if number in used}

@@ -1,0 +1,664 @@
+"""The exchange between ranks: descriptions travel once, receives are posted ahead, deviations are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.distributed.collective import Work
+from fxpipe.distributed.connect import connect
+from fxpipe.distributed.strict_transport import run_strict
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.transport import Pair, Transport
+from fxpipe.errors import RunError
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.run.wire_exchange import HEADER, WireExchange
+from fxpipe.schedules.action import Op
+from fxpipe.schedules.lower import Message
+from fxpipe.torch_compat import pytree
+from tests.harness import engine_of
+from tests.messages import ByMessage
+
+CPU = torch.device("cpu")
+every_seed = pytest.mark.parametrize("seed", range(8))
+
+
+def forward(microbatch: int, edge: int = 0) -> Message:
+    return Message(edge, Op.F, microbatch, 0, 1)
+
+
+def gradient(microbatch: int, edge: int = 0) -> Message:
+    return Message(edge, Op.B, microbatch, 1, 0)
+
+
+class Recording:
+    """A transport that writes down what it is asked to send and receive, in bytes."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.sends: list[int] = []
+        self.receives: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, pair: Pair, buffer: Tensor) -> Work:
+        self.sends.append(buffer.nbytes)
+        return self._transport.send(pair, buffer)
+
+    def receive(self, pair: Pair, buffer: Tensor) -> Work:
+        self.receives.append(buffer.nbytes)
+        return self._transport.receive(pair, buffer)
+
+
+def on_two_ranks(body: Callable[[int, ByMessage, Recording], Any], seed: int = 0) -> list[Any]:
+    """``body(rank, exchange, transport)`` on ranks 0 and 1."""
+    topology = Topology([("pipe", 2)])
+
+    def run(rank: int) -> Any:
+        transport = Recording(connect(topology))
+        transport.open([(0, 1), (1, 0)], [])
+        return body(rank, ByMessage(WireExchange(transport, CPU)), transport)  # type: ignore[arg-type]
+
+    return run_strict(run, 2, seed)
+
+
+def numbers(value: float, *shape: int) -> Tensor:
+    return torch.full(shape or (3,), float(value))
+
+
+@every_seed
+def test_values_arrive_as_they_were_step_after_step(seed: int) -> None:
+    def value(step: int) -> Any:
+        tensor = numbers(step, 2, 3).t().requires_grad_()
+        return {"a": (tensor, 4, None), "b": [torch.tensor(step), torch.empty(0, 2)]}
+
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[Any]:
+        taken = []
+        for step in range(3):
+            exchange.begin("kind")
+            if rank == 0:
+                exchange.send(forward(0), value(step))
+            else:
+                exchange.post(forward(0))
+                taken.append(exchange.take(forward(0)))
+            exchange.finish()
+        return taken
+
+    for step, taken in enumerate(on_two_ranks(body, seed)[1]):
+        tensor, *rest = taken["a"]
+        assert torch.equal(tensor, numbers(step, 3, 2))
+        assert tensor.stride() == (1, 3)
+        assert tensor.requires_grad
+        assert rest == [4, None]
+        assert taken["b"][0].item() == step
+        assert taken["b"][1].shape == (0, 2)
+
+
+def test_the_first_message_is_described_and_later_ones_are_posted_ahead() -> None:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[Any]:
+        log = []
+        for _ in range(3):
+            exchange.begin("kind")
+            transport.sends.clear()
+            transport.receives.clear()
+            if rank == 0:
+                exchange.send(forward(0), (numbers(1), numbers(2, 5)))
+                log.append(list(transport.sends))
+            else:
+                exchange.post(forward(0))
+                log.append(list(transport.receives))
+                exchange.take(forward(0))
+            exchange.finish()
+        return log
+
+    sent, posted = on_two_ranks(body)
+    header, *first = sent[0]
+    assert first == [12, 20]  # a description in front of the bytes
+    assert sent[1:] == [[12, 20], [12, 20]]
+    assert posted == [[header], [12, 20], [12, 20]]
+
+
+def test_micro_batches_of_one_number_are_described_once_in_any_kind_of_batch() -> None:
+    """(kind, the numbers of its micro-batches) of each step; a number is a length."""
+    steps: list[tuple[str, list[int]]] = [("a", [3, 3, 3]), ("b", [4, 3, 4]), ("a", [3, 3, 3]), ("c", [4, 4, 5])]
+
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[Any]:
+        log = []
+        for kind, lengths in steps:
+            exchange.begin(kind, lengths)
+            transport.sends.clear()
+            transport.receives.clear()
+            for place, length in enumerate(lengths):
+                if rank == 0:
+                    exchange.send(forward(place), numbers(place, length))
+                else:
+                    exchange.post(forward(place))
+            log.append(list(transport.sends if rank == 0 else transport.receives))
+            if rank == 1:
+                values = [exchange.take(forward(place)) for place in range(3)]
+                assert [value.tolist() for value in values] == [[float(p)] * n for p, n in enumerate(lengths)]
+            exchange.finish()
+        return log
+
+    sent, posted = on_two_ranks(body)
+    assert sent == [[HEADER, 12, 12, 12], [HEADER, 16, 12, 16], [12, 12, 12], [16, 16, HEADER, 20]]
+    assert posted == [[HEADER], [HEADER], [12, 12, 12], [16, 16, HEADER]], "up to the first that is not described"
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_is_forgotten_is_described_anew(is_kept: bool) -> None:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[int]:
+        for _ in range(2):
+            exchange.begin("kind", [7])
+            if rank == 0:
+                exchange.send(forward(0), numbers(1))
+            else:
+                exchange.post(forward(0))
+                exchange.take(forward(0))
+            exchange.finish()
+            exchange.keep(["kind"], [7] if is_kept else [8])
+        return transport.sends
+
+    assert on_two_ranks(body)[0] == [HEADER, 12] + [HEADER] * (not is_kept) + [12]
+
+
+def test_parts_of_the_batch_are_described_for_each_place_and_lie_as_they_did() -> None:
+    """Their alignment, which the last bit of a product depends on, follows from the place."""
+    batch = torch.arange(8 * 5.0).view(8, 5)
+
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[Any]:
+        log: list[Any] = []
+        for kind in ("one", "one", "other"):
+            exchange.begin(kind, [1, 1, 1, 1])
+            transport.sends.clear()
+            for place, part in enumerate(batch.chunk(4)):
+                if rank == 0:
+                    exchange.send(forward(place), part)
+                else:
+                    exchange.post(forward(place))
+                    value = exchange.take(forward(place))
+                    assert torch.equal(value, part)
+                    log.append(value.data_ptr() % 64)
+            if rank == 0:
+                log.append(len(transport.sends))
+            exchange.finish()
+        return log
+
+    sent, places = on_two_ranks(body)
+    assert sent == [8, 4, 8]
+    assert places == [0, 40, 16, 56] * 3  # 2 rows of 5 numbers of 4 bytes each
+
+
+@every_seed
+def test_kinds_in_any_order_with_numbers_forgotten_in_between(seed: int) -> None:
+    """Each number is a shape of its own; for some a part of larger memory, for some beside a number of the place."""
+
+    def value_like(number: int, step: int, place: int) -> Any:
+        if number % 5 == 4:
+            return torch.arange(100.0)[7 * place : 7 * place + number]
+        return {"x": numbers(step, number), "y": place} if number % 5 == 3 else numbers(step + place, number % 4, 3)
+
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
+        draw = random.Random(seed)  # the same on both ranks
+        kinds = {kind: [draw.randrange(8) for _ in range(draw.randint(1, 4))] for kind in range(6)}
+        for step in range(40):
+            kind = draw.randrange(6)
+            lengths, order = kinds[kind], list(range(len(kinds[kind])))
+            draw.shuffle(order)
+            exchange.begin(kind, lengths)
+            both = draw.random() < 0.7
+            for place in range(len(lengths)):
+                sending, arriving = (forward, gradient) if rank == 0 else (gradient, forward)
+                if rank == 1 or both:
+                    exchange.post(arriving(place))
+                if rank == 0 or both:
+                    exchange.send(sending(place), value_like(lengths[place], step, place))
+            for place in order if rank == 1 or both else ():
+                assert_alike(exchange.take(arriving(place)), value_like(lengths[place], step, place))
+            exchange.finish()
+            if draw.random() < 0.2:
+                kept = draw.sample(range(6), 3)
+                exchange.keep(kept, {number for one in kept for number in kinds[one]})
+
+    on_two_ranks(body, seed)
+
+
+def value_of(step: int) -> Any:
+    """Of another look in each step."""
+    looks = [
+        numbers(step, 2, 3),
+        numbers(step, 7),
+        numbers(step, 7),
+        None,
+        numbers(step, 3, 2).t().double().requires_grad_(),
+        {"a": (numbers(step, 2), 4), "long": ["x" * 300, numbers(step, 0, 2)]},
+        torch.tensor(step),
+    ]
+    return looks[step % len(looks)]
+
+
+@every_seed
+def test_what_varies_is_described_each_time_and_keeps_its_order(seed: int) -> None:
+    """Among messages that do not vary, in both directions, and some of them left out."""
+    draw = random.Random(seed)
+    steps = [sorted(draw.sample(range(6), draw.randint(0, 6))) for _ in range(8)]
+
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[list[Any]]:
+        taken = []
+        for step, microbatches in enumerate(steps):
+            exchange.begin("kind")
+            for microbatch in microbatches:
+                message, varies = forward(microbatch), microbatch % 3 > 0
+                if rank == 0:
+                    exchange.send(message, value_of(step + microbatch) if varies else numbers(step, 4), varies)
+                    exchange.post(gradient(microbatch), varies)
+                else:
+                    exchange.post(message, varies)
+                    exchange.send(gradient(microbatch), value_of(3 * step) if varies else numbers(step, 4), varies)
+            take = [
+                exchange.take(gradient(each) if rank == 0 else forward(each), each % 3 > 0) for each in microbatches
+            ]
+            taken.append(take)
+            exchange.finish()
+        return taken
+
+    gradients, values = on_two_ranks(body, seed)
+    for step, microbatches in enumerate(steps):
+        for place, each in enumerate(microbatches):
+            wanted = value_of(step + each), value_of(3 * step)
+            for got, value in zip((values, gradients), wanted, strict=True):
+                assert_alike(got[step][place], value if each % 3 else numbers(step, 4))
+
+
+def assert_alike(got: Any, wanted: Any) -> None:
+    """The same containers, numbers, strides and types."""
+    leaves, spec = pytree.tree_flatten(wanted)
+    found, spec_found = pytree.tree_flatten(got)
+    assert spec == spec_found
+    for one, other in zip(found, leaves, strict=True):
+        if not isinstance(other, Tensor):
+            assert one == other
+            continue
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert one.requires_grad == other.requires_grad
+        assert torch.equal(one, other)
+
+
+def test_a_single_tensor_that_varies_costs_one_message_more() -> None:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[int]:
+        for rows in (3, 4, 5):
+            exchange.begin("kind")
+            if rank == 0:
+                exchange.send(forward(0), numbers(1, rows), varies=True)
+            else:
+                exchange.post(forward(0), varies=True)
+                exchange.take(forward(0), varies=True)
+            exchange.finish()
+        return transport.sends
+
+    sent = on_two_ranks(body)[0]
+    assert sent[1::2] == [12, 16, 20]
+    assert len(set(sent[::2])) == 1  # of one size, so that it is posted ahead
+
+
+class Positive(nn.Module):
+    """Selects rows by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[x[:, 0] > 0]
+
+
+class Spread(nn.Module):
+    """A loss of however many rows there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.linear(rows).square().sum()
+
+
+def varying_graph() -> StageGraph:
+    stages: dict[str, Any] = {"pick": Positive(), "middle": nn.Sequential(nn.Tanh()), "loss": Spread()}
+    graph = StageGraph.from_callables(stages, [("pick", "middle"), ("middle", "loss")], {"pick": ["x"]})
+    return dataclasses.replace(graph, stages=tuple(dataclasses.replace(stage, varies=True) for stage in graph))
+
+
+def inputs_of(step: int) -> Tensor:
+    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+VARYING_STEPS = 5
+
+
+def on_varying(schedule: str) -> list[Any]:
+    topology = Topology([("pipe", 3)])
+    step = fxpipe.compile(varying_graph(), topology, microbatches=4, schedule=schedule)  # type: ignore[arg-type]
+    losses = []
+    for number in range(VARYING_STEPS):
+        losses.append(float(step(inputs_of(number))))
+        if number % 2:
+            step.evaluate(inputs_of(number + 1)[:8])
+    return [losses, {name: one.grad for name, one in step.named_parameters()}]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("engine", ["strict 0", "strict 1", "distributed"])
+def test_stages_may_make_other_shapes_each_time(engine: str, schedule: str, request: pytest.FixtureRequest) -> None:
+    found = engine_of(engine, lambda: request.getfixturevalue("pool"))(3, on_varying, schedule)
+    graph = varying_graph()
+    wanted = []
+    for number in range(VARYING_STEPS):
+        losses = [call_of(graph, part) / 4 for part in inputs_of(number).chunk(4)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        wanted.append(float(sum(losses).detach()))
+    plain = {name: one.grad for name, one in graph.module.named_parameters()}
+    got = {name: gradient for _, gradients in found for name, gradient in gradients.items()}
+    assert got.keys() == plain.keys()
+    for losses_of_rank, _ in found:
+        assert losses_of_rank == pytest.approx(wanted, rel=1e-14)
+    for name, one in plain.items():
+        assert one is not None
+        torch.testing.assert_close(got[name], one, rtol=1e-13, atol=0.0)
+
+
+def call_of(graph: StageGraph, x: Tensor) -> Any:
+    value: Any = x
+    for stage in graph:
+        value = stage.module(value)  # type: ignore[operator]
+    return value
+
+
+def test_a_default_device_changes_nothing() -> None:
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> Any:
+        value = {"x": numbers(3.0), "n": 4} if rank == 0 else None
+        with torch.device("meta"):
+            exchange.begin("batch")
+            if rank == 0:
+                exchange.send(forward(0), value)
+                exchange.finish()
+                return None
+            exchange.post(forward(0))
+            return exchange.take(forward(0))
+
+    arrived = on_two_ranks(body)[1]
+    assert arrived["x"].tolist() == [3.0] * 3
+    assert arrived["n"] == 4
+
+
+def test_each_kind_of_batch_has_descriptions_of_its_own() -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[tuple[int, ...]]:
+        shapes = []
+        for kind, rows in [("large", 5), ("small", 2), ("large", 5), ("small", 2)]:
+            exchange.begin(kind)
+            if rank == 0:
+                exchange.send(forward(0), numbers(1, rows))
+            else:
+                exchange.post(forward(0))
+                shapes.append(tuple(exchange.take(forward(0)).shape))
+            exchange.finish()
+        return shapes
+
+    assert on_two_ranks(body)[1] == [(5,), (2,), (5,), (2,)]
+
+
+@every_seed
+def test_described_and_undescribed_messages_of_one_pair_keep_their_order(seed: int) -> None:
+    """As when a micro-batch that had no weight in the first step has some in the second."""
+    steps = [[0, 2], [0, 1, 2, 3], [1, 3, 4], [0, 1, 2, 3, 4]]
+
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[list[float]]:
+        taken = []
+        for step, microbatches in enumerate(steps):
+            exchange.begin("kind")
+            for microbatch in microbatches:
+                if rank == 0:
+                    exchange.send(forward(microbatch), numbers(10 * step + microbatch, 1 + microbatch))
+                else:
+                    exchange.post(forward(microbatch))
+            if rank == 1:
+                values = [exchange.take(forward(microbatch)) for microbatch in microbatches]
+                assert [len(value) for value in values] == [1 + microbatch for microbatch in microbatches]
+                taken.append([value[0].item() for value in values])
+            exchange.finish()
+        return taken
+
+    wanted = [[10.0 * step + microbatch for microbatch in batches] for step, batches in enumerate(steps)]
+    assert on_two_ranks(body, seed)[1] == wanted
+
+
+@every_seed
+def test_messages_may_be_taken_in_another_order_than_they_come_in(seed: int) -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[list[float]]:
+        taken = []
+        for step in range(2):
+            exchange.begin("kind")
+            for microbatch in range(4):
+                if rank == 0:
+                    exchange.send(forward(microbatch), numbers(10 * step + microbatch))
+                else:
+                    exchange.post(forward(microbatch))
+            if rank == 1:
+                taken.append([exchange.take(forward(microbatch))[0].item() for microbatch in (2, 0, 3, 1)])
+            exchange.finish()
+        return taken
+
+    assert on_two_ranks(body, seed)[1] == [[2, 0, 3, 1], [12, 10, 13, 11]]
+
+
+@every_seed
+def test_activations_and_gradients_pass_each_other(seed: int) -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[float]:
+        taken = []
+        for step in range(3):
+            exchange.begin("kind")
+            if rank == 0:
+                exchange.send(forward(0), numbers(step))
+                exchange.send(forward(1), numbers(step + 0.5))
+                for microbatch in (0, 1):
+                    exchange.post(gradient(microbatch))
+                    taken.append(exchange.take(gradient(microbatch))[0].item())
+                    exchange.release(forward(microbatch))
+            else:
+                for microbatch in (0, 1):
+                    exchange.post(forward(microbatch))
+                for microbatch in (0, 1):
+                    exchange.send(gradient(microbatch), 10 * exchange.take(forward(microbatch)))
+            exchange.finish()
+        return taken
+
+    assert on_two_ranks(body, seed)[0] == [0, 5, 10, 15, 20, 25]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (numbers(1, 2), numbers(1, 3)),
+        (numbers(1, 2), numbers(1, 2).double()),
+        ((numbers(1, 2), 7), (numbers(1, 2), 8)),
+        (numbers(1, 2), None),
+        ({"a": numbers(1, 2)}, {"a": numbers(1, 2), "b": 1}),
+        (numbers(1, 2, 2), numbers(1, 2, 2).t()),
+        (numbers(1, 2), numbers(1, 2).requires_grad_()),
+        ((numbers(1, 2),), [numbers(1, 2)]),
+    ],
+    ids=["shape", "dtype", "number", "none", "another leaf", "strides", "requires_grad", "container"],
+)
+def test_a_deviation_is_an_error_at_the_sender_that_tells_both(first: Any, second: Any) -> None:
+    raised: dict[int, BaseException] = {}
+
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
+        try:
+            for value in (first, second):
+                exchange.begin("kind")
+                if rank == 0:
+                    exchange.send(forward(0), value)
+                else:
+                    exchange.post(forward(0))
+                    exchange.take(forward(0))
+                exchange.finish()
+        except BaseException as error:
+            raised[rank] = error
+            raise
+
+    with pytest.raises(RunError) as error:
+        on_two_ranks(body)
+    assert raised[0] is error.value  # the sender's own
+    assert "value 0 of micro-batch 0 from rank 0 to rank 1" in str(error.value)
+    told = re.search(
+        r"rank 1 is (.*), but for a micro-batch of these shapes it was (.*); what passes", str(error.value)
+    )
+    assert told is not None
+    assert told[1] != told[2]
+
+
+def test_a_deviation_is_told_by_type_and_shape() -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
+        for value in ((numbers(1, 2), 7), (numbers(1, 3).double(), 8)):
+            exchange.begin("kind")
+            if rank == 0:
+                exchange.send(forward(0), value)
+            else:
+                exchange.post(forward(0))
+                exchange.take(forward(0))
+            exchange.finish()
+
+    with pytest.raises(
+        RunError, match=r"is tuple\(float64\[3\] .*, 8\), but for a .* was tuple\(float32\[2\] .*, 7\); "
+    ):
+        on_two_ranks(body)
+
+
+@every_seed
+def test_what_was_posted_and_never_taken_is_drained_at_the_end_of_a_step(seed: int) -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> list[float]:
+        taken = []
+        for step in range(3):
+            exchange.begin("kind")
+            for microbatch in range(3):
+                if rank == 0:
+                    exchange.send(forward(microbatch), numbers(10 * step + microbatch))
+                else:
+                    exchange.post(forward(microbatch))
+            if rank == 1:
+                taken.append(exchange.take(forward(0))[0].item())
+            exchange.finish()
+        return taken
+
+    assert on_two_ranks(body, seed)[1] == [0, 10, 20]
+
+
+@every_seed
+def test_the_end_of_a_step_waits_until_every_send_was_received(seed: int) -> None:
+    log: list[str] = []
+
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
+        exchange.begin("kind")
+        if rank == 0:
+            exchange.send(forward(0), numbers(1))
+            exchange.finish()
+            log.append("step ended")
+        else:
+            log.append("about to receive")
+            exchange.post(forward(0))
+            exchange.take(forward(0))
+            exchange.finish()
+
+    on_two_ranks(body, seed)
+    assert log == ["about to receive", "step ended"]
+
+
+@every_seed
+def test_the_end_of_a_step_waits_for_what_was_posted_and_not_taken(seed: int) -> None:
+    log: list[str] = []
+
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> None:
+        for step in range(2):  # in the second step the receive is posted ahead
+            exchange.begin("kind")
+            if rank == 0:
+                log.append(f"about to send {step}")
+                exchange.send(forward(0), numbers(1))
+                exchange.finish()
+            else:
+                exchange.post(forward(0))
+                exchange.finish()
+                log.append(f"ended {step}")
+            transport.gather("pipe", None)
+
+    on_two_ranks(body, seed)
+    assert log == ["about to send 0", "ended 0", "about to send 1", "ended 1"]
+
+
+# --- descriptions are data ---
+
+
+class Handle:
+    """What only its own process can use."""
+
+
+def test_what_is_no_plain_data_is_refused_at_its_sender() -> None:
+    def body(rank: int, exchange: ByMessage, _: Recording) -> None:
+        exchange.begin("kind")
+        if rank == 0:
+            exchange.send(forward(0), {"x": numbers(1), "handle": Handle()})
+        else:
+            exchange.post(forward(0))
+            exchange.take(forward(0))
+
+    with pytest.raises(
+        RunError, match=r"value 0 of micro-batch 0 from rank 0 to rank 1 is dict\(.*\): an obj"
+    ) as error:
+        on_two_ranks(body)
+    assert "test_wire_exchange.Handle, which is neither a tensor nor plain data" in str(error.value)
+
+
+class Touch:
+    """What a pickle can do."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("kind", ["a pickle", "too long", "a negative length", "a tensor of 2**60 bytes"])
+def test_a_hostile_description_runs_nothing_and_takes_no_memory(kind: str, tmp_path: Path) -> None:
+    pickled = pickle.dumps(Touch(str(tmp_path / "touched")))
+    fields = [["tuple", 2**60], ["tuple", -1], ["constant", "torch.uint8"], False, "cpu", 0]
+    body_of = {"a pickle": pickled, "a tensor of 2**60 bytes": json.dumps(["value", "TensorMeta", *fields]).encode()}
+    length_of = {"too long": 2**40, "a negative length": -1}
+
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> None:
+        exchange.begin("kind")
+        if rank == 1:
+            exchange.post(forward(0))
+            exchange.take(forward(0))
+            return
+        told = body_of.get(kind, b"")
+        length = length_of.get(kind, len(told)).to_bytes(8, "little", signed=True)
+        header = bytearray((length + told).ljust(HEADER))
+        transport.send((0, 1), torch.frombuffer(header, dtype=torch.uint8))
+
+    with pytest.raises(RunError, match=r"rank 0 \(pipe 0\) (has sent what|announces a description of)"):
+        on_two_ranks(body)
+    assert list(tmp_path.iterdir()) == []
