@@ -193,6 +193,11 @@ class Agreement:
         """The stages of all kinds that are known."""
         return self._planner.graphs
 
+    @property
+    def plans(self) -> list[Plan]:
+        """Of all kinds that are known."""
+        return [agreed.plan for agreed in self._settled.values()]
+
     def replan(self, planner: Planner) -> list[int]:
         """Takes up another planner's plans; returns the settled kinds of batch whose plan is another now."""
         self._planner, changed = planner, []

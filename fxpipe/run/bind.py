@@ -1,13 +1,14 @@
-"""Bind: a rank's instructions → prepared calls, once for each kind of batch. A step runs them one after another.
+"""Bind: a rank's instructions → prepared calls, once for each plan. A step runs them one after another.
 
-Whatever a kind of batch fixes is looked at here: functions, slots, messages, and which actions are run at all.
+Whatever a plan fixes is looked at here: functions, slots, messages, and which actions are run at all. What of it goes
+by the sizes of a batch, how messages look, the executor looks up as a step begins.
 
 lower → bind → run
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.graph.modes import within
 from fxpipe.run.actions import BackwardAction, ForwardAction, LeftOut
-from fxpipe.run.executor import BatchKind, Executor, Made, StepInput, take_out
+from fxpipe.run.executor import BoundFor, Executor, Made, StepInput, take_out
 from fxpipe.run.group_actions import GroupBackward, GroupForward
 from fxpipe.run.halves import WeightsAction
 from fxpipe.run.recompute_actions import Keeping, Recomputation
@@ -27,10 +28,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Bound:
-    """What this process runs of a table in each step of a kind of batch: one rank's row, or all of them in an order
+    """What this process runs of a table in each step of a plan: one rank's row, or all of them in an order
     that works."""
 
-    kind: BatchKind
+    kind: BoundFor
     executors: Sequence[Executor]
     calls: Sequence[tuple[Instruction, Call]]
 
@@ -50,8 +51,14 @@ class Bound:
             raise
         return [executor.end() for executor in self.executors]
 
+    def forget(self, kinds: Iterable[int]) -> None:
+        """These kinds of batch are not known any more."""
+        for executor in self.executors:
+            for kind in kinds:
+                executor.forget(kind)
 
-def bind(kind: BatchKind, rank: int | None, executor_of: Callable[[int], Executor]) -> Bound:
+
+def bind(kind: BoundFor, rank: int | None, executor_of: Callable[[int], Executor]) -> Bound:
     """The calls of a rank; None: of all."""
     plan = kind.plan
     ranks = range(len(plan.instructions)) if rank is None else [rank]
@@ -81,20 +88,22 @@ class _Binder:
                 self._is_left_out = not executor.runs(action.op, action.microbatch)
                 return self._action(action)
             case Receive(message) if executor.runs(message.op, message.microbatch):
-                return executor.port(message).post
+                ports, port = executor.ports, executor.port(message)
+                return lambda: ports[port].post()
             case Send(message) if executor.runs(message.op, message.microbatch):
                 return self._send(message)
             # It stands behind the action whose message tells that this one was received. Where that action is left out,
             # a later one's message may tell, or the step's end waits for it.
             case Release(message) if executor.runs(message.op, message.microbatch) and not self._is_left_out:
-                return executor.port(message).release
+                ports, port = executor.ports, executor.port(message)
+                return lambda: ports[port].release()
             case _:
                 return None  # a message about a micro-batch without weight, or a reduction, for which all must be over
 
     def _send(self, message: Message) -> Call:
-        executor, send = self._executor, self._executor.port(message).send
+        executor, ports, port = self._executor, self._executor.ports, self._executor.port(message)
         slots, slot = executor.slots, executor.slot(executor.graph.edges[message.edge], message.op, message.microbatch)
-        return lambda: send(take_out(slots, slot))
+        return lambda: ports[port].send(take_out(slots, slot))
 
     def _action(self, action: Action) -> Call:
         executor = self._executor

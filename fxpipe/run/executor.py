@@ -1,4 +1,4 @@
-"""Executor: what one pipe rank holds while it runs its row of a table, bound for one kind of batch: see ``bind``.
+"""Executor: what one pipe rank holds while it runs its row of a table, bound for one plan: see ``bind``.
 
 What a step leaves in it is let go of at the step's end.
 """
@@ -42,13 +42,15 @@ class StepInput:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight, or that of its group, where the loss is of a group.
     ``groups``: what makes the inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first) → seed.
-    ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite. ``proves``: whether
-    it is looked at that what is recomputed is what was computed, and how large values are."""
+    ``kind``: the number of its kind of batch. ``number``: its own, from 0. ``extremes``: what looks at whether the
+    stages' outputs are finite. ``proves``: whether it is looked at that what is recomputed is what was computed, and
+    how large values are."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
     groups: GroupInputs
     seed: Callable[[int, int], int]
+    kind: int = 0
     number: int = 0
     extremes: Extremes | None = None
     proves: bool = False
@@ -72,16 +74,15 @@ class Made:
 
 
 @dataclass(frozen=True)
-class BatchKind:
-    """What rows are bound for: all that the steps of a kind of batch have in common.
+class BoundFor:
+    """What rows are bound for: all that steps of one plan have in common, whatever the sizes of their batches.
 
-    ``plan``: theirs. ``number``: the kind's. ``runs``: which micro-batches get a backward: those whose share is not 0,
-    here or, where a stage sees their rows, on another replica. ``autocast``: what is on around the call; each stage's
-    forward has a region of its own, no backward is inside.
+    ``runs``: which micro-batches get a backward: those whose share is not 0, here or, where a stage sees their rows, on
+    another replica. ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward
+    is inside.
     """
 
     plan: Plan
-    number: int
     runs: tuple[bool, ...]
     training: bool
     autocast: tuple[Autocast, ...] = ()
@@ -103,9 +104,9 @@ class LeftBehind:
 
 @dataclass(eq=False)
 class Executor:
-    """One rank's part of the steps of a kind of batch."""
+    """One rank's part of the steps of a plan."""
 
-    kind: BatchKind
+    kind: BoundFor
     rank: int
     exchange: Exchange
     device: torch.device
@@ -124,9 +125,21 @@ class Executor:
         """What was made here and not used yet."""
         self._slot_of: dict[tuple[Edge, Op, int], int] = {}
         self.held: dict[Half, LeftBehind] = {}
+        self.ports: list[Port] = []
+        """Those of the step's kind of batch, in which alone kinds of one plan differ."""
+        self._places: dict[Message, int] = {}
+        self._ports_of: dict[int, list[Port]] = {}
 
     def begin(self, step: StepInput, stopwatch: Stopwatch) -> None:
         self.step, self.stopwatch, self.made = step, stopwatch, Made(self.rank, stopwatch)
+        ports = self._ports_of.get(step.kind)
+        if ports is None:
+            ports = self._ports_of[step.kind] = [self._port(step.kind, message) for message in self._places]
+        self.ports[:] = ports
+
+    def forget(self, kind: int) -> None:
+        """A kind of batch is not known any more."""
+        self._ports_of.pop(kind, None)
 
     def end(self) -> Made:
         """A step has run; what it was given and has made is the caller's alone."""
@@ -168,9 +181,13 @@ class Executor:
             self.slots.append(NOT_MADE)
         return slot
 
-    def port(self, message: Message) -> Port:
+    def port(self, message: Message) -> int:
+        """Where a message's port stands among ``ports`` in each step."""
+        return self._places.setdefault(message, len(self._places))
+
+    def _port(self, kind: int, message: Message) -> Port:
         varies = self.graph.stages[self.graph.edges[message.edge].source].varies
-        return self.exchange.port(self.kind.number, message, varies)
+        return self.exchange.port(kind, message, varies)
 
     def take_input(self, name: str, microbatch: int) -> Take:
         return lambda: self.step.batches[microbatch][name]
@@ -183,7 +200,7 @@ class Executor:
         maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
         made_by = partial(_in_words, self.graph, edge, maker_op, microbatch)
         port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
-        return partial(_await, port.take, made_by)
+        return partial(_await, self.ports, port, made_by)
 
     def tell(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
         """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
@@ -209,10 +226,10 @@ def take_out(slots: list[Any], slot: int) -> Any:
     return value
 
 
-def _await(take: Take, made_by: Callable[[], str]) -> Any:
+def _await(ports: Sequence[Port], port: int, made_by: Callable[[], str]) -> Any:
     here.awaited = made_by
     try:
-        return take()
+        return ports[port].take()
     finally:
         here.awaited = None
 
