@@ -199,6 +199,11 @@ class Agreement:
         return self._planner.graphs
 
     @property
+    def plans(self) -> list[Plan]:
+        """Of all kinds that are known."""
+        return [agreed.plan for agreed in self._settled.values()]
+
+    @property
     def looks(self) -> set[int]:
         """The numbers of the micro-batches of all kinds that are known."""
         return {number for agreed in self._settled.values() for number in agreed.looks}

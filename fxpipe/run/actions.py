@@ -136,7 +136,7 @@ class BackwardAction:
         self.action, self.stage, self._executor = action, executor.stage(action), executor
         self._held = executor.held_by(action)
         self._ends_stage = action.op is not Op.I
-        self._parameters = [one for one in self.stage.parameters.values() if one.requires_grad]
+        self._parameters = list(self.stage.parameters.values())
         self._takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
         graph = executor.graph
         self._fed = [

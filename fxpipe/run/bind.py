@@ -1,6 +1,7 @@
-"""Bind: a rank's instructions → prepared calls, once for each kind of batch. A step runs them one after another.
+"""Bind: a rank's instructions → prepared calls, once for each plan. A step runs them one after another.
 
-Whatever a kind of batch fixes is looked at here: functions, slots, messages, and which actions are run at all.
+Whatever a plan fixes is looked at here: functions, slots, messages, and which actions are run at all. What goes by the
+sizes of a batch, how messages look, the exchange looks up.
 
 lower → bind → run
 """
@@ -15,7 +16,7 @@ import torch
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.graph.modes import within
 from fxpipe.run.actions import BackwardAction, ForwardAction, LeftOut
-from fxpipe.run.executor import BatchKind, Executor, Made, StepInput, take_out
+from fxpipe.run.executor import BoundFor, Executor, Made, StepInput, take_out
 from fxpipe.run.group_actions import GroupBackward, GroupForward
 from fxpipe.run.halves import WeightsAction
 from fxpipe.run.recompute_actions import Keeping, Recomputation
@@ -27,10 +28,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Bound:
-    """What this process runs of a table in each step of a kind of batch: one rank's row, or all of them in an order
+    """What this process runs of a table in each step of a plan: one rank's row, or all of them in an order
     that works."""
 
-    kind: BatchKind
+    kind: BoundFor
     executors: Sequence[Executor]
     calls: Sequence[tuple[Instruction, Call]]
 
@@ -51,7 +52,7 @@ class Bound:
         return [executor.end() for executor in self.executors]
 
 
-def bind(kind: BatchKind, rank: int | None, executor_of: Callable[[int], Executor]) -> Bound:
+def bind(kind: BoundFor, rank: int | None, executor_of: Callable[[int], Executor]) -> Bound:
     """The calls of a rank; None: of all."""
     plan = kind.plan
     ranks = range(len(plan.instructions)) if rank is None else [rank]

@@ -1,4 +1,4 @@
-"""Executor: what one pipe rank holds while it runs its row of a table, bound for one kind of batch: see ``bind``.
+"""Executor: what one pipe rank holds while it runs its row of a table, bound for one plan: see ``bind``.
 
 What a step leaves in it is let go of at the step's end.
 """
@@ -72,16 +72,15 @@ class Made:
 
 
 @dataclass(frozen=True)
-class BatchKind:
-    """What rows are bound for: all that the steps of a kind of batch have in common.
+class BoundFor:
+    """What rows are bound for: all that steps of one plan have in common, whatever the sizes of their batches.
 
-    ``plan``: theirs. ``number``: the kind's. ``runs``: which micro-batches get a backward: those whose share is not 0,
-    here or, where a stage sees their rows, on another replica. ``autocast``: what is on around the call; each stage's
-    forward has a region of its own, no backward is inside.
+    ``runs``: which micro-batches get a backward: those whose share is not 0, here or, where a stage sees their rows, on
+    another replica. ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward
+    is inside.
     """
 
     plan: Plan
-    number: int
     runs: tuple[bool, ...]
     training: bool
     autocast: tuple[Autocast, ...] = ()
@@ -103,9 +102,9 @@ class LeftBehind:
 
 @dataclass(eq=False)
 class Executor:
-    """One rank's part of the steps of a kind of batch."""
+    """One rank's part of the steps of a plan."""
 
-    kind: BatchKind
+    kind: BoundFor
     rank: int
     exchange: Exchange
     device: torch.device

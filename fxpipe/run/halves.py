@@ -14,7 +14,7 @@ class WeightsAction:
     def __init__(self, executor: Executor, action: Action) -> None:
         self.action, self.stage, self._executor = action, executor.stage(action), executor
         self._held = executor.held_by(action)
-        self._parameters = [one for one in self.stage.parameters.values() if one.requires_grad]
+        self._parameters = list(self.stage.parameters.values())
 
     def __call__(self) -> None:
         executor, action = self._executor, self.action

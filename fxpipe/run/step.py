@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from fxpipe.plan.sizes import with_sizes
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.bind import Bound, bind
 from fxpipe.run.exchange import Exchange
-from fxpipe.run.executor import BatchKind, Executor, Made, StepInput
+from fxpipe.run.executor import BoundFor, Executor, Made, StepInput
 from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.group_inputs import GroupInputs
@@ -43,7 +43,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
 
 MOST_BOUND = 32
-"""Kinds of batch, and which of their micro-batches have weight, that calls are kept bound for."""
+"""Plans, and which of their micro-batches have weight, that calls are kept bound for."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Steps:
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
-        self._bound: dict[tuple[int, tuple[bool, ...]], Bound] = {}
+        self._bound: dict[Hashable, Bound] = {}
         self._effects, self._places = EffectsOf(), OutputRows()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
@@ -168,7 +168,8 @@ class Steps:
             self._outcomes.pop(kind, None)
             self._check.forget(kind)
         if kinds:
-            self._bound = {key: bound for key, bound in self._bound.items() if bound.kind.number not in kinds}
+            plans = set(map(id, self.agreement.plans))
+            self._bound = {key: bound for key, bound in self._bound.items() if id(bound.kind.plan) in plans}
             self._exchange.keep(self.agreement.kinds, {n for look in self.agreement.looks for n in (look, ~look)})
             self._effects.keep(self.agreement.graphs)
 
@@ -244,18 +245,19 @@ class Steps:
         return stopwatch
 
     def _bound_for(self, agreed: Agreed, runs: tuple[bool, ...]) -> Bound:
-        """The calls for a kind of batch, for whichever of its micro-batches have weight; bound where they are not."""
-        bound = self._bound.pop((agreed.kind, runs), None)
+        """The calls for a plan, for whichever of its micro-batches have weight; bound where they are not."""
+        pattern = agreed.pattern
+        key = id(agreed.plan), runs, pattern.training, pattern.autocast  # of what is bound, which keeps the plan
+        bound = self._bound.pop(key, None)
         if bound is None:
-            pattern = agreed.pattern
-            kind = BatchKind(agreed.plan, agreed.kind, runs, pattern.training, pattern.autocast)
+            kind = BoundFor(agreed.plan, runs, pattern.training, pattern.autocast)
             bound = bind(kind, self._transport.pipe_rank, partial(self._executor, kind))
-        self._bound[agreed.kind, runs] = bound  # the last that was used is behind all others
+        self._bound[key] = bound  # the last that was used is behind all others
         if len(self._bound) > MOST_BOUND:
             del self._bound[next(iter(self._bound))]
         return bound
 
-    def _executor(self, kind: BatchKind, rank: int) -> Executor:
+    def _executor(self, kind: BoundFor, rank: int) -> Executor:
         return Executor(kind, rank, self._exchange, self._state.device, self._gradients, self._effects)
 
     def _outcome(self, agreed: Agreed, made: Sequence[Made], known: StepOutcome | None) -> StepOutcome:

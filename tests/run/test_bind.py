@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,16 +113,13 @@ def test_what_has_no_weight_is_bound_without_its_messages_and_left_out() -> None
     run_strict(on_rank, 3)
 
 
-def test_a_kind_of_batch_is_bound_once_and_evaluation_is_bound_without_backwards() -> None:
+def test_a_plan_is_bound_once_and_evaluation_is_bound_without_backwards() -> None:
     forward_backward = compiled()
-    for _ in range(3):
-        forward_backward(torch.ones(8, 4))
-    (bound,) = bound_to(forward_backward)
-    forward_backward(torch.ones(12, 4))
+    for rows in (8, 12, 8):
+        forward_backward(torch.ones(rows, 4))
     forward_backward.evaluate(torch.ones(8, 4))
-    first, second, evaluated = bound_to(forward_backward)
-    assert first is bound
-    assert second.kind.training
+    bound, evaluated = bound_to(forward_backward)
+    assert bound.kind.training
     kinds = Counter(type(call) for one, call in evaluated.calls if isinstance(one, Compute))
     assert kinds == {ForwardAction: 3 * MICROBATCHES}
     assert (
@@ -143,13 +139,18 @@ def test_another_table_is_bound_anew() -> None:
         assert bound.kind.plan.schedule == after
 
 
-def test_kinds_that_are_not_met_for_long_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_met_for_long_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fxpipe.run.step, "MOST_BOUND", 2)
     forward_backward = compiled(loss_weight=weight)
-    losses: Callable[[int], float] = lambda rows: forward_backward(torch.ones(rows, 4)).item()  # noqa: E731
-    wanted = {rows: losses(rows) for rows in (4, 8, 12)}
+
+    def loss(without: int) -> float:
+        batch = torch.ones(8, 4)
+        batch[2 * without : 2 * without + 2] = 0  # a micro-batch without weight
+        return forward_backward(batch).item()
+
+    wanted = [loss(without) for without in range(3)]
     assert len(bound_to(forward_backward)) == 2
-    assert {rows: losses(rows) for rows in (4, 8, 12)} == wanted
+    assert [loss(without) for without in range(3)] == wanted
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
