@@ -26,8 +26,11 @@ class ByMessage:
         self._exchange = exchange
         self.keep, self.finish = exchange.keep, exchange.finish
 
-    def begin(self, kind: Hashable, numbers: Sequence[Hashable] | None = None) -> None:
-        self._exchange.begin(kind, Apart(kind) if numbers is None else numbers)  # type: ignore[arg-type]
+    def begin(
+        self, kind: Hashable, numbers: Sequence[Hashable] | None = None, receives: Sequence[Message] = ()
+    ) -> None:
+        ports = list(map(self._exchange.port, receives))
+        self._exchange.begin(kind, Apart(kind) if numbers is None else numbers, ports)  # type: ignore[arg-type]
 
     def post(self, message: Message, varies: bool = False) -> None:
         self._exchange.port(message, varies).post()

@@ -76,6 +76,11 @@ class Meta:
         return pytree.tree_unflatten(self.leaves, self.spec)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, TensorMeta))
+
+    @property
     def is_of_its_place(self) -> bool:
         """Whether shapes may not tell all of it: it has part of larger memory, or a value that is no tensor."""
         return any(leaf.is_part if isinstance(leaf, TensorMeta) else leaf is not None for leaf in self.leaves)

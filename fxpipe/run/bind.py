@@ -16,6 +16,7 @@ import torch
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.graph.modes import within
 from fxpipe.run.actions import BackwardAction, ForwardAction, LeftOut
+from fxpipe.run.exchange import Port
 from fxpipe.run.executor import BoundFor, Executor, Made, StepInput, take_out
 from fxpipe.run.group_actions import GroupBackward, GroupForward
 from fxpipe.run.halves import WeightsAction
@@ -34,6 +35,8 @@ class Bound:
     kind: BoundFor
     executors: Sequence[Executor]
     calls: Sequence[tuple[Instruction, Call]]
+    receives: Sequence[Port]
+    """What they post, in order."""
 
     def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> list[Made]:
         """Runs a step, of which each rank has a stopwatch of its own."""
@@ -64,7 +67,8 @@ def bind(kind: BoundFor, rank: int | None, executor_of: Callable[[int], Executor
         call = binders[owner].bound(instruction) if kind.training or is_forward(instruction) else None
         if call is not None:
             calls.append((instruction, call))
-    return Bound(kind, list(executors.values()), calls)
+    receives = [executors[step.message.receiver].port(step.message) for step, _ in calls if isinstance(step, Receive)]
+    return Bound(kind, list(executors.values()), calls, receives)
 
 
 class _Binder:

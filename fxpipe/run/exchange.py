@@ -35,8 +35,9 @@ class Exchange(Protocol):
         """Forgets what messages look like but in these kinds of batch, and in micro-batches of these numbers; both ends
         of each do."""
 
-    def begin(self, kind: Hashable, numbers: Sequence[Hashable]) -> None:
-        """A step begins. ``numbers``: one for each micro-batch: where they are equal, messages look alike."""
+    def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
+        """A step begins. ``numbers``: one for each micro-batch: where they are equal, messages look alike.
+        ``receives``: what will be posted, in order; the same object in all steps that post the same."""
 
     def finish(self) -> None:
         """Waits for what is still under way, at the end of a step."""
@@ -57,7 +58,7 @@ class Mailbox:
     def keep(self, kinds: Collection[Hashable], numbers: Collection[Hashable]) -> None:
         pass
 
-    def begin(self, kind: Hashable, numbers: Sequence[Hashable]) -> None:
+    def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
         self.drop()
 
     def finish(self) -> None:

@@ -234,7 +234,7 @@ class Steps:
     def _play(self, agreed: Agreed, step: StepInput, runs: Sequence[bool]) -> list[Made]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
         bound = self._bound_for(agreed, tuple(runs))
-        self._exchange.begin(agreed.kind, _numbers(agreed, step.shares))
+        self._exchange.begin(agreed.kind, _numbers(agreed, step.shares), bound.receives)
         made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)
         self._exchange.finish()
         return made

@@ -20,12 +20,17 @@ from fxpipe.distributed.transport import Pair, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.packing import Meta, PlainMeta, TensorMeta, allocate, pack, unpack
 from fxpipe.graph.plain_data import check_length, decode, encode
+from fxpipe.run.exchange import Port
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import bytes_of
 
 _Under = list[tuple[Work, Tensor]]
 """Buffers that are under way."""
+
+BURST = 2**18
+"""Bytes that are received from one rank ahead of their time: a receive that is posted takes those behind it along. Each
+one that is posted alone wakes the sender up, which for small messages takes longer than to send them."""
 
 HEADER = 256
 """Bytes of the message that goes in front of one that is not described yet, so that it can be posted ahead: the length
@@ -35,10 +40,10 @@ of the description, 8 bytes, and its beginning. Of a single tensor that is all; 
 class _Look:
     """What a message looks like."""
 
-    __slots__ = ("like", "meta")
+    __slots__ = ("like", "meta", "nbytes")
 
     def __init__(self, meta: Meta, device: torch.device) -> None:
-        self.meta = meta
+        self.meta, self.nbytes = meta, meta.nbytes
         self.like = PlainMeta.of(meta, device)  # of a single plain tensor, which travels as it is
 
 
@@ -64,18 +69,19 @@ class WireExchange:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
         self._ports: dict[tuple[Message, bool], _Wire] = {}
-        self._lines: dict[Pair, _Undescribed] = {}
+        self._lines: dict[Pair, _Receives] = {}
         self._looks: dict[tuple[int, Op, Pair], _Described] = {}
         self.kind: Hashable = None
         self.numbers: Sequence[Hashable] = ()
         """Of the micro-batches of the step that runs."""
+        self._receives: Sequence[Port] = ()
         self.sending: dict[_Wire, _Under] = {}
         self.arriving: dict[_Wire, tuple[_Look, _Under]] = {}
 
     def port(self, message: Message, varies: bool = False) -> _Wire:
         if (message, varies) not in self._ports:
             pair = message.sender, message.receiver
-            line = self._lines.setdefault(pair, _Undescribed(self, pair))
+            line = self._lines.setdefault(pair, _Receives(self, pair))
             looks = self._looks.setdefault((message.edge, message.op, pair), _Described())
             self._ports[message, varies] = _Wire(self, message, line, None if varies else looks)
         return self._ports[message, varies]
@@ -84,9 +90,13 @@ class WireExchange:
         for looks in self._looks.values():
             looks.keep(kinds, numbers)
 
-    def begin(self, kind: Hashable, numbers: Sequence[Hashable]) -> None:
+    def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
         self.drop()
         self.kind, self.numbers = kind, numbers
+        if receives is not self._receives:
+            self._receives = receives
+            for line in self._lines.values():
+                line.coming = [wire for wire in receives if isinstance(wire, _Wire) and wire.line is line]
 
     def drop(self) -> None:
         self.sending.clear()
@@ -115,30 +125,47 @@ class WireExchange:
         return self.transport.receive(pair, buffer), buffer
 
 
-class _Undescribed:
-    """Of one pair of ranks, in the sender's order, what is to be received and cannot be posted yet: it is not
-    described, or stands behind what is not. Of the first the header is posted."""
+class _Receives:
+    """Of one pair of ranks, in the sender's order, what is to be received. ``coming``: in this step. ``waiting``: what
+    cannot be posted yet: it is not described, or stands behind what is not; of the first the header is posted."""
 
     def __init__(self, exchange: WireExchange, pair: Pair) -> None:
         self._exchange, self._pair = exchange, pair
         self._header: tuple[Work, Tensor] | None = None
+        self.coming: Sequence[_Wire] = ()
+        self._place = 0  # of the next in it that is neither posted nor waiting
         self.waiting: deque[_Wire] = deque()
 
     def drop(self) -> None:
-        self._header = None
+        self._header, self._place = None, 0
         self.waiting.clear()
 
     def add(self, wire: _Wire) -> None:
-        """Lets a receive wait for its turn."""
+        """Posts a receive, and those behind it that are small; or lets it wait for its turn."""
         self.waiting.append(wire)
+        self._place += 1
         self._advance()
 
     def _advance(self) -> None:
         """Posts whatever can be."""
         while self.waiting and (look := self.waiting[0].look) is not None:
             self.waiting.popleft().post_like(look)
-        if self.waiting and self._header is None:
+        if not self.waiting:
+            self._post_more()
+        elif self._header is None:
             self._header = self._receive(HEADER)
+
+    def _post_more(self) -> None:
+        """Posts what comes next, as long as it is small and described. Where it is posted, is planned to be later, at
+        the latest: to post it now cannot make anybody wait."""
+        left = BURST if self._exchange.device.type == "cpu" else 0
+        while self._place < len(self.coming):
+            wire = self.coming[self._place]
+            look = wire.look
+            if look is None or (left := left - look.nbytes) < 0:
+                return
+            wire.post_like(look)
+            self._place += 1
 
     def describe_first(self) -> None:
         """Waits for the description of the first, and posts it."""
@@ -165,8 +192,8 @@ class _Undescribed:
 class _Wire:
     """One message's way between two ranks. ``line``: its pair's. ``looks``: its edge's; None where it varies."""
 
-    def __init__(self, exchange: WireExchange, message: Message, line: _Undescribed, looks: _Described | None) -> None:
-        self._exchange, self._message, self._line, self._looks = exchange, message, line, looks
+    def __init__(self, exchange: WireExchange, message: Message, line: _Receives, looks: _Described | None) -> None:
+        self._exchange, self._message, self.line, self._looks = exchange, message, line, looks
         self._pair, self._microbatch = (message.sender, message.receiver), message.microbatch
 
     @property
@@ -227,11 +254,8 @@ class _Wire:
 
     def post(self) -> None:
         """Posts ahead, unless what comes, or something in front of it, is not described yet."""
-        look = self.look
-        if look is None or self._line.waiting:
-            self._line.add(self)
-        else:
-            self.post_like(look)
+        if self not in self._exchange.arriving:  # posted with one before it
+            self.line.add(self)
 
     def post_like(self, look: _Look) -> None:
         """Posts ahead; it is this wire's turn."""
@@ -242,7 +266,7 @@ class _Wire:
     def take(self) -> Any:
         arriving = self._exchange.arriving
         while self not in arriving:  # in the sender's order, for that is how they come
-            self._line.describe_first()
+            self.line.describe_first()
         look, works = arriving.pop(self)
         for work, _ in works:
             work.wait()

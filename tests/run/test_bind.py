@@ -88,6 +88,8 @@ def test_a_rank_is_bound_to_its_row_and_to_each_of_its_messages(case: str) -> No
         (bound,) = bound_to(forward_backward)
         instructions = forward_backward._plan.instructions[rank]
         assert [one for one, _ in bound.calls] == [one for one in instructions if not isinstance(one, Reduce)]
+        posted = [port._message for port in bound.receives]  # type: ignore[attr-defined]
+        assert posted == [one.message for one in instructions if isinstance(one, Receive)]
         computed = [call.action for one, call in bound.calls if isinstance(one, Compute)]  # type: ignore[attr-defined]
         assert computed == list(forward_backward.schedule.rows[rank])
 

@@ -23,6 +23,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.run import wire_exchange
 from fxpipe.run.wire_exchange import HEADER, WireExchange
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Message
@@ -201,6 +202,61 @@ def test_parts_of_the_batch_are_described_for_each_place_and_lie_as_they_did() -
     assert places == [0, 40, 16, 56] * 3  # 2 rows of 5 numbers of 4 bytes each
 
 
+@pytest.mark.parametrize(("burst", "posted"), [(1000, 4), (36, 4), (35, 3), (12, 2), (11, 1), (0, 1)])
+def test_a_receive_takes_small_ones_behind_it_along(burst: int, posted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_exchange, "BURST", burst)
+    messages = [forward(place) for place in range(4)]
+
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[int]:
+        counts = []
+        for _ in range(2):
+            exchange.begin("kind", [3] * 4, messages if rank == 1 else ())
+            transport.receives.clear()
+            for place, message in enumerate(messages):
+                if rank == 0:
+                    exchange.send(message, numbers(place))
+                else:
+                    exchange.post(message)
+                    counts.append(len(transport.receives))
+            if rank == 1:
+                assert [exchange.take(message)[0].item() for message in messages] == [0, 1, 2, 3]
+            exchange.finish()
+        return counts
+
+    first = [1, 1, 1, 1]  # the header
+    counts = on_two_ranks(body)[1]
+    assert counts[:4] == first
+    assert counts[4] == posted
+    assert counts[-1] == 4, "each once"
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_burst_ends_at_what_is_not_described(place: int) -> None:
+    """One of the step's messages is of a number that is new."""
+    lengths = [3, 3, 3]
+    lengths[place] = 5
+    messages = [forward(place) for place in range(3)]
+
+    def body(rank: int, exchange: ByMessage, transport: Recording) -> list[list[int]]:
+        log = []
+        for numbers_of_step in ([3, 3, 3], lengths, lengths):
+            exchange.begin("kind", numbers_of_step, messages if rank == 1 else ())
+            transport.receives.clear()
+            for message, length in zip(messages, numbers_of_step, strict=True):
+                if rank == 0:
+                    exchange.send(message, numbers(1, length))
+                else:
+                    exchange.post(message)
+            log.append(list(transport.receives))
+            if rank == 1:
+                assert [len(exchange.take(message)) for message in messages] == numbers_of_step
+            exchange.finish()
+        return log
+
+    sizes = [4 * length for length in lengths]
+    assert on_two_ranks(body)[1] == [[HEADER], [*sizes[:place], HEADER], sizes]
+
+
 @every_seed
 def test_kinds_in_any_order_with_numbers_forgotten_in_between(seed: int) -> None:
     """Each number is a shape of its own; for some a part of larger memory, for some beside a number of the place."""
@@ -217,8 +273,9 @@ def test_kinds_in_any_order_with_numbers_forgotten_in_between(seed: int) -> None
             kind = draw.randrange(6)
             lengths, order = kinds[kind], list(range(len(kinds[kind])))
             draw.shuffle(order)
-            exchange.begin(kind, lengths)
-            both = draw.random() < 0.7
+            both, burst = draw.random() < 0.7, draw.random() < 0.5
+            expected = [(forward if rank == 1 else gradient)(place) for place in range(len(lengths))]
+            exchange.begin(kind, lengths, expected if burst and (rank == 1 or both) else ())
             for place in range(len(lengths)):
                 sending, arriving = (forward, gradient) if rank == 0 else (gradient, forward)
                 if rank == 1 or both:
