@@ -136,7 +136,7 @@ class StepLoss:
             return None
         value = part.value.detach()
         value = value.clone() if self.is_sum else value * share
-        self._value = value if self._value is None else self._value + value
+        self._value = value.clone() if self._value is None else self._value.add_(value)
         if self.is_sum:
             count = _number(part.count, part.value, torch.float64)
             self._count = count if self._count is None else self._count + count

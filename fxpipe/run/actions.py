@@ -167,7 +167,8 @@ class BackwardAction:
             except BaseException as error:
                 executor.tell(error, action)
                 raise
-            give_own_memory(new, (gradients, returned))
+            if new:
+                give_own_memory(new, (gradients, returned))
             held.later = saved.deferred
         self._give(returned)
         executor.stopwatch.end(action)
