@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what export leaves of a region in a graph
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer  # export's
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
 from torch.utils import _pytree as pytree  # trees of containers; documented, and private all the same
@@ -81,6 +82,7 @@ __all__ = [
     "guard_on_data",
     "has_gradient_hooks",
     "has_hooks",
+    "hook_tables",
     "import_dynamo",
     "is_functorch",
     "mode_passes",
@@ -143,6 +145,14 @@ def version_of(tensor: Tensor) -> int:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Hooks that are given its gradient, not those behind its ``.grad``."""
     return bool(tensor._backward_hooks)
+
+
+def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """What ``nn.Module.__call__`` looks into before it calls ``forward`` and nothing else; the same objects always."""
+    own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
+    home = sys.modules[nn.Module.__module__]
+    whole = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
+    return *own, *(getattr(home, f"_global{name}") for name in whole)
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -231,10 +241,15 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 def run_backward(roots: Sequence[GradientEdge], seeds: Sequence[Tensor | None]) -> None:
     """``torch.autograd.backward``; where each seed is given, without what that looks at in Python before it asks its
     engine, which compares types and shapes itself."""
-    if any(seed is None for seed in seeds):
-        torch.autograd.backward(roots, seeds)
-    elif roots:
-        _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    for seed in seeds:
+        if seed is None:
+            torch.autograd.backward(roots, seeds)
+            return
+    if roots:
+        _run_engine(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+_run_engine = torch.autograd.Variable._execution_engine.run_backward
 
 
 def is_functorch(tensor: Tensor) -> bool:

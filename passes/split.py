@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
@@ -331,4 +331,15 @@ class _Builder:
     def graph_module(self) -> fx.GraphModule:
         names = {str(n.target) for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         root = {name: self.whole.program.attribute(name) for name in sorted(names)}
-        return fx.GraphModule(root, self.graph, class_name=self.whole.program.stage_names[self.stage])
+        module = fx.GraphModule(root, self.graph, class_name=self.whole.program.stage_names[self.stage])
+        _note_parts(module)
+        return module
+
+
+def _note_parts(module: nn.Module) -> None:
+    """Lets the submodules that a graph calls stand among the plain attributes, too: at ``self.encoder.layers``, Python
+    asks ``nn.Module.__getattr__``, half a microsecond for each dot, only for what it does not find there."""
+    for name, part in module.named_children():
+        vars(module)[name] = part
+        if type(part) is nn.Module:  # the graph's own, which stands for a dot in a name
+            _note_parts(part)

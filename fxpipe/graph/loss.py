@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -27,8 +26,7 @@ class Sum(NamedTuple):
     """A number, or a 0-dimensional tensor."""
 
 
-@dataclass(frozen=True)
-class MicrobatchLoss:
+class MicrobatchLoss(NamedTuple):
     """One micro-batch's loss. ``count`` is None for a mean, the number of items for a ``Sum``.
 
     ``metrics``: the other scalars that came with it, numbers or 0-dimensional tensors.
@@ -103,9 +101,9 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.80}"
 
 
-def root_of(part: MicrobatchLoss, share: float) -> Tensor:
-    """What to call backward on for a micro-batch whose share of the step's weight is ``share``."""
-    return part.value * share if part.count is None else part.value
+def root_weight(part: MicrobatchLoss, share: float) -> float:
+    """The gradient that a micro-batch's loss is given, whose share of the step's weight is ``share``."""
+    return share if part.count is None else 1.0
 
 
 class StepLoss:
@@ -128,23 +126,24 @@ class StepLoss:
         """Whether no micro-batch had any weight."""
         return self._value is None
 
-    def add(self, part: MicrobatchLoss, share: float) -> Tensor:
-        """Adds a micro-batch whose share of the step's weight is ``share``; returns what to call backward on.
+    def add(self, part: MicrobatchLoss, share: float) -> Tensor | None:
+        """Adds a micro-batch whose share of the step's weight is ``share``; returns what it has added.
 
         One without weight, whose numbers may be NaN, adds nothing; what kind of loss it is counts even so.
         """
         self.is_sum, self.dtype, self.metric_names = part.count is not None, part.value.dtype, tuple(part.metrics)
         if not share:
-            return part.value
-        root = root_of(part, share)
-        self._value = root.detach() if self._value is None else self._value + root.detach()
+            return None
+        value = part.value.detach()
+        value = value.clone() if self.is_sum else value * share
+        self._value = value.clone() if self._value is None else self._value.add_(value)
         if self.is_sum:
             count = _number(part.count, part.value, torch.float64)
             self._count = count if self._count is None else self._count + count
         for name, metric in part.metrics.items():
             weighted = _number(metric, part.value, metric_dtype(self.dtype)) * share
             self._metrics[name] = self._metrics[name] + weighted if name in self._metrics else weighted
-        return root
+        return value
 
     def value(self) -> Tensor:
         """The replica's part of the loss, a mean."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,31 +19,36 @@ from fxpipe.torch_compat import gradient_edge, plain_apply, pytree, run_backward
 class Saved:
     """What a forward leaves for its backward: the arrivals' gradients to be, and where backward begins.
 
-    ``arrivals``: for each input what collects its gradient, None where it gets none. ``roots``: for each output the
-    autograd edge of each of its tensors, None where one needs no gradient. An edge does not keep the tensor itself:
-    once it has been sent, its memory is free unless autograd saved it.
+    ``arrivals``: for each input what collects its gradient, None where it gets none. ``roots``: for each output its
+    autograd edge, None where it needs no gradient, or those of the tensors in a container. An edge does not keep the
+    tensor itself: once it has been sent, its memory is free unless autograd saved it.
     ``deferred``: what its backward leaves for W, where it is the first of two halves.
     """
 
-    arrivals: list[_Arrival | _Arrivals | None]
-    roots: list[list[GradientEdge | None]]
+    arrivals: list[_Arrival | None]
+    roots: list[_Edge | list[_Edge]]
     deferred: Deferred | None = None
     seed: Tensor | None = None
     """The gradient of a scalar loss, once it is known."""
 
-    def take_root(self, output: Tensor) -> None:
-        """Lets backward begin at ``output``, a scalar, in place of the last output, which it was found in."""
-        self.roots[-1] = edges(output)
-        self.seed = torch.ones((), dtype=output.dtype, device=output.device)
+    def take_root(self, output: Tensor, weight: float = 1.0) -> None:
+        """Lets backward begin at ``output``, a scalar, times ``weight``; it is the last output, or was found in it.
+
+        The seed is its own: the gradient of a parameter may share memory with it.
+        """
+        if isinstance(self.roots[-1], list):
+            self.roots[-1] = edges(output)
+        self.seed = torch.full((), weight, dtype=output.dtype, device=output.device)
 
 
-class _Arrival:
-    """One tensor that has come into a stage: collects its gradient, exactly as autograd hands it over."""
+_Edge = GradientEdge | None
 
-    __slots__ = ("gradient",)
 
-    def __init__(self) -> None:
-        self.gradient: Tensor | None = None
+class _Arrival(Protocol):
+    """One input that has come into a stage: collects its gradient, exactly as autograd hands it over."""
+
+    @property
+    def gradient(self) -> Any: ...
 
 
 class _Arrivals:
@@ -61,7 +66,7 @@ class _Arrivals:
         return None if all(one is None for one in gradients) else pytree.tree_unflatten(gradients, self._spec)
 
 
-def _enter(value: Any) -> tuple[Any, _Arrival | _Arrivals | None]:
+def _enter(value: Any) -> tuple[Any, _Arrival | None]:
     """An input to compute with, cut from where it came from; and what collects its gradient.
 
     From then on the value is kept by whoever uses it, and where autograd saves it, but not here.
@@ -69,13 +74,13 @@ def _enter(value: Any) -> tuple[Any, _Arrival | _Arrivals | None]:
     if isinstance(value, Tensor):
         if not (value.requires_grad and torch.is_grad_enabled()):
             return value.detach(), None
-        arrival = _Arrival()
-        return _keep_gradient(_ANCHOR, arrival, value.detach()), arrival
+        entered = _keep_gradient(_ANCHOR, value.detach())
+        return entered, entered.grad_fn
     leaves, spec = pytree.tree_flatten(value)
     if spec.is_leaf():
         return value, None
     entered = [_enter(leaf) if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
-    arrivals = _Arrivals([arrival for _, arrival in entered], spec)  # type: ignore[misc]  # a tensor has no more
+    arrivals = _Arrivals([arrival for _, arrival in entered], spec)
     return pytree.tree_unflatten([leaf for leaf, _ in entered], spec), arrivals
 
 
@@ -87,15 +92,15 @@ class _KeepGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, arrival: _Arrival, value: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.arrival = arrival
-        return value.view_as(value)
+        ctx.gradient = None
+        return value  # of which autograd makes a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.arrival.gradient = gradients[0]
-        return None, None, None
+        ctx.gradient = gradients[0]
+        return None, None
 
 
 _keep_gradient = plain_apply(_KeepGradient)
@@ -128,11 +133,15 @@ class Forward:
     def __call__(self, *inputs: Any) -> tuple[tuple[Any, ...], Saved]:
         if len(inputs) != len(self.names):
             raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
-        arrivals = [_enter(value) for value in inputs]
-        entered = [value for value, _ in arrivals]
+        entered: list[Any] = []
+        arrivals: list[_Arrival | None] = []
+        for value in inputs:
+            value, arrival = _enter(value)
+            entered.append(value)
+            arrivals.append(arrival)
         deferred = Deferred() if self.in_halves else None
         outputs = self._function(*entered) if deferred is None else self._function(deferred, *entered)
-        return outputs, Saved([arrival for _, arrival in arrivals], [edges(output) for output in outputs], deferred)
+        return outputs, Saved(arrivals, list(map(edges, outputs)), deferred)
 
     def __str__(self) -> str:
         return f"# forward of stage {self.name}: ({', '.join(self.names)}) -> ({', '.join(self.outputs)})\n{self.code}"
@@ -156,7 +165,7 @@ class Backward:
             if saved.deferred is not None:
                 with saved.deferred.collecting():
                     run_backward(roots, seeds)
-            elif roots:
+            else:
                 run_backward(roots, seeds)
         except RuntimeError as error:
             self._tell_of_writes(error)
@@ -212,9 +221,13 @@ def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], 
     seeds: list[Tensor | None] = []
     # the last user first: where one tensor is several outputs, this is the order in which autograd adds up
     for output, gradient in zip(reversed(saved.roots), reversed(gradients), strict=True):
-        if gradient is None:
+        if gradient is None or output is None:
             continue
-        given = [gradient] if gradient is True or isinstance(gradient, Tensor) else pytree.tree_leaves(gradient)
+        if not isinstance(output, list):
+            roots.append(output)
+            seeds.append(saved.seed if gradient is True else gradient)
+            continue
+        given = [gradient] if gradient is True else pytree.tree_leaves(gradient)
         for root, seed in zip(output, given, strict=True):
             if root is not None and seed is not None:
                 roots.append(root)
@@ -222,9 +235,12 @@ def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], 
     return roots, seeds
 
 
-def edges(output: Any) -> list[GradientEdge | None]:
-    """Where the backward of an output begins: an autograd edge for each of its tensors that needs a gradient."""
-    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+def edges(output: Any) -> _Edge | list[_Edge]:
+    """Where the backward of an output begins: a tensor's autograd edge, None where it needs no gradient; of a container
+    a list of them."""
+    if isinstance(output, Tensor):
+        return gradient_edge(output) if output.requires_grad else None
+    leaves = pytree.tree_leaves(output)
     return [gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 

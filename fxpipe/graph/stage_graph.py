@@ -22,7 +22,7 @@ from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.kinds import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 from fxpipe.notebook import Tabular, listed
-from fxpipe.torch_compat import pytree, version_of
+from fxpipe.torch_compat import hook_tables, pytree, version_of
 
 
 @admitted
@@ -70,7 +70,13 @@ class Stage:
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """One value per outgoing edge, and on the output stage the model's result."""
-        return self._returned(self.function, inputs)
+        function, hooks = self.function, self._hooks
+        return self._returned(function if hooks is None or any(hooks) else function.forward, inputs)  # type: ignore[attr-defined]
+
+    @cached_property
+    def _hooks(self) -> Sequence[Mapping[int, Any]] | None:
+        """Those of a graph's module. Where there are none, which is soon seen, its forward is called without more."""
+        return hook_tables(self.function) if isinstance(self.function, fx.GraphModule) else None
 
     def _returned(self, function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any]) -> tuple[Any, ...]:
         with modes_restored(), running(self.name):

@@ -14,7 +14,7 @@ from torch import nn
 
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError
-from fxpipe.graph.loss import read_loss
+from fxpipe.graph.loss import read_loss, root_weight
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
@@ -26,41 +26,32 @@ from fxpipe.torch_compat import pytree
 
 Outputs = tuple[tuple[Any, ...], Saved | None]
 """A forward's, and what it leaves for its backward."""
-Run = Callable[[Sequence[Any]], Outputs]
+Run = Callable[..., Outputs]
 """A stage's forward, given its inputs."""
 
 
-def run_of(executor: Executor, action: Action, finish: Callable[[Any, Saved], None] | None) -> Run:
-    """The forward of a stage, as an action runs it: with its own random numbers and region of autocast, if it has any.
-
-    ``finish``: is given the model's result, on the stage that returns it.
-    """
+def run_of(executor: Executor, action: Action) -> Run:
+    """The forward of a stage, as an action runs it: with its own random numbers and region of autocast, if it has
+    any."""
     stage = executor.stage(action)
     halved = executor.kind.training and (action.stage, action.microbatch) in executor.table.halves
-    forward = stage.forward_in_halves if halved else stage.forward
-
-    def plain_run(inputs: Sequence[Any]) -> Outputs:
-        outputs, saved = forward(*inputs)
-        if finish is not None:
-            finish(outputs[-1], saved)
-        return outputs, saved
-
-    run = _seeded(executor, action, plain_run) if stage.draws_random else plain_run
+    run: Run = stage.forward_in_halves if halved else stage.forward
+    run = _seeded(executor, action, run) if stage.draws_random else run
     return run if not executor.kind.autocast else _within_autocast(executor, run)
 
 
 def _seeded(executor: Executor, action: Action, run: Run) -> Run:
-    def seeded_run(inputs: Sequence[Any]) -> Outputs:
+    def seeded_run(*inputs: Any) -> Outputs:
         with seeded(executor.step.seed(action.stage, action.microbatch), executor.device):
-            return run(inputs)
+            return run(*inputs)
 
     return seeded_run
 
 
 def _within_autocast(executor: Executor, run: Run) -> Run:
-    def run_within(inputs: Sequence[Any]) -> Outputs:
+    def run_within(*inputs: Any) -> Outputs:
         with within(executor.kind.autocast):
-            return run(inputs)
+            return run(*inputs)
 
     return run_within
 
@@ -75,7 +66,7 @@ class ForwardAction:
         self._buffers = [one for one in self.stage.tensors.values() if not isinstance(one, nn.Parameter)]
         self._takes = self._bound_inputs()
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
-        self.run: Run = run_of(executor, action, self._finish if self.stage.returns_result else None)
+        self.run: Run = run_of(executor, action)
 
     def _bound_inputs(self) -> list[Take]:
         take, take_input, place = self._executor.take, self._executor.take_input, self.action.microbatch
@@ -93,7 +84,9 @@ class ForwardAction:
         executor.stopwatch.mark()
         inputs = self._inputs(arrived)
         try:
-            outputs, saved = self.run(inputs)
+            outputs, saved = self.run(*inputs)
+            if self.stage.returns_result:
+                self._finish(outputs[-1], saved)
         except BaseException as error:
             executor.tell(error, action, inputs)
             raise
@@ -107,7 +100,7 @@ class ForwardAction:
 
     def _give(self, outputs: tuple[Any, ...]) -> None:
         step, slots = self._executor.step, self._executor.slots
-        if (extremes := step.extremes_of(self.action.microbatch)) is not None:
+        if self._slots and (extremes := step.extremes_of(self.action.microbatch)) is not None:
             extremes.add_outputs(self.action.stage, self.action.microbatch, outputs[: len(self._slots)])
         for slot, value in zip(self._slots, outputs, strict=False):  # the result is no edge's
             slots[slot] = value if not self._buffers else apart_from(self._buffers, value)
@@ -115,8 +108,9 @@ class ForwardAction:
             sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
             self._executor.made.bytes_of.update(sizes)
 
-    def _finish(self, result: Any, saved: Saved) -> None:
-        """The model's result: a loss to begin backward at, or what evaluation returns."""
+    def _finish(self, result: Any, saved: Saved | None) -> None:
+        """The model's result: a loss to begin backward at, or what evaluation returns. ``saved``: None where its graph
+        is made anew for that."""
         executor, microbatch = self._executor, self.action.microbatch
         if not executor.kind.training:
             executor.made.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
@@ -124,9 +118,12 @@ class ForwardAction:
         part = read_loss(result)
         if self._keeps and not part.value.requires_grad:
             raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
-        if (extremes := executor.step.extremes_of(microbatch)) is not None:
-            extremes.add_loss(self.action.stage, microbatch, part.value)
-        saved.take_root(executor.made.loss.add(part, executor.step.shares[microbatch]))
+        share = executor.step.shares[microbatch]
+        added = executor.made.loss.add(part, share)
+        if added is not None and executor.step.extremes is not None:
+            executor.step.extremes.add_loss(self.action.stage, microbatch, added)
+        if saved is not None:
+            saved.take_root(part.value, root_weight(part, share))
 
 
 class BackwardAction:
@@ -170,7 +167,8 @@ class BackwardAction:
             except BaseException as error:
                 executor.tell(error, action)
                 raise
-            give_own_memory(new, (gradients, returned))
+            if new:
+                give_own_memory(new, (gradients, returned))
             held.later = saved.deferred
         self._give(returned)
         executor.stopwatch.end(action)

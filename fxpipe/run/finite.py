@@ -36,36 +36,36 @@ class Extremes:
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[int, int, bool, Tensor, Tensor]] = []
+        self._outputs: list[tuple[int, int, Sequence[Tensor]]] = []
+        self._losses: list[tuple[int, int, Tensor]] = []
 
     def add_outputs(self, stage: int, microbatch: int, values: Sequence[Any]) -> None:
         """Looks at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
-        leaves = values if all(isinstance(value, Tensor) for value in values) else pytree.tree_leaves(values)
+        alone = len(values) == 1 and isinstance(values[0], Tensor)
         seen = set()
-        for leaf in leaves:
+        for leaf in values if alone else pytree.tree_leaves(values):
             numbers = _plain(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
-            if numbers is not None and len(leaves) == 1:
-                self._add(stage, microbatch, numbers, is_loss=False)
-            elif numbers is not None:
+            if numbers is None:
+                continue
+            if not alone:
                 place = (numbers.data_ptr(), numbers.shape, numbers.stride())  # several stages may be given one value
-                if place not in seen:
-                    self._add(stage, microbatch, numbers, is_loss=False)
+                if place in seen:
+                    continue
                 seen.add(place)
+            self._outputs.append((stage, microbatch, torch.aminmax(numbers)))
 
     def add_loss(self, stage: int, microbatch: int, loss: Tensor) -> None:
-        """Looks at a micro-batch's loss."""
-        numbers = _plain(loss)
-        if numbers is not None:
-            self._add(stage, microbatch, numbers, is_loss=True)
-
-    def _add(self, stage: int, microbatch: int, numbers: Tensor, is_loss: bool) -> None:
-        self._found.append((stage, microbatch, is_loss, *torch.aminmax(numbers)))
+        """Keeps a micro-batch's loss, a number that nobody writes."""
+        self._losses.append((stage, microbatch, loss))
 
     def broken(self, replica: int, rank: int) -> list[Broken]:
         """What was not finite. Waits for the device."""
+        found = [(stage, microbatch, False, ends) for stage, microbatch, ends in self._outputs]
+        losses = [(stage, microbatch, _plain(loss)) for stage, microbatch, loss in self._losses]
+        found += [(stage, microbatch, True, (loss,)) for stage, microbatch, loss in losses if loss is not None]
         return [
             Broken(replica, microbatch, stage, is_loss, rank)
-            for stage, microbatch, is_loss, *ends in self._found
+            for stage, microbatch, is_loss, ends in found
             if not all(math.isfinite(end.item()) for end in ends)
         ]
 

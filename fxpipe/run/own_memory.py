@@ -19,7 +19,7 @@ from fxpipe.torch_compat import pytree, storage_id
 
 def without_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those whose ``.grad`` the next backward may make."""
-    return [parameter for parameter in parameters if parameter.grad is None]
+    return [parameter for parameter in parameters if parameter.grad is None and parameter.requires_grad]
 
 
 def give_own_memory(parameters: Iterable[nn.Parameter], passing: Any) -> None:

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fxpipe.distributed.whereabouts import here
-from fxpipe.graph.loss import read_loss, root_of
-from fxpipe.graph.stage_calls import Saved
+from fxpipe.graph.loss import read_loss, root_weight
 from fxpipe.run.actions import Outputs, Run, run_of
 from fxpipe.run.executor import Executor
 from fxpipe.run.recompute import Kept, without_graph
@@ -24,10 +23,10 @@ class Keeping:
         self._executor, self._action, self._run = executor, action, run
         self._stage, self._held = executor.stage(action), executor.held_by(action)
 
-    def __call__(self, inputs: Sequence[Any]) -> Outputs:
+    def __call__(self, *inputs: Any) -> Outputs:
         executor = self._executor
         kept = Kept(self._stage, inputs, executor.effects, executor.device, executor.step.proves)
-        outputs, _ = kept.first(partial(self._run, inputs))
+        outputs, _ = kept.first(partial(self._run, *inputs))
         kept.first_is_over(outputs)
         self._held.kept = kept
         return without_graph(outputs), None
@@ -39,7 +38,7 @@ class Recomputation:
     def __init__(self, executor: Executor, action: Action) -> None:
         self.action, self.stage, self._executor = action, executor.stage(action), executor
         self._held = executor.held_by(action)
-        self._run = run_of(executor, action, self._finish if self.stage.returns_result else None)
+        self._run = run_of(executor, action)
 
     def __call__(self) -> None:
         executor, action, held = self._executor, self.action, self._held
@@ -50,7 +49,11 @@ class Recomputation:
         kept, held.kept = held.kept, None
         assert kept is not None
         with kept.again():
-            outputs, held.saved = self._telling(lambda: self._run(kept.inputs), kept.inputs)
+            outputs, saved = self._telling(lambda: self._run(*kept.inputs), kept.inputs)
+        if self.stage.returns_result and saved is not None:
+            part = read_loss(outputs[-1])
+            saved.take_root(part.value, root_weight(part, executor.step.shares[action.microbatch]))
+        held.saved = saved
         self._telling(lambda: kept.second_is_over(outputs))
         executor.stopwatch.end(action)
 
@@ -60,6 +63,3 @@ class Recomputation:
         except BaseException as error:
             self._executor.tell(error, self.action, inputs)
             raise
-
-    def _finish(self, result: Any, saved: Saved) -> None:
-        saved.take_root(root_of(read_loss(result), self._executor.step.shares[self.action.microbatch]))

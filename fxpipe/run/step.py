@@ -191,8 +191,8 @@ class Steps:
         weights = weights_of(self._transport, agreed, self._options.loss_weight, batches)
         weights = of_groups(weights, agreed.plan.group)
         matters = self._transport.pipe_rank == agreed.plan.output_rank or self._items.items is not None
-        shares = shares_of(self._transport, weights, training, over_replicas=matters)
-        return tuple(share for share in shares for _ in range(agreed.plan.group))
+        shares, group = shares_of(self._transport, weights, training, over_replicas=matters), agreed.plan.group
+        return shares if group == 1 else tuple(share for share in shares for _ in range(group))
 
     def _runs(self, agreed: Agreed, shares: Sequence[float]) -> Sequence[bool]:
         """Which micro-batches get a backward. A collective call of the data axis where stages see other replicas'."""

@@ -132,7 +132,7 @@ class FullyShardedGradients(GradientsBase):
                 self._swap(name, parameter)
             self._gather_next()
 
-    def in_call(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         return [self._call.now.get(self._names.get(id(one), ""), one) for one in parameters]
 
     def before(self, action: Action) -> None:

@@ -58,7 +58,7 @@ class Gradients(Protocol):
     def settle(self, stage: int | None = None) -> None:
         """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
 
-    def in_call(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """What stands in the places of a stage's parameters in a call, once it was settled, and gets the gradients."""
 
     def before(self, action: Action) -> None:
@@ -142,8 +142,8 @@ class GradientsBase:
 
     # in a call
 
-    def in_call(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        return list(parameters)
+    def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        return parameters
 
     def drop(self) -> None:
         if self._is_aside:

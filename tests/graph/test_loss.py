@@ -125,3 +125,22 @@ def test_counts_out_of_a_graph_and_metrics_of_all_types(engine: Callable[[Callab
             torch.testing.assert_close(got_metrics[name], torch.tensor(value))
         for name, gradient in got_gradients.items():
             torch.testing.assert_close(gradient, gradients[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_micro_batchs_weight_is_to_the_bit_that_of_a_loss_multiplied_by_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+    loss_fn = lambda output, target: (output - target).square().mean()  # noqa: E731
+    x, y = torch.randn(11, 4).to(dtype), torch.randn(11, 1).to(dtype)
+    losses = []
+    for part, target in zip(x.split([4, 4, 3]), y.split([4, 4, 3]), strict=True):
+        root = loss_fn(model(part), target) * (len(part) / 11)
+        root.backward()  # type: ignore[no-untyped-call]
+        losses.append(root.detach())
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 1)]), microbatches=3, loss_fn=loss_fn)
+    assert torch.equal(forward_backward(x, target=y), losses[0] + losses[1] + losses[2])
+    for parameter, gradient in zip(forward_backward.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.grad, gradient)

@@ -137,3 +137,49 @@ def test_the_stage_table_shows_parameters_bytes_and_destinations(
     assert rows["text"][1:5] == ["1", str(3 * 4 + 4), "0", str(sent)]
     assert rows["loss"][1:5] == ["2", "1", str(2 * sent), "0"]
     assert rows["image"][-2:] == ["→", "loss"]
+
+
+def test_hooks_that_are_put_on_a_stages_own_module_later_are_called(
+    towers: tuple[Towers, fxpipe.ForwardBackward],
+) -> None:
+    _, forward_backward = towers
+    batch = torch.randn(4, 6), torch.randn(4, 3)
+    forward_backward(*batch)
+    module, seen = forward_backward.stages["image"].module, list[str]()
+    assert isinstance(module, nn.Module)
+    hook = module.register_forward_hook(lambda *_: seen.append("own"))
+    forward_backward(*batch)
+    hook.remove()
+    forward_backward(*batch)
+    assert seen == ["own"] * 2  # of two micro-batches
+    everywhere = nn.modules.module.register_module_forward_pre_hook(
+        lambda called, _: seen.append("all") if called is module else None
+    )
+    forward_backward(*batch)
+    everywhere.remove()
+    assert seen == ["own"] * 2 + ["all"] * 2
+
+
+def test_a_part_that_is_put_in_place_of_a_stages_own_is_called(
+    towers: tuple[Towers, fxpipe.ForwardBackward],
+) -> None:
+    _, forward_backward = towers
+    stage = forward_backward.stages["image"]
+    stage.module.image = nn.Linear(6, 4)  # type: ignore[union-attr]
+    x = torch.randn(5, 6)
+    assert torch.equal(stage.forward(x)[0][0], stage.module.image(x).tanh())  # type: ignore[union-attr]
+
+
+def test_a_written_input_is_refused_as_before_where_it_needs_a_gradient() -> None:
+    entered: list[Tensor] = []
+
+    def write(x: Tensor) -> Tensor:
+        entered.append(x)
+        return x.mul_(2).sum()
+
+    graph = fxpipe.StageGraph.from_callables(
+        {"start": nn.Linear(2, 2), "end": write}, [("start", "end")], {"start": ["x"]}
+    )
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        graph["end"].forward(torch.ones(1, 2, requires_grad=True))
+    assert entered[0].grad_fn is not None

@@ -122,3 +122,29 @@ def test_a_buffer_that_is_sent_is_as_it_was_then(schedule: str) -> None:
         return fxpipe.compile(stages, topology, microbatches=MICROBATCHES, schedule=schedule)(x)
 
     assert [loss(), *run_strict(lambda rank: loss(), 2)] == [expected] * 3
+
+
+class Bias(nn.Module):
+    """A loss whose gradient, handed on as a view, becomes that of a parameter of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(4, 4), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fxpipe.stage_boundary(self.layer(x))
+        return self.bias.sum() + x.square().mean()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_a_loss_begins_with_is_no_parameters_gradient(kept: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Bias(), torch.randn(8, 4)
+    wanted = summed(copy.deepcopy(model), x)
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=MICROBATCHES)
+    for step in range(3):
+        if not kept:
+            forward_backward.zero_grad()
+        forward_backward(x)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name] * (step + 1 if kept else 1))
