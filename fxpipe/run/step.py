@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.distributed.metered_transport import Metered
-from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
@@ -89,7 +89,8 @@ class Steps:
     # the course of a step
 
     def train(self, calls: Sequence[Call], split_evenly: bool, alike: Alike) -> Trained:
-        """Forward, backward and gradient reduction of one batch. A collective call of all ranks.
+        """Forward, backward and gradient reduction of one batch, once ``recorder.begin`` was called. A collective call
+        of all ranks.
 
         ``alike``: what they must have beside the batch.
         """
@@ -98,6 +99,8 @@ class Steps:
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
         agreed, batches = self._agree(calls, split_evenly, training=True)
+        passed = self.recorder.passed
+        passed("settling")
         with self._failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self._failing.together(FxpipeError):
@@ -108,15 +111,22 @@ class Steps:
             runs = self._runs(agreed, shares)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=known is None)
             self._effects.begin()
-            made = self._play(agreed, step, runs)
+            bound = self._bound_for(agreed, tuple(runs))
+            passed("preparing")
+            made = self._play(bound, step)
+            passed("messages")
             self._gradients.flush()
+            passed("reduction")
             outcome = self._outcome(agreed, made, known)
+            passed("loss")
             self._gradients.end(outcome.factor)
+            passed("reduction")
             self._unsummed = not self.sync
             bytes_of = self._bytes_of(made) if known is None else None
-            self.recorder.keep(self.number, agreed.plan.schedule, [one.stopwatch for one in made])
             graph = agreed.plan.graph
             broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
+            passed("rest")
+            self.recorder.keep(self.number, agreed.plan.schedule, [one.stopwatch for one in made])
             self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
 
@@ -145,7 +155,7 @@ class Steps:
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
-                    made = self._play(agreed, step, self._runs(agreed, shares))
+                    made = self._play(self._bound_for(agreed, tuple(self._runs(agreed, shares))), step)
                 return self._output(agreed, made, shares, everywhere)
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
@@ -230,11 +240,11 @@ class Steps:
             proves,
         )
 
-    def _play(self, agreed: Agreed, step: StepInput, runs: Sequence[bool]) -> list[Made]:
+    def _play(self, bound: Bound, step: StepInput) -> list[Made]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
-        bound = self._bound_for(agreed, tuple(runs))
         self._exchange.begin()
         made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)
+        self.recorder.passed(ACTIONS)
         self._exchange.finish()
         return made
 
