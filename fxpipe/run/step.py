@@ -37,7 +37,7 @@ from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import of_groups, shares_of, weights_of
 from fxpipe.run.side_effects import EffectsOf
-from fxpipe.run.step_outcome import StepOutcome, check_kind, conclude
+from fxpipe.run.step_outcome import News, StepOutcome, check_kind, conclude
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
@@ -82,6 +82,8 @@ class Steps:
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
+        self._news = News(transport, state.device)
+        failing.drops.append(self._news.drop)
         self._bound: dict[tuple[int, tuple[bool, ...]], Bound] = {}
         self._effects, self._places = EffectsOf(), OutputRows()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
@@ -113,6 +115,7 @@ class Steps:
             self._effects.begin()
             bound = self._bound_for(agreed, tuple(runs))
             passed("preparing")
+            self._news.listen(known, agreed.plan.output_rank)
             made = self._play(bound, step)
             passed("messages")
             self._gradients.flush()
@@ -272,7 +275,7 @@ class Steps:
         """The loss of the step, the same on every rank."""
         rank = agreed.plan.output_rank
         at_output = next((one.loss for one in made if one.rank == rank), None)
-        outcome = conclude(self._transport, at_output, rank, self._state.device, known)
+        outcome = conclude(self._transport, at_output, rank, self._news, known)
         self._outcomes[agreed.kind] = outcome
         check_kind(outcome, self._is_sum, self._options.precision)
         self._is_sum = outcome.is_sum
