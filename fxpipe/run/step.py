@@ -20,6 +20,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.stage_graph import Edge
+from fxpipe.labels import label
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.planner import Plan, Planner
@@ -168,7 +169,7 @@ class Steps:
         self.compare_batches(everywhere=True)
         offer, given = self.agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
-        with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])):
+        with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
             agreed = self.agreement.settle(offer)
         self._forget()
         self._check.note(agreed.kind, self.number, training, given)
@@ -275,7 +276,8 @@ class Steps:
         """The loss of the step, the same on every rank."""
         rank = agreed.plan.output_rank
         at_output = next((one.loss for one in made if one.rank == rank), None)
-        outcome = conclude(self._transport, at_output, rank, self._news, known)
+        with label("loss"):
+            outcome = conclude(self._transport, at_output, rank, self._news, known)
         self._outcomes[agreed.kind] = outcome
         check_kind(outcome, self._is_sum, self._options.precision)
         self._is_sum = outcome.is_sum
