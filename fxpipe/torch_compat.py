@@ -252,6 +252,11 @@ def run_backward(roots: Sequence[GradientEdge], seeds: Sequence[Tensor | None]) 
 _run_engine = torch.autograd.Variable._execution_engine.run_backward
 
 
+def profiler_runs() -> bool:
+    """Whether torch.profiler, or one of torch.autograd's, records now."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def is_functorch(tensor: Tensor) -> bool:
     """Whether ``torch.vmap`` or its like has made it."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -16,6 +16,7 @@ TABLE = """
 compiler: options whole/transparency
 in_words: options distributed/watch
 kinds: whole/wrong_inputs options
+labels: run/labelled
 small_file: whole/wrong_inputs
 torch_compat: imports
 distributed/broadcast: sharding/reducer

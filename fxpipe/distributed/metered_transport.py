@@ -129,6 +129,12 @@ class Metered:
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         self._together("broadcast", scope, tensor.nbytes, self._inner.broadcast, tensor, source)
 
+    def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
+        key = ("broadcast", scope)
+        work = self._inner.tell(scope, tensor, source)
+        self._meter.count(key, tensor.nbytes)
+        return _Timed(work, self._meter, (key,))
+
     def _together(self, operation: str, scope: Scope, size: int, call: Callable[..., Any], *args: Any) -> Any:
         """A call that this rank stands still for."""
         key = (operation, scope)

@@ -66,6 +66,35 @@ class Reduced(NamedTuple):
     end: float
 
 
+class Elapsed(NamedTuple):
+    """When a part of a step was over, in seconds on the host's clock; the first, without a name, is its beginning."""
+
+    what: str
+    end: float
+
+
+ACTIONS = "actions"
+"""The part of a step in which a rank's row runs."""
+
+
+class Course:
+    """A mark behind each part of one step, from its beginning on."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._marks: list[tuple[str, Any]] = []
+        self.mark("")
+
+    def mark(self, what: str) -> None:
+        """``what`` is over."""
+        self._marks.append((what, self._clock.mark()))
+
+    def passed(self, ahead: float = 0.0) -> list[Elapsed]:
+        """The parts, in order; ``ahead`` as for ``Stopwatch.laps``."""
+        moments = self._clock.seconds([mark for _, mark in self._marks])
+        return [Elapsed(what, moment - ahead) for (what, _), moment in zip(self._marks, moments, strict=True)]
+
+
 class Stopwatch:
     """Three marks per action: before it waits for its inputs, before it computes, and its end; without a clock none.
 

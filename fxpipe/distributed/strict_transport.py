@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from fxpipe.distributed.collective import Collective, PeerLost, Scope, Work
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
+from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import decode, encode_for_all
 
@@ -264,6 +265,9 @@ class StrictTransport:
 
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._meet(scope, "broadcast", tensor.clone())[source])
+
+    def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
+        return OnceAwaited(partial(self.broadcast, scope, tensor, source))
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
         chain = _StrictChain(self._seat, steps, what, ended)

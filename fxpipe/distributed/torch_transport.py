@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -29,11 +30,12 @@ from fxpipe.distributed.collective import (
     Threads,
     Work,
 )
+from fxpipe.distributed.foreseen import Foreseen, agree, words
 from fxpipe.distributed.live_groups import served_device_type
 from fxpipe.distributed.post import Ending, failed
 from fxpipe.distributed.preflight import compare_facts, difference, facts_of
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
+from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
 from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
 from fxpipe.distributed.whereabouts import are_apart, entered, here
 from fxpipe.errors import RunError
@@ -100,6 +102,17 @@ class _OnItsWay:
                 work.wait(_AT_ONCE)
 
 
+class _Several:
+    """Works that are waited for together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class _Slices:
     """A wait that looks up by itself whether it is to end."""
 
@@ -154,6 +167,7 @@ class DistributedTransport:
         self._links: dict[Pair, _PairLink] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
+        self._foreseen = Foreseen()
         self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
         _open.add(self)
         try:
@@ -321,13 +335,19 @@ class DistributedTransport:
         group = self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return (item,)
+        expected = self._foreseen.of(scope, item)
+        greatest = torch.tensor(words(entered.mark, expected), device="cpu")
+        self._together("an all-gather", scope, group, dist.all_reduce, greatest, dist.ReduceOp.MAX)
+        if expected is not None and agree(greatest.tolist()):
+            return expected
         items = torch.empty(2 * len(self._ranks[scope]), dtype=torch.int64, device="cpu")
         mine = torch.tensor([entered.mark, item], device="cpu")
         self._together("an all-gather", scope, group, all_gather_single, items, mine)
-        marks, *values = items.view(-1, 2).T.tolist()
+        marks, values = items.view(-1, 2).T.tolist()
         if len(set(marks)) > 1 and are_apart(marks):
             self._differ(scope, group)
-        return tuple(*values)
+        self._foreseen.keep(scope, item, tuple(values))
+        return tuple(values)
 
     def _differ(self, scope: str, group: dist.ProcessGroup) -> None:
         """All ranks of the group have seen that they are not in the same call, alike, and tell each other in which."""
@@ -361,6 +381,14 @@ class DistributedTransport:
         root, group = self._ranks[scope][source], self._member(self._groups, scope)
         if len(self._ranks[scope]) > 1:
             self._together("a broadcast", scope, group, dist.broadcast, tensor, root)
+
+    def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
+        group, ranks = self._member(self._groups, scope), self._ranks[scope]
+        if tensor.device.type != "cpu" or len(ranks) > _FEW:  # NCCL would stand and wait on the device
+            return OnceAwaited(partial(self.broadcast, scope, tensor, source))
+        others = [rank for rank in ranks if rank != self.rank] if ranks[source] == self.rank else [ranks[source]]
+        links = [_PairLink(group, peer, dist.get_group_rank(group, peer)) for peer in others]
+        return _Several([self._start(tensor, link, sends=ranks[source] == self.rank) for link in links])
 
     def _together(self, what: str, scope: Scope, group: dist.ProcessGroup, call: Any, *args: Any) -> None:
         """A collective call that this rank stands still for; its failure is a PeerLost."""
@@ -482,6 +510,8 @@ def _ends_later() -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+_FEW = 32
+"""Ranks that one tells something, each by a message of its own."""
 _LONGEST = 2**16
 """Bytes in which a rank tells others in which call it is."""
 _SLICE = datetime.timedelta(seconds=SLICE_SECONDS)

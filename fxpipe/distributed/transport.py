@@ -69,6 +69,10 @@ class Transport(Protocol):
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` by that of the group's rank number ``source``."""
 
+    def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
+        """``broadcast``, done once it was waited for, where the others may come to it long before the source does. Of a
+        scope only one is under way."""
+
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
         """Starts collectives that run one after another, beside the caller; ``ended`` follows the last of them.
 
@@ -156,6 +160,9 @@ class LocalTransport:
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         pass
 
+    def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
+        return OnceAwaited(lambda: None)
+
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
         for step in steps:
             step.alone()
@@ -163,7 +170,7 @@ class LocalTransport:
                 step.then()
         if ended is not None:
             ended()
-        return _NothingToWaitFor()
+        return OnceAwaited(lambda: None)
 
     def abort(self, reason: str) -> None:
         pass
@@ -175,6 +182,11 @@ class LocalTransport:
         return str(lost)
 
 
-class _NothingToWaitFor:
+class OnceAwaited:
+    """A work that is done when it is waited for."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
     def wait(self) -> None:
-        pass
+        self._call()

@@ -37,6 +37,8 @@ class Alike(NamedTuple):
 
 
 NOTHING = Alike()
+ALIKE_BITS = 31
+"""Of a mark; above them stands the call."""
 
 
 class Phase(NamedTuple):
@@ -111,7 +113,7 @@ class Whereabouts:
         entered.name, entered.alike = name, alike
         error = sys.exception()  # as in a finally: block of the user's
         self.handling = f"{name} was called as {type(error).__name__}: {error!s:.200} was handled" if error else ""
-        entered.mark = zlib.crc32(name.encode()) << 31 | alike.digest
+        entered.mark = zlib.crc32(name.encode()) << ALIKE_BITS | alike.digest
         if members is None:
             self.number, self._parts = self.number + 1, {}
             call = Call(self.number, 0, name, None)
@@ -171,7 +173,7 @@ def users_line() -> str:
 
 def are_apart(marks: Sequence[int]) -> bool:
     """Whether ranks with these marks are in different calls, or differ in what must be alike there."""
-    calls, digests = {mark >> 31 for mark in marks}, {mark & (1 << 31) - 1 for mark in marks}
+    calls, digests = {mark >> ALIKE_BITS for mark in marks}, {mark & (1 << ALIKE_BITS) - 1 for mark in marks}
     return len(calls) > 1 or len(digests - {0}) > 1
 
 

@@ -11,6 +11,7 @@ from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of, waited
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.in_flight import held
 from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.spells import BETWEEN, COMPUTE, WAITING
 
 Event = dict[str, Any]
 
@@ -32,10 +33,15 @@ def chrome_trace(timeline: Timeline) -> str:
     events = [
         *_metadata(timeline),
         *(event for rank, row in ran for event in _slices(timeline, rank, row, nanoseconds)),
+        *_around(timeline, nanoseconds),
         *_reductions(timeline, nanoseconds),
         *_arrows(timeline, nanoseconds),
         *(event for rank, row in ran for event in _counters(timeline, rank, row, nanoseconds)),
     ]
+    begin = round(min((spell.start for spell in timeline.spells), default=0.0) * nanoseconds)
+    for event in events:
+        if "ts" in event and begin < 0:  # a viewer shows nothing before 0
+            event["ts"] = (round(event["ts"] * 1000) - begin) / 1000
     what, figures = headline(timeline)
     return json.dumps(
         {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": what, "figures": figures}},
@@ -73,6 +79,17 @@ def _slices(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float
                 "waited_us": round(timeline.waited(action) * nanoseconds) / 1000,
             },
         }
+
+
+def _around(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
+    """What a process did beside its actions: slices of the first rank that it plays."""
+    for spell in timeline.spells:
+        if spell.category != COMPUTE:
+            start, end = (round(time * nanoseconds) for time in (spell.start, spell.end))
+            name = {WAITING: f"waiting for {spell.what}", BETWEEN: "between actions"}.get(spell.category, spell.what)
+            thread = {"pid": PROCESS, "tid": FIRST_THREAD + spell.ranks[0]}
+            times = {"ts": start / 1000, "dur": (end - start) / 1000}
+            yield {"ph": "X", "name": name, "cat": spell.category, **thread, **times}
 
 
 def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:

@@ -6,7 +6,9 @@ import json
 
 from fxpipe.formats.svg_picture import clean, svg
 from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
+from fxpipe.notebook import preformatted
 from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.spells import tabulated
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -160,6 +162,7 @@ def html(timeline: Timeline) -> str:
 waited for.</span></form>
 <div class="scroll" tabindex="0">
 {svg(timeline)}</div>
+{preformatted(tabulated(timeline.spells)) if timeline.spells else ""}
 <div id="tip" role="status" hidden></div>
 <script type="application/json" id="data">{_data(timeline)}</script>
 <script>{SCRIPT}</script>

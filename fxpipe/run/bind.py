@@ -20,9 +20,11 @@ from fxpipe.run.exchange import Port
 from fxpipe.run.executor import BoundFor, Executor, Made, StepInput, take_out
 from fxpipe.run.group_actions import GroupBackward, GroupForward
 from fxpipe.run.halves import WeightsAction
+from fxpipe.run.labelled import labelled
 from fxpipe.run.recompute_actions import Keeping, Recomputation
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, is_forward
+from fxpipe.torch_compat import profiler_runs
 
 Call = Callable[[], object]
 
@@ -46,7 +48,7 @@ class Bound:
             executor.begin(step, stopwatch())
         try:
             with grad(), within(off):
-                for _, call in self.calls:
+                for _, call in labelled(self.calls, self.kind.plan.graph) if profiler_runs() else self.calls:
                     call()
         except BaseException:
             for executor in self.executors:

@@ -226,6 +226,7 @@ class ForwardBackward:
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         with self._alone():
+            self._steps.recorder.begin()
             alike = settings(self._steps.sync, self._clipped, [made() for made in self._made])
             done = self._steps.train(calls, split_evenly, alike)
         if done.bytes_of is not None:

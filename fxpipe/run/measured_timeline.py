@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple
 
-from fxpipe.distributed.stopwatch import Lap, Reduced, Stopwatch
+from fxpipe.distributed.stopwatch import ACTIONS, Course, Elapsed, Lap, Reduced, Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
+from fxpipe.schedules.spells import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
 _ROUNDS = 16
 
@@ -31,6 +34,7 @@ class Recording:
     step: int
     schedule: Schedule
     stopwatches: Sequence[Stopwatch]
+    course: Course
 
     def laps(self, ahead: float) -> list[Lap]:
         """``ahead``: by how much this process's clock is ahead of the one that they are told on, in seconds."""
@@ -42,13 +46,18 @@ class Recording:
 
 
 def timeline_of(
-    schedule: Schedule, laps: Iterable[Lap], in_turns: bool = False, reductions: Iterable[Iterable[Reduced]] = ()
+    schedule: Schedule,
+    laps: Iterable[Lap],
+    in_turns: bool = False,
+    reductions: Iterable[Iterable[Reduced]] = (),
+    courses: Sequence[Sequence[Elapsed]] = (),
 ) -> Timeline:
     """The measured timeline of a step, in seconds from its first start.
 
     ``laps``: all ranks', on one clock. The costs are the medians over micro-batches, ``comm`` the median latency of a
     hop, which there is none of where one process plays all ranks ``in_turns``. A stage whose backward never ran costs
-    nothing there. ``reductions``: a list for each pipe rank, in their order.
+    nothing there. ``reductions``: a list for each pipe rank, in their order. ``courses``: the parts
+    of the step, of each process; without them nothing is told of what lies around actions.
     """
     every = {lap.action: lap for lap in laps}
     first = min((lap.start for lap in every.values()), default=0.0)
@@ -60,7 +69,52 @@ def timeline_of(
         for rank, row in enumerate(reductions)
         for one in row
     )
-    return Timeline(schedule, spans, since, _costs(schedule, spans, hop), measured=True, reductions=beside)
+    costs = _costs(schedule, spans, hop)
+    timeline = Timeline(schedule, spans, since, costs, measured=True, reductions=beside)
+    spells: list[Spell] = []
+    for rank, course in enumerate(courses):
+        ranks = tuple(range(len(schedule.rows))) if in_turns else (rank,)
+        mine = sorted((lap for lap in every.values() if schedule.placement[lap.action.stage] in ranks), key=_start)
+        spells += _spells(timeline, ranks, mine, course, first)
+    return dataclasses.replace(timeline, spells=tuple(spells))
+
+
+def _start(lap: Lap) -> float:
+    return lap.start
+
+
+def _spells(
+    timeline: Timeline, ranks: tuple[int, ...], laps: Sequence[Lap], course: Sequence[Elapsed], first: float
+) -> Iterator[Spell]:
+    """A process's, one behind another. ``first``: the moment that times are told from."""
+    names = [one.what for one in course]
+    ran = names.index(ACTIONS)
+    moments: list[tuple[str, str, float]] = [(BEFORE, one.what, one.end) for one in course[1:ran]]
+    kind, what = BEFORE, course[ran - 1].what  # until the first action what came before it goes on
+    for lap in laps:
+        source = _awaited(timeline, lap.action, ranks)
+        moments.append((kind, what, lap.since))
+        moments.append((WAITING, source, lap.start) if source else (BETWEEN, "", lap.start))
+        moments.append((COMPUTE, str(lap.action), lap.end))
+        kind, what = BETWEEN, ""
+    last = course[ran + 1].what if laps else what
+    moments += [(AFTER if laps else BEFORE, last, course[ran].end)]
+    moments += [(AFTER, one.what, one.end) for one in course[ran + 1 :]]
+    now = course[0].end - first
+    for (kind, what), group in itertools.groupby(moments, key=lambda one: one[:2]):
+        end = max(now, *(moment - first for *_, moment in group))  # events of a GPU are told in single precision
+        if end > now:
+            yield Spell(ranks, kind, what, now, end)
+        now = end
+
+
+def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int]) -> str:
+    """Of the messages that an action takes from other processes, the one that was made last; empty where none is."""
+    placement = timeline.schedule.placement
+    others = timeline.schedule.dependencies.before(action)
+    sources = [one for one in others if one in timeline.spans and placement[one.stage] not in ranks]
+    last = max(sources, key=lambda one: timeline.spans[one].end, default=None)
+    return f"{last} from rank {placement[last.stage]}" if last is not None else ""
 
 
 def has_run(timeline: Timeline) -> bool:

@@ -15,11 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.distributed.metered_transport import Metered
-from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.stage_graph import Edge
+from fxpipe.labels import label
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.planner import Plan, Planner
@@ -37,7 +38,7 @@ from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import of_groups, shares_of, weights_of
 from fxpipe.run.side_effects import EffectsOf
-from fxpipe.run.step_outcome import StepOutcome, check_kind, conclude
+from fxpipe.run.step_outcome import News, StepOutcome, check_kind, conclude
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
@@ -83,13 +84,16 @@ class Steps:
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
         self._bound: dict[Hashable, Bound] = {}
+        self._news = News(transport, state.device)
+        failing.drops.append(self._news.drop)
         self._effects, self._places = EffectsOf(), OutputRows()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
     # the course of a step
 
     def train(self, calls: Sequence[Call], split_evenly: bool, alike: Alike) -> Trained:
-        """Forward, backward and gradient reduction of one batch. A collective call of all ranks.
+        """Forward, backward and gradient reduction of one batch, once ``recorder.begin`` was called. A collective call
+        of all ranks.
 
         ``alike``: what they must have beside the batch.
         """
@@ -98,6 +102,8 @@ class Steps:
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
         agreed, batches = self._agree(calls, split_evenly, training=True)
+        passed = self.recorder.passed
+        passed("settling")
         with self._failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self._failing.together(FxpipeError):
@@ -108,15 +114,23 @@ class Steps:
             runs = self._runs(agreed, shares)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=known is None)
             self._effects.begin()
-            made = self._play(agreed, step, runs)
+            bound = self._bound_for(agreed, tuple(runs))
+            passed("preparing")
+            self._news.listen(known, agreed.plan.output_rank)
+            made = self._play(bound, step)
+            passed("messages")
             self._gradients.flush()
+            passed("reduction")
             outcome = self._outcome(agreed, made, known)
+            passed("loss")
             self._gradients.end(outcome.factor)
+            passed("reduction")
             self._unsummed = not self.sync
             bytes_of = self._bytes_of(made) if known is None else None
-            self.recorder.keep(self.number, agreed.plan.schedule, [one.stopwatch for one in made])
             graph = agreed.plan.graph
             broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
+            passed("rest")
+            self.recorder.keep(self.number, agreed.plan.schedule, [one.stopwatch for one in made])
             self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
 
@@ -145,7 +159,7 @@ class Steps:
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
-                    made = self._play(agreed, step, self._runs(agreed, shares))
+                    made = self._play(self._bound_for(agreed, tuple(self._runs(agreed, shares))), step)
                 return self._output(agreed, made, shares, everywhere)
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
@@ -155,7 +169,7 @@ class Steps:
         self.compare_batches(everywhere=True)
         offer, given = self.agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
-        with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])):
+        with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
             agreed = self.agreement.settle(offer)
         self._forget()
         self._check.note(agreed.kind, self.number, training, given)
@@ -231,11 +245,11 @@ class Steps:
             proves,
         )
 
-    def _play(self, agreed: Agreed, step: StepInput, runs: Sequence[bool]) -> list[Made]:
+    def _play(self, bound: Bound, step: StepInput) -> list[Made]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
-        bound = self._bound_for(agreed, tuple(runs))
         self._exchange.begin(agreed.kind, _numbers(agreed, step.shares), bound.receives)
         made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)
+        self.recorder.passed(ACTIONS)
         self._exchange.finish()
         return made
 
@@ -264,7 +278,8 @@ class Steps:
         """The loss of the step, the same on every rank."""
         rank = agreed.plan.output_rank
         at_output = next((one.loss for one in made if one.rank == rank), None)
-        outcome = conclude(self._transport, at_output, rank, self._state.device, known)
+        with label("loss"):
+            outcome = conclude(self._transport, at_output, rank, self._news, known)
         self._outcomes[agreed.kind] = outcome
         check_kind(outcome, self._is_sum, self._options.precision)
         self._is_sum = outcome.is_sum

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fxpipe.distributed.collective import Work
 from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import StepLoss, metric_dtype
 from fxpipe.precision import Precision
@@ -26,11 +28,48 @@ class StepOutcome:
     dtype: torch.dtype
 
 
+class News:
+    """The step's loss on its way to a rank that does not make it, which listens for it from the step's beginning on.
+
+    Of a kind of batch that is known: of others it is not known yet how much there is to tell.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport, self._device = transport, device
+        self._under: tuple[Work, Tensor] | None = None
+
+    def listen(self, known: StepOutcome | None, output_rank: int) -> None:
+        """A step begins on all ranks of a pipe group."""
+        if known is not None and self._transport.pipe_rank not in (None, output_rank):
+            message = self.empty(known.metrics)
+            self._under = self._transport.tell("pipe", message, output_rank), message
+
+    def empty(self, names: Collection[str]) -> Tensor:
+        """Room for what there is to tell."""
+        return torch.empty(2 + len(names), dtype=torch.float64, device=self._device)
+
+    def heard(self) -> Tensor | None:
+        """What there was to tell; None where nobody listened."""
+        if self._under is None:
+            return None
+        here.awaited = lambda: "the loss of the step"
+        try:
+            self._under[0].wait()
+        finally:
+            here.awaited = None
+        message, self._under = self._under[1], None
+        return message
+
+    def drop(self) -> None:
+        """The step has failed."""
+        self._under = None
+
+
 def conclude(
     transport: Transport,
     step: StepLoss | None,
     output_rank: int,
-    device: torch.device,
+    news: News,
     known: StepOutcome | None,
 ) -> StepOutcome:
     """Combines the replicas' losses and tells every rank.
@@ -52,15 +91,20 @@ def conclude(
 
     # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
     # large for less
+    message = news.empty(names)
     if step is not None:
         _check_alike(transport, step.is_sum, names)
-        numbers = step.numbers(names, device)
+        numbers = step.numbers(names, message.device)
         transport.all_reduce("data", numbers)
         total = torch.where(numbers[1] == 0, 1.0, numbers[1])
-        message = torch.cat([(numbers[0] / total).view(1), (1 / total).view(1), numbers[2:]])
+        torch.cat([(numbers[0] / total).view(1), (1 / total).view(1), numbers[2:]], out=message)
+    heard = news.heard()
+    if heard is not None:
+        message = heard
+    elif known is not None:
+        transport.tell("pipe", message, output_rank).wait()
     else:
-        message = torch.empty(2 + len(names), dtype=torch.float64, device=device)
-    transport.broadcast("pipe", message, output_rank)
+        transport.broadcast("pipe", message, output_rank)
     loss, factor = message[0].to(dtype), message[1]
     metrics = {name: message[2 + place].to(metric_dtype(dtype)) for place, name in enumerate(names)}
     return StepOutcome(loss, factor if is_sum else None, metrics, is_sum, dtype)

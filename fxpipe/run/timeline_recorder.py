@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fxpipe.distributed.collective import PeerLost
-from fxpipe.distributed.stopwatch import Stopwatch, clock_of
+from fxpipe.distributed.stopwatch import Course, Stopwatch, clock_of
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import admitted
@@ -25,6 +25,7 @@ class TimelineRecorder:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport, self._device = transport, device
         self._last: Recording | None = None
+        self._course: Course | None = None
         self.loaded: Costs | None = None
         """Those of a checkpoint, until a step is timed; the same on every rank."""
         self.on = False
@@ -47,18 +48,30 @@ class TimelineRecorder:
         """For one rank's actions of a step."""
         return Stopwatch(clock_of(self._device) if self.on else None)
 
+    def begin(self) -> None:
+        """A step begins."""
+        self._course = Course(clock_of(self._device)) if self.on else None
+
+    def passed(self, what: str) -> None:
+        """A part of it is over."""
+        if self._course is not None:
+            self._course.mark(what)
+
     def keep(self, step: int, schedule: Schedule, stopwatches: Sequence[Stopwatch]) -> None:
         """A step is over."""
-        if self.on:
-            self._last = Recording(step, schedule, stopwatches)
+        course, self._course = self._course, None
+        if course is not None:
+            self._last = Recording(step, schedule, stopwatches, course)
 
     def timeline(self) -> Timeline:
         """When each action of the last timed step ran. A collective call of a pipe group."""
         recording = self._recorded("pipe")
         ahead = clock_offset(self._transport)
-        parts = self._transport.gather("pipe", (recording.laps(ahead), recording.reductions(ahead)))
-        laps, reductions = (itertools.chain(*part) for part in zip(*parts, strict=True))
-        return timeline_of(recording.schedule, laps, self._transport.pipe_rank is None, reductions)
+        mine = recording.laps(ahead), recording.reductions(ahead), recording.course.passed(ahead)
+        laps, reductions, courses = zip(*self._transport.gather("pipe", mine), strict=True)
+        in_turns = self._transport.pipe_rank is None
+        beside = itertools.chain(*reductions)
+        return timeline_of(recording.schedule, itertools.chain(*laps), in_turns, beside, courses)
 
     def costs(self, activation_bytes: Cost | None) -> Costs:
         """Each stage's costs in the last timed step, over replicas their mean. A collective call of all ranks."""

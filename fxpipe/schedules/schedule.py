@@ -21,6 +21,7 @@ from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of
 from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, in_order, nested
 from fxpipe.schedules.lower import Instruction, lower
+from fxpipe.schedules.spells import Spell, Spent, in_csv, spent, tabulated
 
 StrPath = str | os.PathLike[str]
 Row = tuple[Action, ...]
@@ -280,6 +281,14 @@ class Timeline:
     measured: bool = False
     reductions: tuple[Reduction, ...] = ()
     """What ran beside the actions, where it was measured: a rank's in the order in which they were started."""
+    spells: tuple[Spell, ...] = ()
+    """Where it was measured, what each process did from the step's beginning to its end, one process after another."""
+
+    @cached_property
+    def spent(self) -> tuple[Spent, ...]:
+        """How the step of each process divides: compute, waiting for which message, Python between actions, and what
+        lies before the first and after the last. Of a plan, nothing."""
+        return spent(self.spells)
 
     @cached_property
     def makespan(self) -> float:
@@ -389,6 +398,11 @@ class Timeline:
         check(ScheduleError, KINDS, path=path)
         Path(path).write_text(chrome_trace(self), encoding="utf-8")
 
+    def to_csv(self, path: StrPath) -> None:
+        """Writes what each process did, a line for each spell: ``rank,category,what,start,end``, in seconds."""
+        check(ScheduleError, KINDS, path=path)
+        Path(path).write_text(in_csv(self.spells), encoding="utf-8")
+
     @cached_property
     def _ahead(self) -> Mapping[Action, Action]:
         """Action → the one in front of it on its rank."""
@@ -402,7 +416,7 @@ class Timeline:
         if self.reductions:
             early, all_of_them = len(self.overlapped), len(self.reductions)
             told += f"\nreductions: {early} of {all_of_them} started before the last backward of their rank had ended"
-        return told
+        return f"{told}\n{tabulated(self.spells)}" if self.spells else told
 
     def __repr__(self) -> str:
         from fxpipe.formats.words import headline

@@ -13,6 +13,7 @@ from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.labels import label
 from fxpipe.sharding.bucket_layout import BucketLayout, Slot
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.torch_compat import version_of
@@ -217,7 +218,8 @@ class FlatBucket:
     def _go(self, steps: Sequence[Collective]) -> None:
         if steps:
             what = str(self)
-            self._works.append(self.transport.start(steps, what, self.stopwatch.started(what)))
+            with label(f"reduce {what}"):
+                self._works.append(self.transport.start(steps, what, self.stopwatch.started(what)))
 
     def _in_place(self, flat: Tensor) -> list[Collective]:
         """zero=0: all of it, in place."""
@@ -270,8 +272,9 @@ class FlatBucket:
 
     def wait(self) -> None:
         """Until what has been started is done."""
-        for work in self._works:
-            work.wait()
+        with label("wait for a reduction"):
+            for work in self._works:
+                work.wait()
         self._works.clear()
 
     # behind a call

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.distributed import torch_transport
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.transport import LocalTransport, Transport
+from fxpipe.distributed.whereabouts import announced
 from tests.pool import Pool
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
@@ -55,6 +57,7 @@ CALLS: dict[str, Callable[[Transport], Any]] = {
     "all_reduce": lambda t: t.all_reduce("pipe", torch.zeros(1)),
     "all_reduce of owners": lambda t: t.all_reduce((0, 1), torch.zeros(1)),
     "broadcast": lambda t: t.broadcast("pipe", torch.zeros(1), 0),
+    "tell": lambda t: t.tell("pipe", torch.zeros(1), 0),
     "send": lambda t: t.send((0, 1), torch.zeros(1)),
     "receive": lambda t: t.receive((0, 1), torch.zeros(1)),
 }
@@ -137,3 +140,24 @@ def test_a_default_device_changes_nothing(pool: Pool) -> None:
 def test_where_nothing_is_connected_there_is_nothing_to_close() -> None:
     LocalTransport().close()
     run_strict(lambda rank: opened().close(), 2)
+
+
+def told_in_steps(few: int) -> list[list[float]]:
+    """What a rank hears of rank 1, for which the others listen before they meet it, three times."""
+    transport, heard, rank = connect(fxpipe.Topology([("pipe", 3)])), list[list[float]](), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch, announced("telling"):
+        patch.setattr(torch_transport, "_FEW", few)
+        for number in range(3):
+            tensor = torch.full((2,), float(rank + 10 * number))
+            listening = transport.tell("pipe", tensor, 1) if rank != 1 else None
+            assert transport.gather_int("pipe", number) == (number,) * 3
+            (listening or transport.tell("pipe", tensor, 1)).wait()
+            heard.append(tensor.tolist())
+    transport.close()
+    return heard
+
+
+@pytest.mark.parametrize("few", [0, 32])
+def test_one_rank_tells_all_others_that_listen_already(pool: Pool, few: int) -> None:
+    """As messages to each, beside which they meet; or, of many, all at once."""
+    assert pool.run(told_in_steps, few, ranks=3) == [[[1.0] * 2, [11.0] * 2, [21.0] * 2]] * 3

@@ -17,7 +17,7 @@ import fxpipe
 import fxpipe.distributed.stopwatch
 import fxpipe.run.measured_timeline
 from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
-from fxpipe.distributed.stopwatch import Lap, Reduced, Stopwatch
+from fxpipe.distributed.stopwatch import ACTIONS, Course, Elapsed, Lap, Reduced, Stopwatch
 from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.run.measured_timeline import Recording, Round, mean_costs, offset_between, timeline_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
@@ -130,6 +130,26 @@ def laps_by_hand() -> list[Lap]:
     ]
 
 
+COURSES = [
+    [
+        Elapsed("", 9.0),
+        Elapsed("settling", 9.75),
+        Elapsed("preparing", 9.75),
+        Elapsed(ACTIONS, 26.25),
+        Elapsed("messages", 26.75),
+    ],
+    [
+        Elapsed("", 9.0),
+        Elapsed("settling", 10.25),
+        Elapsed("preparing", 10.5),
+        Elapsed(ACTIONS, 24.25),
+        Elapsed("messages", 24.5),
+        Elapsed("loss", 26.5),
+    ],
+]
+"""The parts of a step around the laps by hand, of each rank."""
+
+
 def test_a_timeline_begins_at_its_first_start_and_has_the_medians_for_costs() -> None:
     schedule = build("1f1b", [(0, 1)], 2)
     timeline = timeline_of(schedule, laps_by_hand())
@@ -186,7 +206,7 @@ def test_a_recording_tells_the_reductions_of_each_rank_that_it_played() -> None:
         end = watch.started("bucket 0")
         if end is not None:
             end()
-    recording = Recording(0, build("1f1b", [(0, 1), (1, 2)], 2), watches)
+    recording = Recording(0, build("1f1b", [(0, 1), (1, 2)], 2), watches, Course(Ticks()))
     assert recording.reductions(0.0) == [[Reduced("bucket 0", 0.1, 0.2)]] * 2 + [[]]
 
 
@@ -327,7 +347,11 @@ def test_without_recording_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(not stopwatch._moments for stopwatch in made)
 
 
-def test_recording_takes_three_marks_an_action_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+PARTS = 9
+"""Of a step: a mark behind each, and one at its beginning."""
+
+
+def test_recording_takes_three_marks_an_action_and_one_for_each_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Ticks()
     monkeypatch.setattr(fxpipe.distributed.stopwatch.HostClock, "mark", clock.mark)
     forward_backward = compiled(CASES[NAME])
@@ -340,7 +364,7 @@ def test_recording_takes_three_marks_an_action_and_nothing_else(monkeypatch: pyt
     marks()  # the first call does more
     bare = marks()
     forward_backward.record_timeline()
-    assert marks() - bare == 3 * sum(map(len, forward_backward.schedule.rows))
+    assert marks() - bare == 3 * sum(map(len, forward_backward.schedule.rows)) + PARTS
 
 
 # --- rescheduling ---
@@ -667,3 +691,61 @@ def test_every_kind_of_batch_gets_the_new_table(engine: Engine) -> None:
     for results in engine(2, other_kinds_of_batch):
         for before, after in zip(results[:4], results[4:], strict=True):
             assert torch.equal(before, after)
+
+
+# --- what lies around the actions ---
+
+
+def spent_in_steps(name: str, options: dict[str, Any]) -> tuple[list[Timeline], list[float], int]:
+    """Recorded steps with an evaluation behind each; what each took around the call; and this process's place."""
+    topology = Topology([("pipe", CASES[name].ranks), ("data", options.get("data", 1))])
+    others = {key: value for key, value in options.items() if key != "data"}
+    forward_backward = compiled(CASES[name], topology=topology, **others)
+    forward_backward(**CASES[name].batch())
+    forward_backward.record_timeline()
+    timelines, around = [], []
+    for number in range(2):
+        began = time.perf_counter()
+        forward_backward(**CASES[name].batch(number))
+        around.append(time.perf_counter() - began)
+        forward_backward.evaluate(**CASES[name].batch(number))
+        timelines.append(forward_backward.timeline())
+    return timelines, around, forward_backward._transport.pipe_rank or 0
+
+
+def assert_sums(timelines: list[Timeline], around: list[float], place: int) -> None:
+    for timeline, took in zip(timelines, around, strict=True):
+        assert len(timeline.spent) in (1, len(timeline.schedule.rows))
+        mine = timeline.spent[place]
+        assert mine.wall == pytest.approx(sum(mine.seconds.values()))
+        assert mine.wall <= took
+        assert {spell.what for spell in timeline.spells if spell.category == "compute"} == set(map(str, timeline.spans))
+        assert {spell.what for spell in timeline.spells if spell.category == "before"} <= {"settling", "preparing"}
+        sources = {f"{action} from rank {timeline.schedule.placement[action.stage]}" for action in timeline.spans}
+        assert set().union(*(one.waits for one in timeline.spent)) <= sources
+
+
+@pytest.mark.parametrize(
+    "options", every(2, [{}, {"recompute": True, "schedule": "gpipe"}, {"schedule": "zb_h1"}, {}]), ids=str
+)
+def test_the_categories_of_a_step_sum_to_what_its_call_takes(options: dict[str, Any], engine: Engine) -> None:
+    for timelines, around, place in engine(CASES[NAME].ranks, spent_in_steps, NAME, options):
+        assert_sums(timelines, around, place)
+
+
+def test_each_replica_tells_of_its_own_ranks(many_ranks: Engine) -> None:
+    told = many_ranks(4, spent_in_steps, "two towers on 2 ranks", {"data": 2, "check_batches": False})
+    for timelines, around, place in told:
+        assert_sums(timelines, around, place)
+    assert told[0][0][0].spells != told[1][0][0].spells
+
+
+def test_a_failed_step_leaves_the_one_that_was_recorded_before() -> None:
+    forward_backward = compiled(CASES[NAME])
+    forward_backward.record_timeline()
+    forward_backward(**CASES[NAME].batch())
+    before = forward_backward.timeline()
+    with pytest.raises(RunError):
+        forward_backward(nothing=torch.ones(2))
+    forward_backward.evaluate(**CASES[NAME].batch())
+    assert forward_backward.timeline().spells == before.spells
