@@ -22,7 +22,8 @@ from fxpipe.errors import FxpipeError
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
-from fxpipe.plan.planner import Plan, Planner
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.planner import Planner
 from fxpipe.plan.sizes import with_sizes
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.bind import Bound, bind
