@@ -61,6 +61,11 @@ class Balancing:
         """The type in which floating-point parameters and inputs will be, where ``precision`` changes it."""
         return None if self.options.precision is None else self.options.precision.compute
 
+    @property
+    def halves(self) -> bool:
+        """Whether what W keeps is known: not where backwards run whole, nor where a compiler cuts them."""
+        return self.options.stage_compiler is None and self.options.parallelize is None
+
     def placed(self, program: Program, pattern: Pattern, shape: Description) -> Balanced | None:
         """The best placement found; None where what the stages cost is not known, so that parameters count."""
         from fxpipe.plan.balance import CostUnknown
@@ -107,6 +112,7 @@ class Balancing:
                     self.hardware,
                     self.compute,
                     Account.of(self.options, self.topology),
+                    self.halves,
                 )
             self.costed = known, found
         return self.costed[1]
@@ -123,12 +129,8 @@ class Balancing:
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             given = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            memory, again = self.options.memory_per_rank, self.options.recompute
-            if self.finds_cuts:
-                found = balance(*given, memory, bool(again))
-            else:
-                every = program.stage_names if again else ()
-                found = place_stages(*given, memory, again if isinstance(again, tuple) else every)
+            search = balance if self.finds_cuts else place_stages
+            found = search(*given, self.options.memory_per_rank, self.options.recompute)
         if found.others:
             tell(str(found))
         return found

@@ -62,13 +62,7 @@ class _Forecast:
         if self.work is None:
             return self.schedule.planned()
         again = {stage for stage, _ in self.schedule.dependencies.recomputed}
-        costs = self.work.costs([stage in again for stage in range(len(self.graph))])
-        if self.plan.found is not None and not again:  # the search counts no copied nodes; its bubble is told once
-            times = self.plan.found
-            costs = dataclasses.replace(
-                costs, forward=times.forward, backward=times.backward, weight=times.weight, comm=times.comm
-            )
-        return self.schedule.planned(costs)
+        return self.schedule.planned(self.work.costs([stage in again for stage in range(len(self.graph))]))
 
     # bytes
 

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.pattern import Pattern
-from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step
@@ -29,8 +28,6 @@ class Plan:
     """All ranks' instructions in one order that a single process can run."""
     program: str
     """What was compiled, in words: the program and compile's options."""
-    found: Costs | None = None
-    """What the search reckoned with that found its stages, or their ranks."""
     captures: tuple[Pattern, ...] = ()
     """The captures that its graphs come from, as ``Captures`` keeps them."""
 

@@ -162,8 +162,7 @@ class Planner:
             return same
         graphs = self._placed(captured)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
-        costs = None if captured[0].costs is None else self.tables.as_it_runs(captured[0].costs)
-        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", costs)
+        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
         plan = dataclasses.replace(plan, captures=used)
         if self.plans:
             self._check_same_stages(plan)
@@ -308,7 +307,7 @@ class Planner:
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
-        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program, costs)
+        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""

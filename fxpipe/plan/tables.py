@@ -86,15 +86,10 @@ class Tables:
         shown = pattern if pattern.shapes or not self.shown else self.shown[0]
         if not self.by_shapes and (work := self.stage_work(shown, graph.placement)) is not None:
             again = (bool(self.options.recompute),) * len(graph)
-            self.by_shapes.append(self.as_it_runs(work.costs(again)))
+            self.by_shapes.append(work.costs(again))
         for known in self.by_shapes:
             return dataclasses.replace(table, costs=known if table.costs is None else table.costs.or_else(known))
         return table
-
-    def as_it_runs(self, costs: Costs) -> Costs:
-        """Without what would have backwards in halves, where these cannot run, or shapes do not tell what W keeps."""
-        whole = self.options.stage_compiler is not None or self.options.parallelize is not None
-        return dataclasses.replace(costs, deferred_bytes=None) if whole else costs
 
     def _built(
         self,

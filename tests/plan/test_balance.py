@@ -786,3 +786,15 @@ def test_the_finest_work_has_the_time_of_all_nodes() -> None:
     work = work_of_program(program, costs)
     names = [node.name for node in program.graph.nodes if is_compute(node) and node.name not in program.copied]
     assert work.seconds == pytest.approx(sum(costs[name].forward + costs[name].backward for name in names))
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_backwards_in_halves_are_simulated_where_stages_can_run_them(
+    halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy has I and W where it may hold few bytes, and knows what W keeps."""
+    monkeypatch.setattr("fxpipe.plan.balance.search.MORE_ACTIONS", 2000)
+    program = program_of(Chain(6))
+    costs = costs_from_shapes(program, {"x": like(4, 8)}, hardware=FLOPS, halves=halves)
+    found = balance(program, 3, 8, costs, with_costs("greedy", memory=1500.0)).outcome.schedule
+    assert bool(found.dependencies.halves) is halves

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.program import Program
+from fxpipe.options import Recompute
 from fxpipe.plan.balance.block_graph import work_of_program, work_of_stages
 from fxpipe.plan.balance.coarsen import coarsened
 from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.plan.balance.search import Found, search
-from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, StageLayout, without_gaps
+from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, StageLayout, without_gaps
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
@@ -74,13 +74,13 @@ def balance(
     costs: NodeCosts,
     schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
-    recompute: bool = False,
+    recompute: Recompute = False,
 ) -> Balanced:
     """The program cut into stages for so many ranks, and placed, for the least makespan by simulation.
 
-    ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. ``recompute``:
-    whether stages may be recomputed to fit. PartitionError where the program has fewer pieces than there are ranks, or
-    none of the layouts fits the memory.
+    ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. ``recompute``: as
+    ``compile`` has it; "auto", or names, which stages have none yet: all are, if nothing fits without. PartitionError
+    where the program has fewer pieces than there are ranks, or none of the layouts fits the memory.
     """
     fine = work_of_program(program, costs)
     if len(fine) < ranks:
@@ -89,7 +89,7 @@ def balance(
         )
     piece_of = coarsened(fine, ranks)
     work = fine.merged(piece_of)
-    again = (recompute,) * len(work)
+    again = Rerun.of(recompute, [""] * len(work))
     found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=False, again=again)
     stage_of = [found.best.layout.stage_of[piece] for piece in piece_of]
     layout = without_gaps(stage_of, found.best.layout.rank_of, found.best.layout.origin)
@@ -105,18 +105,18 @@ def place_stages(
     costs: NodeCosts,
     schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
-    recompute: Collection[str] = (),
+    recompute: Recompute = False,
 ) -> Balanced:
     """The ranks of a program's given stages, of which there are at least as many, for the least makespan.
 
-    ``program``: after ``partition``. ``recompute``: the stages that may be recomputed to fit. PartitionError where
-    there are fewer stages than ranks, or no placement fits.
+    ``program``: after ``partition``. ``recompute``: as ``compile`` has it; "auto": all are, if nothing fits without.
+    PartitionError where there are fewer stages than ranks, or no placement fits.
     """
     work = work_of_stages(program, costs)
     if len(work) < ranks:
         raise PartitionError(f"{ranks} pipe ranks, but the model has {len(work)} stages; use fewer ranks")
     work = dataclasses.replace(work, gather={stage: one.group for stage, one in program.gathered.items()})
-    again = tuple(name in recompute for name in program.stage_names)
+    again = Rerun.of(recompute, program.stage_names)
     found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=True, again=again)
     return _balanced(program, found.best.layout, found, costs)
 

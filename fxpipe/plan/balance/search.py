@@ -15,7 +15,7 @@ from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.candidates import Recipe, Rules, layout_of, recipes
 from fxpipe.plan.balance.segments import Room
-from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, StageLayout
+from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Limited
 
 ACTIONS = 150_000
@@ -46,21 +46,21 @@ def search(
     family: Limited,
     memory: float | None,
     keep: bool,
-    again: Sequence[bool] = (),
+    again: Rerun | None = None,
 ) -> Found:
-    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open. ``again``: whether
-    each block is recomputed, where no layout fits the memory without.
+    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open.
 
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
     table for any.
     """
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
-    judge = Judge(work, family, few, memory)
+    at_need = again is not None and again.at_need
+    judge = Judge(work, family, few, memory, None if at_need else again)
     room = Room(memory, few) if memory is not None else None
     rules = Rules(ranks, keep, room)
     made = {layout_of(work, recipe, keep): recipe for recipe in _tried(work, rules)}
     outcomes = _simulated(judge, made)
-    if not outcomes and any(again):
+    if not outcomes and at_need:
         judge = Judge(work, family, few, memory, again)
         outcomes = _simulated(judge, made)
     if not outcomes:
