@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.program import Program
 from fxpipe.options import Recompute
-from fxpipe.plan.balance.block_graph import work_of_program, work_of_stages
+from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
+from fxpipe.plan.balance.borders import whole_modules
 from fxpipe.plan.balance.coarsen import coarsened
 from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.plan.balance.search import Found, search
-from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, StageLayout, without_gaps
+from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
+
+GAIN = 0.03
+"""The part of a step that a cut inside of modules must gain to be taken."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,32 @@ def balance(
         raise PartitionError(
             f"{ranks} pipe ranks, but the program has {len(fine)} pieces that a cut may separate; use fewer ranks"
         )
-    piece_of = coarsened(fine, ranks)
-    work = fine.merged(piece_of)
-    again = Rerun.of(recompute, [""] * len(work))
-    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=False, again=again)
-    stage_of = [found.best.layout.stage_of[piece] for piece in piece_of]
-    layout = without_gaps(stage_of, found.best.layout.rank_of, found.best.layout.origin)
+    family, found, refused = with_costs(schedule), None, None
+    for piece_of, how in _pieces(program, fine, ranks):
+        work = fine.merged(piece_of)
+        again = Rerun.of(recompute, [""] * len(work))
+        try:
+            one = search(work, ranks, microbatches, family, memory_per_rank, keep=False, again=again)
+        except (PartitionError, ScheduleError) as error:
+            refused = error
+            continue
+        found = one.of_blocks(piece_of, how).unless(found, GAIN)
+    if found is None:
+        raise refused or AssertionError
+    layout = found.best.layout
     stages = {name: layout.stage_of[number] for number, block in enumerate(fine.blocks) for name in block.nodes}
     return _balanced(program.replace(stage_of=stages), layout, found, costs)
+
+
+def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    """What cuts may separate, block → piece, with words for it: modules that take no more than a rank's part, then
+    what they are made of."""
+    modules = whole_modules(program, fine, fine.seconds / ranks)
+    again = coarsened(fine.merged(modules), ranks)
+    pieces = tuple(again[module] for module in modules)
+    if ranks <= len(set(pieces)) < len(fine):
+        yield pieces, ", between modules"
+    yield coarsened(fine, ranks), ""
 
 
 @paused()
@@ -123,4 +146,6 @@ def place_stages(
 
 def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCosts) -> Balanced:
     what = f"costs from shapes; {costs.account}"
+    if any(other.seconds < found.best.seconds for other in found.others):
+        what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
     return Balanced(program, layout.rank_of, found.best, found.others, what)
