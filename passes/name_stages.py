@@ -1,13 +1,13 @@
-"""Name stages: after the earliest named boundary that opens them, or else after their first submodule."""
+"""Name stages: after the earliest named boundary that opens them, or else after their greatest submodule."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-from torch import fx
+from torch import fx, nn
 
-from fxpipe.graph.program import Program, before_boundary, is_boundary, is_boundary_value, made_by
+from fxpipe.graph.program import Program, before_boundary, called_in, is_boundary, is_boundary_value, made_by
 
 
 def name_stages(program: Program) -> Program:
@@ -18,11 +18,11 @@ def name_stages(program: Program) -> Program:
         if node.name in program.stage_of:
             stage = program.stage_of[node.name]
             members.setdefault(stage, []).append(node)
-            for path in _paths(node):
+            for path in called_in(node):
                 stages_in.setdefault(path, set()).add(stage)
     opened = _opened(program)
     names = [
-        opened.get(stage) or _first_submodule(members[stage], stages_in) or f"stage{stage}"
+        opened.get(stage) or _greatest_submodule(program, members[stage], stages_in) or f"stage{stage}"
         for stage in range(len(members))
     ]
     return program.replace(stage_names=_numbered(names))
@@ -76,16 +76,22 @@ def _users_elsewhere(program: Program, value: fx.Node) -> set[int]:
     return users - {program.stage_of.get(made_by(value).name, -1)}
 
 
-def _first_submodule(members: list[fx.Node], stages_in: dict[str, set[int]]) -> str | None:
-    """The highest submodule that runs wholly inside this stage, of the first node that has one."""
+def _greatest_submodule(program: Program, members: list[fx.Node], stages_in: dict[str, set[int]]) -> str | None:
+    """Of the highest submodules that run wholly inside this stage the one of most parameters; of equal ones the first.
+
+    A submodule that is called elsewhere does not tell this stage from others.
+    """
+    held: dict[str, dict[int, int]] = {}  # submodule → the numbers of elements of its parameters, by identity
     for node in members:
-        for path in _paths(node):
-            if len(stages_in[path]) == 1:
-                return path
-    return None
+        path = next((path for path in called_in(node) if len(stages_in[path]) == 1), None)
+        if path is not None:
+            held.setdefault(path, {}).update(_parameters(program, node))
+    return max(held, key=lambda path: sum(held[path].values()), default=None)
 
 
-def _paths(node: fx.Node) -> list[str]:
-    """The submodules that a node was called in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return [path for path, _ in stack.values() if path]
+def _parameters(program: Program, node: fx.Node) -> dict[int, int]:
+    """The numbers of elements of the parameters that a node uses itself, by identity."""
+    values = [program.attribute(str(o.target)) for o in map(made_by, node.all_input_nodes) if o.op == "get_attr"]
+    if node.op == "call_module":
+        values += program.attribute(str(node.target)).parameters()
+    return {id(value): value.numel() for value in values if isinstance(value, nn.Parameter)}

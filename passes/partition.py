@@ -14,8 +14,9 @@ It ends: every edge between fully separated pieces strictly shrinks the set of b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import fx
 
@@ -37,6 +38,8 @@ from fxpipe.passes.analysis.effects import is_number, writes_apart, written
 from fxpipe.passes.analysis.inner_gradients import inner_gradients
 from fxpipe.passes.analysis.lone_writes import hosts_of_lone_writes
 from fxpipe.passes.analysis.union import Union
+
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -278,9 +281,9 @@ def _waiting(pieces: Union[fx.Node], edges: list[_FlowEdge], joined: list[_FlowE
     }
 
 
-def components(after: dict[fx.Node, set[fx.Node]]) -> list[list[fx.Node]]:
+def components(after: dict[T, set[T]]) -> list[list[T]]:
     """Strongly connected components: the two walks of Kosaraju and Sharir (1981)."""
-    before: dict[fx.Node, list[fx.Node]] = {node: [] for node in after}
+    before: dict[T, list[T]] = {node: [] for node in after}
     for node, targets in after.items():
         for target in targets:
             before[target].append(node)
@@ -288,15 +291,15 @@ def components(after: dict[fx.Node, set[fx.Node]]) -> list[list[fx.Node]]:
     return _walks(before, reversed(left))
 
 
-def _walks(after: Mapping[fx.Node, Iterable[fx.Node]], starts: Iterable[fx.Node]) -> list[list[fx.Node]]:
+def _walks(after: Mapping[T, Iterable[T]], starts: Iterable[T]) -> list[list[T]]:
     """From each start what no earlier one has reached, depth first, in the order in which the nodes are left."""
-    seen: set[fx.Node] = set()
+    seen: set[T] = set()
     found = []
     for start in starts:
         if start in seen:
             continue
         seen.add(start)
-        walk: list[fx.Node] = []
+        walk: list[T] = []
         path = [(start, iter(after[start]))]
         while path:  # without recursion
             node, targets = path[-1]

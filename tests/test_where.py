@@ -49,6 +49,7 @@ parameters/saving/: parameters/saving
 parameters/unwritten: parameters/materialise
 parameters/weight_files: parameters/weights
 plan/agreement: whole/refusals whole/bugs_values plan/signatures
+plan/balancing: plan/auto plan/previewed
 plan/balance/: plan/balance plan/node_costs plan/auto
 plan/batch: whole/refusals plan/signatures
 plan/captures: plan/signatures
@@ -60,11 +61,14 @@ plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/looks: whole/lengths
 plan/on_fakes: plan/node_costs plan/row_places
+plan/plan: plan/planner
 plan/pattern: plan/signatures
 plan/replay: plan/capture_check
 plan/sizes: whole/lengths plan/signatures
 plan/same_stages: plan/signatures whole/absent
+plan/tables: plan/planner plan/recomputation
 plan/together: whole/refusals
+plan/varying: whole/lengths plan/signatures
 run/actions: run/bind run/executor run/notes
 run/written_parameters: run/recompute
 run/failing: whole/refusals whole/bugs_refusals

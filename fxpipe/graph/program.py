@@ -163,6 +163,12 @@ def is_assertion(node: fx.Node) -> bool:
     return node.target in CHECKS
 
 
+def called_in(node: fx.Node) -> tuple[str, ...]:
+    """The submodules that a node was called in, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(path for path, _ in stack.values() if path)
+
+
 def where(node: fx.Node) -> str:
     """The user's source line of a node, as `` (model.py:12: y = x + 1)``; empty where it is not known."""
     trace = node.stack_trace

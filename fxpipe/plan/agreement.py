@@ -38,7 +38,8 @@ from fxpipe.plan.captures import MOST
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.looks import Looks
 from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
-from fxpipe.plan.planner import Plan, Planner, digest_of
+from fxpipe.plan.plan import Plan, digest_of
+from fxpipe.plan.planner import Planner
 from fxpipe.plan.together import plan_together
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import pairs

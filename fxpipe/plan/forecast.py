@@ -37,7 +37,7 @@ class _Forecast:
         self.planner, self.pattern, self.options, self.topology = planner, pattern, planner.options, planner.topology
         self.plan = planner.plan(pattern, "nothing is run")
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
-        self.work = planner.stage_work(pattern, self.graph.placement)
+        self.work = planner.tables.stage_work(pattern, self.graph.placement)
         self.account = dataclasses.replace(Account.of(self.options, self.topology), states=states)
         self.hardware = Hardware.of(self.options.hardware)
 
@@ -53,7 +53,7 @@ class _Forecast:
             flops=self._of_step(("flops", "backward_flops")) if timed else None,
             utilisation=self._of_step(("ideal",)) / self.topology.world_size / self._seconds if timed else None,
             between_nodes=self._between_nodes if self.work is not None else None,
-            saving=self.planner.saving(self.plan, self.pattern, self.work),
+            saving=self.planner.tables.saving(self.plan, self.pattern, self.work),
             what=self._what(),
         )
 
@@ -62,13 +62,7 @@ class _Forecast:
         if self.work is None:
             return self.schedule.planned()
         again = {stage for stage, _ in self.schedule.dependencies.recomputed}
-        costs = self.work.costs([stage in again for stage in range(len(self.graph))])
-        if self.plan.found is not None and not again:  # the search counts no copied nodes; its bubble is told once
-            times = self.plan.found
-            costs = dataclasses.replace(
-                costs, forward=times.forward, backward=times.backward, weight=times.weight, comm=times.comm
-            )
-        return self.schedule.planned(costs)
+        return self.schedule.planned(self.work.costs([stage in again for stage in range(len(self.graph))]))
 
     # bytes
 

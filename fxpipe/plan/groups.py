@@ -18,9 +18,10 @@ from fxpipe.graph.boundary import Gathered
 from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import BatchDim
+from fxpipe.plan.balancing import example_of
 from fxpipe.plan.batch import Description, cut_description, dimension, row_count
 from fxpipe.plan.capture_check import Sample
-from fxpipe.plan.captures import Captured, Captures, example_of
+from fxpipe.plan.captures import Captured, Captures
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.row_places import Shown, of_rows, row_places
 from fxpipe.plan.same_stages import alike
@@ -62,7 +63,7 @@ def places_of_rows(captures: Captures, used: Sequence[Pattern], pattern: Pattern
     rows = row_count(pattern.shapes[0], batch_dim) if pattern.shapes else None
     if rows is None:
         return {}
-    places = partial(row_places, device=captures.device, autocast=pattern.autocast, compute=captures.compute)
+    places = partial(row_places, device=captures.device, autocast=pattern.autocast, compute=captures.balancing.compute)
     if not one.of_one_shape:
         few = max(rows, 2)  # a dimension of 1 may mean another thing
         return places(*(_shown(one, pattern, of_rows(pattern.shapes[0], batch_dim, n), n) for n in (few, 2 * few)))

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Hashable, Sequence
 
 from fxpipe.plan.batch import Description
-from fxpipe.plan.planner import Plan
+from fxpipe.plan.plan import Plan
 
 
 class Looks:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,99 +25,27 @@ from fxpipe.plan.groups import for_groups, places_of_rows
 from fxpipe.plan.label_count import Items
 from fxpipe.plan.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
-from fxpipe.plan.recomputation import Make, Marked, recomputed, told
+from fxpipe.plan.plan import Plan
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily
+from fxpipe.plan.tables import Tables, tells_bytes
 from fxpipe.progress import progress
-from fxpipe.schedules import Family, Limited, ScheduleName, build
+from fxpipe.schedules import Limited
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.lower import Instruction, lower
+from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.verify import Step, execution_order
+from fxpipe.schedules.verify import execution_order
 from fxpipe.trace import Request
-
-if TYPE_CHECKING:
-    from fxpipe.plan.balance import StageWork
 
 WORTH_IT = 0.01
 """The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A stage graph, its schedule, and each rank's instructions for the values that pass between stages."""
-
-    graph: StageGraph
-    """The stages, as they run the first micro-batch."""
-    graphs: tuple[StageGraph, ...]
-    """The same stages for each micro-batch: where shapes are a part of a capture, each shape has its own code."""
-    schedule: Schedule
-    instructions: tuple[tuple[Instruction, ...], ...]
-    order: tuple[Step, ...]
-    """All ranks' instructions in one order that a single process can run."""
-    program: str
-    """What was compiled, in words: the program and compile's options."""
-    found: Costs | None = None
-    """What the search reckoned with that found its stages, or their ranks."""
-    captures: tuple[Pattern, ...] = ()
-    """The captures that its graphs come from, as ``Captures`` keeps them."""
-
-    @property
-    def description(self) -> str:
-        """What must be equal on all ranks, in words; ``digest`` is its hash."""
-        return "\n".join([self.program, *(" ".join(map(str, row)) for row in self.schedule.rows)])
-
-    @cached_property
-    def group(self) -> int:
-        """Of how many micro-batches a loss is: 1, or as many as a group of the stage that returns it has."""
-        return self.graph.groups(len(self.graphs))[self.graph.output_stage]
-
-    @property
-    def output_rank(self) -> int:
-        """The pipe rank that has the loss."""
-        return self.graph.placement[self.graph.output_stage]
-
-    def __str__(self) -> str:
-        return f"{self.graph}\n{self.schedule}"
-
-    def __repr__(self) -> str:
-        return f"<Plan of {self.graph!r} by {self.schedule!r}>"
-
-    @cached_property
-    def halved(self) -> tuple[frozenset[int], ...]:
-        """For each micro-batch the stages whose backward of it the table has as I and W."""
-        stages: list[set[int]] = [set() for _ in self.graphs]
-        for stage, microbatch in self.schedule.dependencies.halves:
-            stages[microbatch].add(stage)
-        return tuple(map(frozenset, stages))
-
-    @cached_property
-    def row_digests(self) -> tuple[int, ...]:
-        """A number for each row: rows of one number run the same actions in one order."""
-        return tuple(digest_of(map(str, row)) for row in self.schedule.rows)
-
-    @cached_property
-    def pass_digests(self) -> tuple[int, ...]:
-        """The same for the order in which a row's stages begin and end, however many micro-batches there are."""
-        passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
-        return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of ``description``."""
-        return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
 
 
 def _is_same(plan: Plan, made_for: Pattern, captures: Sequence[Pattern], pattern: Pattern) -> bool:
     """Whether a plan made for one pattern, of these captures, is that of another."""
     alike = (made_for.training, made_for.microbatches) == (pattern.training, pattern.microbatches)
     return alike and plan.captures == captures
-
-
-def digest_of(words: Iterable[str]) -> int:
-    """A number for a text, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=7).digest(), "little")
 
 
 class Adopting(Protocol):
@@ -197,6 +124,12 @@ class Planner:
         return next(iter(self.plans.values()))
 
     @property
+    def tables(self) -> Tables:
+        """What chooses the table of the next plan."""
+        first = self.first if self.plans else None
+        return Tables(self.options, self.captures, first, self.again, self.shown, self.by_shapes)
+
+    @property
     def graphs(self) -> list[StageGraph]:
         """The stages of all plans, each once."""
         return list({id(graph): graph for plan in self.plans.values() for graph in plan.graphs}.values())
@@ -229,8 +162,7 @@ class Planner:
             return same
         graphs = self._placed(captured)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
-        costs = None if captured[0].costs is None else self._as_it_runs(captured[0].costs)
-        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", costs)
+        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
         plan = dataclasses.replace(plan, captures=used)
         if self.plans:
             self._check_same_stages(plan)
@@ -309,7 +241,7 @@ class Planner:
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
-        if family.costs is not None and not _tells_bytes(family.costs) and self.by_shapes:
+        if family.costs is not None and not tells_bytes(family.costs) and self.by_shapes:
             family = dataclasses.replace(family, costs=family.costs.or_else(self.by_shapes[0]))
         options = dataclasses.replace(self.options, schedule=family)
         planner = dataclasses.replace(self, options=options, again=self.first.graph.recomputed, plans={})
@@ -367,7 +299,7 @@ class Planner:
     ) -> Plan:
         """The plan that runs the table of these graphs. ``costs``: those of the search, whose table it is then."""
         graph = graphs[0]
-        schedule = self._schedule(graph, pattern, costs)
+        schedule = self.tables.schedule(graph, pattern, costs)
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
             graph = graphs[0]
@@ -375,7 +307,7 @@ class Planner:
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
-        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program, costs)
+        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
@@ -388,120 +320,6 @@ class Planner:
         halve = defer_weights if self.options.stage_compiler is None else compiled_in_halves
         return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, halve)))
 
-    def _schedule(self, graph: StageGraph, pattern: Pattern, costs: Costs | None) -> Schedule:
-        backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
-        groups = graph.groups(microbatches)  # which are to divide them
-        table = self.options.schedule
-        tied = self.first.graph.tied if self.plans else graph.tied  # who holds a copy must hear of its gradient
-        if self.plans and pattern.training:
-            known = self._known_table(graph, microbatches, backward)
-            if known is not None:
-                return known
-        if not isinstance(table, Schedule) or not pattern.training:
-            if isinstance(table, Limited) and table.costs is not None:
-                costs = None  # the user's own count
-            elif self.plans and not isinstance(table, Schedule):
-                costs = self.first.schedule.costs
-            make = partial(self._built, self._family(graph, pattern), graph, microbatches, backward, tied, costs)
-            return make(self._recomputed(graph, pattern, make))
-        if self.options.recompute:
-            raise ScheduleError(
-                "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
-                "name a family"
-            )
-        if table.microbatches != microbatches:
-            raise ScheduleError(
-                f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
-                f"pass microbatches={table.microbatches}"
-            )
-        if table.groups != groups:
-            raise ScheduleError(
-                f"the schedule has actions of {list(table.groups)} micro-batches for the stages {list(graph.names)}, "
-                f"which run for {list(groups)} at once: write F0-3 for a group of four"
-            )
-        schedule = dataclasses.replace(
-            table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied
-        )
-        schedule.verify()
-        return schedule
-
-    def _family(self, graph: StageGraph, pattern: Pattern) -> ScheduleName | Family:
-        """The family that the options name; with bytes told from shapes, where it has a limit of memory and none."""
-        table: ScheduleName | Family | Schedule = self.options.schedule
-        if isinstance(table, Schedule):
-            return "1f1b"
-        if not isinstance(table, Limited) or table.memory is None or _tells_bytes(table.costs):
-            return table
-        shown = pattern if pattern.shapes or not self.shown else self.shown[0]
-        if not self.by_shapes and (work := self.stage_work(shown, graph.placement)) is not None:
-            again = (bool(self.options.recompute),) * len(graph)
-            self.by_shapes.append(self._as_it_runs(work.costs(again)))
-        for known in self.by_shapes:
-            return dataclasses.replace(table, costs=known if table.costs is None else table.costs.or_else(known))
-        return table
-
-    def _as_it_runs(self, costs: Costs) -> Costs:
-        """Without what would have backwards in halves, where these cannot run, or shapes do not tell what W keeps."""
-        whole = self.options.stage_compiler is not None or self.options.parallelize is not None
-        return dataclasses.replace(costs, deferred_bytes=None) if whole else costs
-
-    def _built(
-        self,
-        family: ScheduleName | Family,
-        graph: StageGraph,
-        microbatches: int,
-        backward: tuple[bool, ...],
-        tied: tuple[tuple[int, ...], ...],
-        costs: Costs | None,
-        recompute: Marked,
-    ) -> Schedule:
-        return build(
-            family,
-            graph.stage_edges,
-            microbatches,
-            graph.placement,
-            backward=backward,
-            names=graph.names,
-            tied=tied,
-            costs=costs,
-            gather=graph.gathers or None,
-            recompute=recompute,
-        )
-
-    def _recomputed(self, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
-        """The stages whose forward runs again: as in the first plan, for others of its kind."""
-        if not pattern.training:
-            return (False,) * len(graph)
-        known = self.first.graph.recomputed if self.plans else self.again
-        if known is not None:
-            return tuple(stage.has_backward and stage.name in known for stage in graph)
-        options = self.options
-        work = partial(self.stage_work, pattern, graph.placement)
-        return recomputed(graph, options.recompute, make, work, options.memory_per_rank)
-
-    def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
-        """What the stages take, told from shapes; None where these, or the costs, are not known."""
-        return None if self.captures is None else self.captures.stage_work(pattern, placement)
-
-    def saving(self, plan: Plan, pattern: Pattern, work: StageWork | None) -> str:
-        """What recomputation saves, in words, where it was asked for."""
-        if self.options.recompute is False:
-            return ""
-        graph, table = plan.graph, plan.schedule
-        family, none = self._family(graph, pattern), (False,) * len(graph)
-        without = self._built(family, graph, table.microbatches, table.backward, table.tied, table.costs, none)
-        return told(graph, without, table, work)
-
-    def _known_table(self, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
-        """The first plan's table, where it will do: replicas whose batches differ then reduce in one order."""
-        first = self.first
-        fits = (
-            set(graph.stage_edges) <= set(first.graph.stage_edges)
-            and (microbatches, backward) == (first.schedule.microbatches, first.schedule.backward)
-            and graph.placement == first.schedule.placement
-        )
-        return dataclasses.replace(first.schedule, edges=graph.stage_edges) if fits else None
-
     def _check_same_stages(self, plan: Plan) -> None:
         """A later capture must leave every stage and every tensor where it is."""
         for before, after in zip(self.first.graph, plan.graph, strict=True):
@@ -511,11 +329,6 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
-
-
-def _tells_bytes(costs: Costs | None) -> bool:
-    """Whether they tell some of the bytes: others would not be in their unit."""
-    return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
 
 
 def _with_halves(graph: StageGraph, split: Collection[int], halve: Callable[[Stage], Stage]) -> StageGraph:

@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import Tabular
-from fxpipe.plan.planner import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fxpipe.errors import PartitionError, ScheduleError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Recompute
-from fxpipe.schedules.action import Op
+from fxpipe.schedules.families.recompute import worthwhile
 from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.schedule import Schedule, Timeline
 
@@ -39,19 +39,7 @@ def recomputed(
                     f"recompute names stage {name!r}, which does not exist{nearest(name, graph.names)}"
                 )
         return tuple(stage.has_backward and stage.name in wanted for stage in graph)
-    return _worthwhile(make((False,) * len(has_backward))) if wanted else (False,) * len(has_backward)
-
-
-def _worthwhile(schedule: Schedule) -> Marked:
-    """The stages whose backward does not always follow its forward at once: between the two nothing else would be
-    held in their place."""
-    found = [False] * len(schedule.placement)
-    for row in schedule.rows:
-        for action, following in zip(row, [*row[1:], None], strict=True):
-            if action.op is Op.F and schedule.backward[action.stage]:
-                follows = following is not None and following._replace(op=Op.F) == action
-                found[action.stage] |= not follows
-    return tuple(found)
+    return worthwhile(make((False,) * len(has_backward))) if wanted else (False,) * len(has_backward)
 
 
 def _fewest(graph: StageGraph, make: Make, work: StageWork | None, memory: float) -> Marked:

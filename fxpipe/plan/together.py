@@ -9,7 +9,8 @@ from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.options import Options
 from fxpipe.plan.example import with_first_plan
-from fxpipe.plan.planner import Plan, Planner
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.planner import Planner
 
 _EVERYONE = ("pipe", "data")
 

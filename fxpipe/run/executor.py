@@ -21,7 +21,7 @@ from fxpipe.graph.modes import Autocast
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.kinds import shown
-from fxpipe.plan.planner import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.finite import Extremes
 from fxpipe.run.group_inputs import GroupInputs, Joined

@@ -17,7 +17,7 @@ from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.like import ITEMS
 from fxpipe.options import BatchDim
 from fxpipe.plan.batch import dimension
-from fxpipe.plan.planner import digest_of
+from fxpipe.plan.plan import digest_of
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"

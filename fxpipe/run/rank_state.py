@@ -17,7 +17,8 @@ from fxpipe.parameters.initialise import InitFn
 from fxpipe.parameters.materialise import check_no_meta, materialise
 from fxpipe.parameters.ownership import Ownership, RankModule, release
 from fxpipe.parameters.weights import Weights
-from fxpipe.plan.planner import Plan, Planner
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.planner import Planner
 from fxpipe.precision import cast_parameters
 from fxpipe.run.group_inputs import SCOPE
 from fxpipe.schedules.lower import pairs

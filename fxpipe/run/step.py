@@ -23,7 +23,8 @@ from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
-from fxpipe.plan.planner import Plan, Planner
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.planner import Planner
 from fxpipe.plan.sizes import with_sizes
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.bind import Bound, bind
@@ -117,7 +118,7 @@ class Steps:
             bound = self._bound_for(agreed, tuple(runs))
             passed("preparing")
             self._news.listen(known, agreed.plan.output_rank)
-            made = self._play(bound, step)
+            made = self._play(agreed, bound, step)
             passed("messages")
             self._gradients.flush()
             passed("reduction")
@@ -159,7 +160,7 @@ class Steps:
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
-                    made = self._play(self._bound_for(agreed, tuple(self._runs(agreed, shares))), step)
+                    made = self._play(agreed, self._bound_for(agreed, tuple(self._runs(agreed, shares))), step)
                 return self._output(agreed, made, shares, everywhere)
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
@@ -245,7 +246,7 @@ class Steps:
             proves,
         )
 
-    def _play(self, bound: Bound, step: StepInput) -> list[Made]:
+    def _play(self, agreed: Agreed, bound: Bound, step: StepInput) -> list[Made]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
         self._exchange.begin(agreed.kind, _numbers(agreed, step.shares), bound.receives)
         made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)

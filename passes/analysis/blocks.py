@@ -23,9 +23,11 @@ class Blocks:
     nodes: tuple[tuple[str, ...], ...]
     """The names of each block's nodes, in program order."""
     values: tuple[tuple[str, int, tuple[int, ...]], ...]
-    """(node, its block, the other blocks that use its value)."""
+    """(node, its block, the other blocks that use its value); none, where only the model's result has it."""
     result: tuple[int, ...]
     """The blocks that make a part of the model's result."""
+    returned: frozenset[str]
+    """The nodes whose values these are."""
 
 
 def blocks(program: Program) -> Blocks:
@@ -47,15 +49,16 @@ def blocks(program: Program) -> Blocks:
             number[root] = len(members)
             members.append([])
         members[number[root]].append(node.name)
-    uses: dict[fx.Node, dict[int, None]] = {}
+    made = [node for node in map(made_by, _returned(program)) if node in units]
+    uses: dict[fx.Node, dict[int, None]] = {node: {} for node in made}
     for edge in flow.edges:
         if not flow.in_one_unit(edge):
             uses.setdefault(edge.source, {})[number[units.find(edge.target)]] = None
-    made = map(made_by, _returned(program))
     return Blocks(
         tuple(map(tuple, members)),
         tuple((node.name, number[units.find(node)], tuple(targets)) for node, targets in uses.items()),
-        tuple(sorted({number[units.find(node)] for node in made if node in units})),
+        tuple(sorted({number[units.find(node)] for node in made})),
+        frozenset(node.name for node in made),
     )
 
 

@@ -15,17 +15,18 @@ import fxpipe
 from fxpipe import passes
 from fxpipe.errors import PartitionError
 from fxpipe.graph.like import TensorLike
-from fxpipe.graph.program import Program, is_boundary, is_compute
+from fxpipe.graph.program import Program, called_in, is_boundary, is_compute
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
 from fxpipe.plan.balance import Balanced, NodeCosts, balance, coarsen, costs_from_shapes, place_stages
 from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
+from fxpipe.plan.balance.borders import whole_modules
 from fxpipe.plan.balance.candidates import numbered
 from fxpipe.plan.balance.coarsen import coarsened
 from fxpipe.plan.balance.node_costs import HeldParameter
-from fxpipe.plan.balance.orders import orders, towers
+from fxpipe.plan.balance.orders import orders, topological, towers
 from fxpipe.plan.balance.search import search
 from fxpipe.plan.balance.segments import Line, Room, cut, least_bound, least_greatest, lightest
 from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
@@ -473,6 +474,72 @@ def test_a_stage_is_reckoned_with_its_own_copies() -> None:
     assert [sum(node.startswith("matmul") for node in block.nodes) for block in work.blocks] == [2, 2]
 
 
+# --- borders of modules, and names ---
+
+
+def names_of(found: Balanced) -> tuple[str, ...]:
+    return chain((passes.name_stages,), found.program, callbacks=()).stage_names
+
+
+def layers_of(found: Balanced, layer: str) -> list[set[int]]:
+    """The stages that the nodes of each layer are in."""
+    stages: dict[str, set[int]] = {}
+    for node in found.program.graph.nodes:
+        for path in called_in(node):
+            if path.rpartition(".")[0] == layer and node.name in found.program.stage_of:
+                stages.setdefault(path, set()).add(found.program.stage_of[node.name])
+    return list(stages.values())
+
+
+def test_layers_stay_whole_where_cutting_them_gains_little() -> None:
+    """Of 16 equal layers and a little beside them, four ranks have four each: a cut elsewhere gains less than 1 %."""
+    found = balanced(Chain(16), 4)
+    assert [len(stages) for stages in layers_of(found, "layers")] == [1] * 16
+    assert "between modules" in found.outcome.layout.origin
+
+
+def test_layers_are_cut_where_that_gains_more_than_three_percent() -> None:
+    """Three layers for two ranks: 2 to 1 whole, 1.5 to 1.5 cut, a quarter less."""
+    found = balanced(Chain(3), 2)
+    assert max(len(stages) for stages in layers_of(found, "layers")) > 1
+
+
+def test_a_module_that_is_called_twice_with_others_between_is_not_left_whole() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again, self.parts = Layer(), nn.ModuleList(Layer() for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.again(x)
+            for part in self.parts:
+                x = part(x)
+            return self.again(x).square().mean()
+
+    program = program_of(Twice())
+    work = work_of_program(program, costs_of_program(program))
+    pieces = whole_modules(program, work, work.seconds / 4)
+    made = work.merged(pieces)
+    assert len(topological(made)) == len(made) == len(set(pieces)) < len(work)
+
+
+def test_a_stage_is_called_by_the_greatest_module_that_it_alone_runs() -> None:
+    class Headed(nn.Module):
+        """A small norm opens what is mostly a wide layer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.wide = nn.LayerNorm(8), nn.Linear(8, 64)
+            self.small, self.head = nn.Linear(64, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = fxpipe.stage_boundary(self.wide(self.norm(x)))
+            return self.head(self.small(h)).mean()  # type: ignore[no-any-return]
+
+    _, graph = given_stages(Headed(), 2)
+    assert graph.names == ("wide", "small")
+
+
 # --- blocks ---
 
 
@@ -786,3 +853,15 @@ def test_the_finest_work_has_the_time_of_all_nodes() -> None:
     work = work_of_program(program, costs)
     names = [node.name for node in program.graph.nodes if is_compute(node) and node.name not in program.copied]
     assert work.seconds == pytest.approx(sum(costs[name].forward + costs[name].backward for name in names))
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_backwards_in_halves_are_simulated_where_stages_can_run_them(
+    halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy has I and W where it may hold few bytes, and knows what W keeps."""
+    monkeypatch.setattr("fxpipe.plan.balance.search.MORE_ACTIONS", 2000)
+    program = program_of(Chain(6))
+    costs = costs_from_shapes(program, {"x": like(4, 8)}, hardware=FLOPS, halves=halves)
+    found = balance(program, 3, 8, costs, with_costs("greedy", memory=5000.0)).outcome.schedule
+    assert bool(found.dependencies.halves) is halves

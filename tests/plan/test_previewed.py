@@ -177,11 +177,40 @@ class Masked(Layers):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("model", [Layers, Masked])
+class ManyResults(Layers):
+    """The loss is put together with what an early stage makes."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        kept = x = self.layers[0](x)
+        for layer in list(self.layers)[1:]:
+            x = layer(x)
+        return {"loss": x.square().mean(), "kept": kept}
+
+
+class Scaled(Masked):
+    """Each stage has its own copy of what depends on parameters alone, and takes time for its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale @ self.scale @ self.scale
+        for layer in self.layers:
+            x = layer(x) @ scale
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"schedule": "greedy"}], ids=str)
+@pytest.mark.parametrize("model", [Layers, Masked, ManyResults, Scaled])
 def test_the_bubble_of_the_search_is_that_of_the_table(
-    model: type[nn.Module], capfd: pytest.CaptureFixture[str]
+    model: type[nn.Module],
+    options: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = preview(model=model(), boundaries="auto")
+    monkeypatch.setattr("fxpipe.plan.balance.search.MORE_ACTIONS", 2000)
+    told = preview(model=model(), boundaries="auto", **options)
     assert f"bubble {told.bubble:.1%}" in str(told)
     (chosen,) = re.findall(r"^chosen .*?([\d.]+%)", capfd.readouterr().err, re.MULTILINE)
     assert chosen == f"{told.bubble:.1%}"

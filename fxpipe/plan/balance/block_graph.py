@@ -5,17 +5,15 @@ A block is the smallest piece that may be placed: a few nodes of a program, or a
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torch import fx
-
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import blocks
-from fxpipe.passes.gather import readers_of
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
 from fxpipe.plan.memory import Account
 
@@ -33,6 +31,8 @@ class Block:
     trains: bool
     deferred: frozenset[int] = frozenset()
     """What it keeps between I and W."""
+    copies: frozenset[str] = frozenset()
+    """The copied nodes that it needs, which are not in it: each stage has its own, once."""
 
     @property
     def seconds(self) -> float:
@@ -47,6 +47,8 @@ class BlockValue:
     targets: tuple[int, ...]
     size: int
     """Its bytes."""
+    returned: bool = False
+    """Whether the model's result has it, too, which is put together in the last stage that makes some of it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class BlockGraph:
     hardware: Hardware = REFERENCE
     account: Account = field(default_factory=Account)
     """How parameters are counted."""
+    copied: Mapping[str, NodeCost] = field(default_factory=dict)
+    """What copied nodes take, by name."""
+    halves: bool = True
+    """Whether its costs tell what W keeps."""
     gather: Mapping[int, int | None] = field(default_factory=dict)
     """Blocks that run for several micro-batches at once → for how many, None for all; each is a stage then."""
 
@@ -86,7 +92,7 @@ class BlockGraph:
     @cached_property
     def shared(self) -> frozenset[int]:
         """The parameters that several blocks use."""
-        count = Counter(key for block in self.blocks for key in block.parameters)
+        count = Counter(key for block in self.blocks for key in self.as_one([block]).parameters)
         return frozenset(key for key, users in count.items() if users > 1)
 
     @cached_property
@@ -101,6 +107,11 @@ class BlockGraph:
     def saved_bytes(self, saved: Iterable[int]) -> int:
         return sum(map(self.memory.__getitem__, saved))
 
+    def as_one(self, blocks: Sequence[Block]) -> Block:
+        """What a stage of these blocks takes, with its own copies of copied nodes."""
+        copies = frozenset[str]().union(*(block.copies for block in blocks))
+        return _of((), [*blocks, *(self.copied[name] for name in sorted(copies))]) if copies else _together(blocks)
+
     def merged(self, group_of: Sequence[int]) -> BlockGraph:
         """The same work with blocks put together: ``group_of`` says which new block each becomes a part of."""
         groups: list[list[int]] = [[] for _ in range(1 + max(group_of))]
@@ -110,25 +121,31 @@ class BlockGraph:
         for value in self.values:
             source = group_of[value.source]
             targets = tuple(sorted({group_of[target] for target in value.targets} - {source}))
-            if targets:
-                values.append(BlockValue(source, targets, value.size))
+            if targets or value.returned:
+                values.append(BlockValue(source, targets, value.size, value.returned))
         merged = tuple(_together([self.blocks[number] for number in group]) for group in groups)
         result = tuple(sorted({group_of[block] for block in self.result}))
-        return BlockGraph(merged, tuple(values), result, self.memory, self.held, self.hardware, self.account)
+        return dataclasses.replace(self, blocks=merged, values=tuple(values), result=result)
 
 
 def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
     """The finest work: what a cut may separate. The program has no boundaries."""
     cut = blocks(program)
-    values = tuple(BlockValue(source, targets, costs[name].bytes_out) for name, source, targets in cut.values)
-    made = tuple(_block(names, costs) for names in cut.nodes)
-    return BlockGraph(made, values, cut.result, costs.memory, costs.parameters, costs.hardware, costs.account)
+    values = tuple(
+        BlockValue(source, targets, costs[name].bytes_out, name in cut.returned) for name, source, targets in cut.values
+    )
+    copies = _copies(program)
+    made = [
+        dataclasses.replace(_block(names, costs), copies=frozenset[str]().union(*map(copies.__getitem__, names)))
+        for names in cut.nodes
+    ]
+    return _graph(made, values, cut.result, costs, {name: costs[name] for name in program.copied})
 
 
 def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     """A block for each stage of a program that is cut, by number, with its own copies of copied nodes."""
-    position = {node: place for place, node in enumerate(program.graph.nodes)}
-    members = [_members(program, readers, position) for _, readers in sorted(readers_of(program).items())]
+    stages = 1 + max(program.stage_of.values())
+    members = _members(program, stages)
     uses: dict[str, dict[int, None]] = {}
     result = program.graph.output_node()
     for node in program.graph.nodes:
@@ -140,30 +157,48 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     values = tuple(
         BlockValue(program.stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()
     )
-    made = tuple(_block(names, costs) for names in members)
-    ends = (program.output_stage or 0,)
-    return BlockGraph(made, values, ends, costs.memory, costs.parameters, costs.hardware, costs.account)
+    made = [_block(names, costs) for names in members]
+    return _graph(made, values, (program.output_stage or 0,), costs, {})
 
 
-def _members(program: Program, readers: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> tuple[str, ...]:
-    """The nodes that a stage computes, copied ones included, in program order. ``readers``: as ``readers_of``'s."""
-    found = {node for node in readers if node.op != "output"}
-    waiting = list(found)
-    while waiting:
-        for operand in map(made_by, waiting.pop().all_input_nodes):
-            if operand.name in program.copied and operand not in found:
-                found.add(operand)
-                waiting.append(operand)
-    return tuple(node.name for node in sorted(found, key=position.__getitem__) if is_compute(node))
+def _graph(
+    blocks: Sequence[Block],
+    values: tuple[BlockValue, ...],
+    result: tuple[int, ...],
+    costs: NodeCosts,
+    copied: Mapping[str, NodeCost],
+) -> BlockGraph:
+    held, hardware, account, halves = costs.parameters, costs.hardware, costs.account, costs.halves
+    return BlockGraph(tuple(blocks), values, result, costs.memory, held, hardware, account, copied, halves)
 
 
-def _block(names: tuple[str, ...], costs: NodeCosts) -> Block:
-    return _of(names, [costs[name] for name in names])
+def _members(program: Program, stages: int) -> list[list[str]]:
+    """The nodes that each stage computes, its own copies of copied ones included, in program order."""
+    copies = _copies(program)
+    found: list[set[str]] = [set() for _ in range(stages)]
+    for name, stage in program.stage_of.items():
+        found[stage] |= {name, *copies[name]}
+    computed = {node.name: place for place, node in enumerate(program.graph.nodes) if is_compute(node)}
+    return [sorted(names & computed.keys(), key=computed.__getitem__) for names in found]
+
+
+def _copies(program: Program) -> dict[str, frozenset[str]]:
+    """Node → the copied nodes that it is computed from."""
+    found: dict[str, frozenset[str]] = {}
+    for node in program.graph.nodes:
+        used = {made_by(operand).name for operand in node.all_input_nodes} & program.copied
+        found[node.name] = frozenset(used).union(*map(found.__getitem__, used))
+    return found
+
+
+def _block(names: Sequence[str], costs: NodeCosts) -> Block:
+    return _of(tuple(names), [costs[name] for name in names])
 
 
 def _together(parts: Sequence[Block]) -> Block:
     """Several blocks as one."""
-    return _of(tuple(name for part in parts for name in part.nodes), parts)
+    copies = frozenset[str]().union(*(part.copies for part in parts))
+    return dataclasses.replace(_of(tuple(name for part in parts for name in part.nodes), parts), copies=copies)
 
 
 def _of(names: tuple[str, ...], parts: Sequence[NodeCost | Block]) -> Block:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.program import Program
-from fxpipe.plan.balance.block_graph import work_of_program, work_of_stages
+from fxpipe.options import Recompute
+from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
+from fxpipe.plan.balance.borders import whole_modules
 from fxpipe.plan.balance.coarsen import coarsened
 from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.plan.balance.search import Found, search
-from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, StageLayout, without_gaps
+from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
+
+GAIN = 0.03
+"""The part of a step that a cut inside of modules must gain to be taken."""
 
 
 @dataclass(frozen=True)
@@ -74,27 +79,45 @@ def balance(
     costs: NodeCosts,
     schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
-    recompute: bool = False,
+    recompute: Recompute = False,
 ) -> Balanced:
     """The program cut into stages for so many ranks, and placed, for the least makespan by simulation.
 
-    ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. ``recompute``:
-    whether stages may be recomputed to fit. PartitionError where the program has fewer pieces than there are ranks, or
-    none of the layouts fits the memory.
+    ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. ``recompute``: as
+    ``compile`` has it; "auto", or names, which stages have none yet: all are, if nothing fits without. PartitionError
+    where the program has fewer pieces than there are ranks, or none of the layouts fits the memory.
     """
     fine = work_of_program(program, costs)
     if len(fine) < ranks:
         raise PartitionError(
             f"{ranks} pipe ranks, but the program has {len(fine)} pieces that a cut may separate; use fewer ranks"
         )
-    piece_of = coarsened(fine, ranks)
-    work = fine.merged(piece_of)
-    again = (recompute,) * len(work)
-    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=False, again=again)
-    stage_of = [found.best.layout.stage_of[piece] for piece in piece_of]
-    layout = without_gaps(stage_of, found.best.layout.rank_of, found.best.layout.origin)
+    family, found, refused = with_costs(schedule), None, None
+    for piece_of, how in _pieces(program, fine, ranks):
+        work = fine.merged(piece_of)
+        again = Rerun.of(recompute, [""] * len(work))
+        try:
+            one = search(work, ranks, microbatches, family, memory_per_rank, keep=False, again=again)
+        except (PartitionError, ScheduleError) as error:
+            refused = error
+            continue
+        found = one.of_blocks(piece_of, how).unless(found, GAIN)
+    if found is None:
+        raise refused or AssertionError
+    layout = found.best.layout
     stages = {name: layout.stage_of[number] for number, block in enumerate(fine.blocks) for name in block.nodes}
     return _balanced(program.replace(stage_of=stages), layout, found, costs)
+
+
+def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    """What cuts may separate, block → piece, with words for it: modules that take no more than a rank's part, then
+    what they are made of."""
+    modules = whole_modules(program, fine, fine.seconds / ranks)
+    again = coarsened(fine.merged(modules), ranks)
+    pieces = tuple(again[module] for module in modules)
+    if ranks <= len(set(pieces)) < len(fine):
+        yield pieces, ", between modules"
+    yield coarsened(fine, ranks), ""
 
 
 @paused()
@@ -105,22 +128,24 @@ def place_stages(
     costs: NodeCosts,
     schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
-    recompute: Collection[str] = (),
+    recompute: Recompute = False,
 ) -> Balanced:
     """The ranks of a program's given stages, of which there are at least as many, for the least makespan.
 
-    ``program``: after ``partition``. ``recompute``: the stages that may be recomputed to fit. PartitionError where
-    there are fewer stages than ranks, or no placement fits.
+    ``program``: after ``partition``. ``recompute``: as ``compile`` has it; "auto": all are, if nothing fits without.
+    PartitionError where there are fewer stages than ranks, or no placement fits.
     """
     work = work_of_stages(program, costs)
     if len(work) < ranks:
         raise PartitionError(f"{ranks} pipe ranks, but the model has {len(work)} stages; use fewer ranks")
     work = dataclasses.replace(work, gather={stage: one.group for stage, one in program.gathered.items()})
-    again = tuple(name in recompute for name in program.stage_names)
+    again = Rerun.of(recompute, program.stage_names)
     found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=True, again=again)
     return _balanced(program, found.best.layout, found, costs)
 
 
 def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCosts) -> Balanced:
     what = f"costs from shapes; {costs.account}"
+    if any(other.seconds < found.best.seconds for other in found.others):
+        what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
     return Balanced(program, layout.rank_of, found.best, found.others, what)

@@ -87,6 +87,8 @@ class NodeCosts:
     hardware: Hardware = REFERENCE
     account: Account = field(default_factory=Account)
     """How parameters are counted."""
+    halves: bool = True
+    """Whether they tell what W keeps: not of stages whose backward runs whole, or is cut by their compiler."""
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
@@ -109,12 +111,13 @@ def costs_from_shapes(
     hardware: Hardware = REFERENCE,
     compute: torch.dtype | None = None,
     account: Account = Account(),  # noqa: B008  (so is this)
+    halves: bool = True,
 ) -> NodeCosts:
     """The costs of each node for a micro-batch like ``example``: input → value, a ``TensorLike`` for each tensor in it.
 
     ``autocast``: what is on around the call. ``compute``: the type of floating-point parameters and inputs when it
-    runs, where that is another. Boundaries cost nothing. A node that looks at numbers, which fake tensors
-    have not, is taken for a product of its parameters with each row of what it makes.
+    runs, where that is another. ``halves``: as ``NodeCosts`` has it. Boundaries cost nothing. A node that looks at
+    numbers, which fake tensors have not, is taken for a product of its parameters with each row of what it makes.
     """
     missing = [name for name in program.inputs if name not in example]
     if missing:
@@ -124,7 +127,7 @@ def costs_from_shapes(
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
         run.defer(deferred_calls(program))
-        return dataclasses.replace(run.costs(), account=account)
+        return dataclasses.replace(run.costs(), account=account, halves=halves)
 
 
 class _CostingRun:

@@ -15,7 +15,7 @@ from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.candidates import Recipe, Rules, layout_of, recipes
 from fxpipe.plan.balance.segments import Room
-from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, StageLayout
+from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout, without_gaps
 from fxpipe.schedules import Limited
 
 ACTIONS = 150_000
@@ -38,6 +38,20 @@ class Found:
     best: LayoutOutcome
     others: tuple[LayoutOutcome, ...]
 
+    def of_blocks(self, piece_of: Sequence[int], how: str) -> Found:
+        """The same for what the pieces were put together from. ``how``: words for the way in which they were."""
+        best, *others = (_of_blocks(one, piece_of, how) for one in (self.best, *self.others))
+        return Found(best, tuple(others))
+
+    def unless(self, other: Found | None, gain: float) -> Found:
+        """This, unless it is not faster than the other by so great a part; with the best that was found else."""
+        if other is None:
+            return self
+        taken, left = (self, other) if self.best.seconds < other.best.seconds * (1 - gain) else (other, self)
+        others = sorted((left.best, *taken.others, *left.others), key=_merit)
+        different = {one.layout: one for one in others if one.layout != taken.best.layout}
+        return Found(taken.best, tuple(different.values()))
+
 
 def search(
     work: BlockGraph,
@@ -46,21 +60,21 @@ def search(
     family: Limited,
     memory: float | None,
     keep: bool,
-    again: Sequence[bool] = (),
+    again: Rerun | None = None,
 ) -> Found:
-    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open. ``again``: whether
-    each block is recomputed, where no layout fits the memory without.
+    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open.
 
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
     table for any.
     """
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
-    judge = Judge(work, family, few, memory)
+    at_need = again is not None and again.at_need
+    judge = Judge(work, family, few, memory, None if at_need else again)
     room = Room(memory, few) if memory is not None else None
     rules = Rules(ranks, keep, room)
     made = {layout_of(work, recipe, keep): recipe for recipe in _tried(work, rules)}
     outcomes = _simulated(judge, made)
-    if not outcomes and any(again):
+    if not outcomes and at_need:
         judge = Judge(work, family, few, memory, again)
         outcomes = _simulated(judge, made)
     if not outcomes:
@@ -235,6 +249,12 @@ def _by_origin(ranked: Iterable[LayoutOutcome]) -> list[LayoutOutcome]:
             found[outcome.layout.origin] = outcome
             seen.add(outcome.layout)
     return list(found.values())
+
+
+def _of_blocks(outcome: LayoutOutcome, piece_of: Sequence[int], how: str) -> LayoutOutcome:
+    layout = outcome.layout
+    stage_of = [layout.stage_of[piece] for piece in piece_of]
+    return dataclasses.replace(outcome, layout=without_gaps(stage_of, layout.rank_of, layout.origin + how))
 
 
 def _finally(judge: Judge, ranked: list[LayoutOutcome], microbatches: int) -> Found:

@@ -59,7 +59,8 @@ class Line:
         place = {block: position for position, block in enumerate(self.order)}
         change = [0.0] * (len(self.order) + 2)
         for value in self.work.values:
-            start, end = place[value.source], max(place[target] for target in value.targets)
+            users = (*value.targets, *(self.work.result if value.returned else ()))
+            start, end = place[value.source], max(place[user] for user in users)
             change[start + 1] += value.size
             change[end + 1] -= value.size
         return _sums(change)[1:-1]

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpipe.errors import ScheduleError
-from fxpipe.plan.balance.block_graph import BlockGraph
+from fxpipe.options import Recompute
+from fxpipe.plan.balance.block_graph import Block, BlockGraph
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.recompute import solved
+from fxpipe.schedules.families.recompute import solved, worthwhile
 from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.lower_bound import lower_bound
 from fxpipe.schedules.schedule import Schedule
@@ -54,39 +55,47 @@ class LayoutOutcome:
         return 1 - busy / (self.makespan * len(self.schedule.rows)) if self.makespan else 0.0
 
 
-class Staged:
-    """A layout with what each of its stages takes. ``again``: whether each block is in a stage that is recomputed, if
-    all of that stage's are; None: none is."""
+@dataclass(frozen=True)
+class Rerun:
+    """The blocks that run their forward again: a stage does, whose blocks all do."""
 
-    def __init__(
-        self, work: BlockGraph, layout: StageLayout, microbatches: int, again: Sequence[bool] | None = None
-    ) -> None:
+    blocks: tuple[bool, ...]
+    at_need: bool = False
+    """Only where no layout fits the memory without."""
+    worthwhile: bool = False
+    """Not the stages of which that saves nothing."""
+
+    @staticmethod
+    def of(wanted: Recompute, names: Sequence[str]) -> Rerun | None:
+        """What the option asks for; ``names``: the stage of each block, "" where it has none yet, so that those that
+        are named are recomputed at need."""
+        if isinstance(wanted, tuple) and "" not in names:
+            return Rerun(tuple(name in wanted for name in names))
+        return Rerun((True,) * len(names), wanted is not True, wanted is True) if wanted else None
+
+
+class Staged:
+    """A layout with what each of its stages takes."""
+
+    def __init__(self, work: BlockGraph, layout: StageLayout, microbatches: int, again: Rerun | None = None) -> None:
         self.work, self.layout, self.microbatches = work, layout, microbatches
-        kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again[block]}
+        kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again.blocks[block]}
         self.recomputed = tuple(stage not in kept for stage in range(layout.stages))
-        count = layout.stages
-        self.forward, self.backward_seconds, self.weight = [0.0] * count, [0.0] * count, [0.0] * count
-        self.saved: list[set[int]] = [set() for _ in range(count)]
-        self.deferred: list[set[int]] = [set() for _ in range(count)]
-        self.parameters: list[set[int]] = [set() for _ in range(count)]
-        self.trains = [False] * count
+        members: list[list[Block]] = [[] for _ in range(layout.stages)]
         for block, stage in zip(work.blocks, layout.stage_of, strict=True):
-            self.forward[stage] += block.forward
-            self.backward_seconds[stage] += block.backward
-            self.weight[stage] += block.weight
-            self.saved[stage] |= block.saved
-            self.deferred[stage] |= block.deferred
-            self.parameters[stage] |= block.parameters
-            self.trains[stage] |= block.trains
+            members[stage].append(block)
+        self.stages = tuple(map(work.as_one, members))
 
     @cached_property
     def messages(self) -> Mapping[tuple[int, int], int]:
         """(from, to) → bytes of a micro-batch, for stages between which values pass."""
         found: dict[tuple[int, int], int] = {}
         stage_of = self.layout.stage_of
+        last = max((stage_of[block] for block in self.work.result), default=0)
         for value in self.work.values:
             source = stage_of[value.source]
-            for target in {stage_of[target] for target in value.targets} - {source}:
+            users = {stage_of[target] for target in value.targets} | ({last} if value.returned else set())
+            for target in users - {source}:
                 found[source, target] = found.get((source, target), 0) + value.size
         return found
 
@@ -97,7 +106,7 @@ class Staged:
     @cached_property
     def backward(self) -> tuple[bool, ...]:
         """Whether each stage has a backward: it, or one before it, has something to train."""
-        found = list(self.trains)
+        found = [stage.trains for stage in self.stages]
         for source, target in sorted(self.edges, key=lambda edge: edge[1]):
             found[target] = found[target] or found[source]
         return tuple(found)
@@ -119,13 +128,13 @@ class Staged:
         hops = [hop(size) for (a, b), size in self.messages.items() if rank_of[a] != rank_of[b]]
         return Costs.of(
             self.layout.stages,
-            self._at_once(self.forward),
-            self._at_once(self.backward_seconds),
-            self._at_once([min(pair) for pair in zip(self.weight, self.backward_seconds, strict=True)]),
+            self._at_once([stage.forward for stage in self.stages]),
+            self._at_once([stage.backward for stage in self.stages]),
+            self._at_once([min(stage.weight, stage.backward) for stage in self.stages]),
             max(hops, default=0.0),
-            [float(self.work.saved_bytes(keys)) for keys in self.saved],
+            [float(self.work.saved_bytes(stage.saved)) for stage in self.stages],
             self.input_bytes,
-            [float(self.work.saved_bytes(keys)) for keys in self.deferred],
+            [float(self.work.saved_bytes(stage.deferred)) for stage in self.stages] if self.work.halves else None,
         )
 
     @cached_property
@@ -150,8 +159,8 @@ class Staged:
     def tied_seconds(self) -> float:
         """What the sums of the gradients of parameters take that live on several ranks."""
         owners: dict[int, set[int]] = {}
-        for parameters, rank in zip(self.parameters, self.layout.rank_of, strict=True):
-            for key in parameters & self.work.shared:
+        for stage, rank in zip(self.stages, self.layout.rank_of, strict=True):
+            for key in stage.parameters & self.work.shared:
                 owners.setdefault(key, set()).add(rank)
         shared = [(self.work.held[key], len(ranks)) for key, ranks in owners.items() if len(ranks) > 1]
         return sum(
@@ -162,8 +171,8 @@ class Staged:
     def static_bytes(self) -> tuple[float, ...]:
         """Per rank, what its parameters take; a parameter of several of its stages once."""
         found: list[set[int]] = [set() for _ in range(1 + max(self.layout.rank_of))]
-        for parameters, rank in zip(self.parameters, self.layout.rank_of, strict=True):
-            found[rank] |= parameters
+        for stage, rank in zip(self.stages, self.layout.rank_of, strict=True):
+            found[rank] |= stage.parameters
         return tuple(self.work.static_bytes(keys) for keys in found)
 
     @cached_property
@@ -194,8 +203,7 @@ class Staged:
 class Judge:
     """Simulates layouts with the family that is going to run; remembers what it has seen.
 
-    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to. ``again``: as
-    ``Staged`` has it.
+    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to.
     """
 
     def __init__(
@@ -204,7 +212,7 @@ class Judge:
         family: Limited,
         microbatches: int,
         memory: float | None,
-        again: Sequence[bool] | None = None,
+        again: Rerun | None = None,
     ) -> None:
         self.work, self.family, self.microbatches, self.memory = work, family, microbatches, memory
         self.again = again
@@ -239,18 +247,10 @@ class Judge:
         costs = staged.costs if splits else dataclasses.replace(staged.costs, deferred_bytes=None)
         family = dataclasses.replace(self.family, costs=costs)
         problem = family.within(staged.problem)
-        rows = tuple(map(tuple, solved(family.family, problem)))
-        self.actions += sum(map(len, rows))
-        schedule = Schedule(
-            rows,
-            staged.edges,
-            layout.rank_of,
-            staged.backward,
-            self.microbatches,
-            family.name,
-            tied=(),
-            costs=staged.costs,
-        )
+        if self.again is not None and self.again.worthwhile:
+            without = dataclasses.replace(problem, recompute=None)
+            problem = dataclasses.replace(problem, recompute=worthwhile(self._table(family, without, staged)))
+        schedule = self._table(family, problem, staged)
         excess = family.excess(schedule)
         if excess is not None:
             raise ScheduleError(f"{family.name} {excess}")
@@ -259,6 +259,14 @@ class Judge:
         self.least_bytes = min(self.least_bytes, max(peaks))
         makespan = schedule.simulate(staged.costs).makespan
         return LayoutOutcome(layout, staged.whole(makespan), makespan, schedule, staged.costs, peaks)
+
+    def _table(self, family: Limited, problem: Problem, staged: Staged) -> Schedule:
+        rows = tuple(map(tuple, solved(family.family, problem)))
+        self.actions += sum(map(len, rows))
+        placement, backward = staged.layout.rank_of, staged.backward
+        return Schedule(
+            rows, staged.edges, placement, backward, self.microbatches, family.name, tied=(), costs=staged.costs
+        )
 
 
 def without_gaps(stage_of: Sequence[int], rank_of: Sequence[int], origin: str) -> StageLayout:

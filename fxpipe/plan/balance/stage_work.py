@@ -46,7 +46,7 @@ class StageWork:
             one,
             backward=tuple(chosen("backward")),
             activation_bytes=tuple(chosen("activation_bytes")),
-            deferred_bytes=tuple(chosen("deferred_bytes")),
+            deferred_bytes=None if one.deferred_bytes is None else tuple(chosen("deferred_bytes")),
         )
 
     def peaks(self, plan: Timeline) -> tuple[float, ...]:

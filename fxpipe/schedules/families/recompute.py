@@ -11,7 +11,7 @@ from fxpipe.schedules.families.caps import exceeds
 from fxpipe.schedules.families.limited import Family
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.shortest import Chosen
-from fxpipe.schedules.schedule import Row
+from fxpipe.schedules.schedule import Row, Schedule
 
 
 def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
@@ -67,3 +67,15 @@ def _again(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
         if action.stage in stages and action.op in (Op.B, Op.I):
             yield action._replace(op=Op.R)
         yield action
+
+
+def worthwhile(schedule: Schedule) -> tuple[bool, ...]:
+    """The stages whose backward does not always follow its forward at once: between the two nothing else would be
+    held in their place."""
+    found = [False] * len(schedule.placement)
+    for row in schedule.rows:
+        for action, following in zip(row, [*row[1:], None], strict=True):
+            if action.op is Op.F and schedule.backward[action.stage]:
+                follows = following is not None and following._replace(op=Op.F) == action
+                found[action.stage] |= not follows
+    return tuple(found)

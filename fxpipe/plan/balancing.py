@@ -1,0 +1,141 @@
+"""Balancing: what a program's stages take, told from shapes, and where it is best cut and placed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxpipe.distributed.topology import Topology
+from fxpipe.errors import RunError
+from fxpipe.graph.program import Program
+from fxpipe.hardware import Hardware
+from fxpipe.options import Options
+from fxpipe.plan.batch import Description
+from fxpipe.plan.memory import Account
+from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.replay import checkpoints_that_keep
+from fxpipe.progress import progress, tell
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.trace.cuts_by_name import AUTO
+
+if TYPE_CHECKING:
+    from fxpipe.plan.balance import Balanced, NodeCosts, StageWork
+
+
+@dataclass
+class Balancing:
+    """Costs programs, and cuts and places them, by the options of one ``compile``."""
+
+    options: Options
+    topology: Topology
+    device: torch.device
+    """Where a model that is on no device yet will run."""
+    costed: tuple[Any, NodeCosts] | None = None
+    """What was last asked what it takes, and the answer."""
+
+    @property
+    def finds_cuts(self) -> bool:
+        """Whether stages are cut and placed where that simulates best; else they are cut where they are marked."""
+        return bool(self.options.boundaries == AUTO)
+
+    @property
+    def finds_placement(self) -> bool:
+        """Whether nobody has said on which rank each stage runs."""
+        return self.options.placement is None and not isinstance(self.options.schedule, Schedule)
+
+    @property
+    def hardware(self) -> Hardware:
+        """What costs are reckoned with; all links of a pipeline are as slow as the slowest."""
+        hardware = Hardware.of(self.options.hardware)
+        if self.topology.size("pipe") == 1:
+            return hardware
+        return dataclasses.replace(hardware, link=hardware.wire(self.topology.crosses_nodes("pipe")))
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """The type in which floating-point parameters and inputs will be, where ``precision`` changes it."""
+        return None if self.options.precision is None else self.options.precision.compute
+
+    @property
+    def halves(self) -> bool:
+        """Whether what W keeps is known: not where backwards run whole, nor where a compiler cuts them."""
+        return self.options.stage_compiler is None and self.options.parallelize is None
+
+    def placed(self, program: Program, pattern: Pattern, shape: Description) -> Balanced | None:
+        """The best placement found; None where what the stages cost is not known, so that parameters count."""
+        from fxpipe.plan.balance import CostUnknown
+
+        try:
+            return self.searched(program, pattern, shape)
+        except CostUnknown as error:
+            if self.options.memory_per_rank is not None:
+                raise
+            tell(f"stages are placed by the number of their parameters: {error}")
+            return None
+
+    def stage_work(self, program: Program | None, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+        """What the stages take, told from the shapes of a pattern; None where these, or the costs, are not known."""
+        from fxpipe.plan.balance import BlockGraph, CostUnknown, StageWork, work_of_stages
+
+        shape = pattern.shapes[0] if pattern.shapes else None
+        if program is None or shape is None:
+            return None
+
+        def work(keeping: bool = False) -> BlockGraph:
+            return work_of_stages(program, self.costs(program, pattern, shape, keeping))
+
+        try:
+            with progress("costing the stages"):
+                costs = self.costs(program, pattern, shape)
+                return StageWork(work(), partial(work, keeping=True), placement, pattern.microbatches, costs)
+        except CostUnknown as error:
+            tell(f"what the stages take is not known: {error}")
+            return None
+
+    def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
+        """What nodes take, each program's once. ``keeping``: where checkpoints keep their activations, as in an R."""
+        from fxpipe.plan.balance import costs_from_shapes
+
+        known = (program.graph, pattern.autocast, shape, keeping)
+        if self.costed is None or self.costed[0] != known:
+            with checkpoints_that_keep() if keeping else contextlib.nullcontext():
+                found = costs_from_shapes(
+                    program,
+                    example_of(pattern, shape),
+                    self.device,
+                    pattern.autocast,
+                    self.hardware,
+                    self.compute,
+                    Account.of(self.options, self.topology),
+                    self.halves,
+                )
+            self.costed = known, found
+        return self.costed[1]
+
+    def searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
+        """The program with the best stages found, and the rank of each, which are told."""
+        from fxpipe.plan.balance import balance, place_stages  # it simulates a lot, which few need
+
+        if shape is None:
+            raise RunError(
+                'boundaries="auto" needs the shapes of a batch: pass example_args= or example_kwargs=, one batch as it '
+                "will be passed in calls"
+            )
+        with progress("balancing the stages"):
+            costs = self.costs(program, pattern, shape)
+            given = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
+            search = balance if self.finds_cuts else place_stages
+            found = search(*given, self.options.memory_per_rank, self.options.recompute)
+        if found.others:
+            tell(str(found))
+        return found
+
+
+def example_of(pattern: Pattern, shape: Description) -> dict[str, Any]:
+    """The inputs of a capture, each with a ``TensorLike`` for each tensor."""
+    return {name: given.like for name, given in shape if name in pattern.inputs}

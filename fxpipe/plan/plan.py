@@ -1,0 +1,82 @@
+"""Plan: all that is known about a step before it runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.plan.pattern import Pattern
+from fxpipe.schedules.lower import Instruction
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.verify import Step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A stage graph, its schedule, and each rank's instructions for the values that pass between stages."""
+
+    graph: StageGraph
+    """The stages, as they run the first micro-batch."""
+    graphs: tuple[StageGraph, ...]
+    """The same stages for each micro-batch: where shapes are a part of a capture, each shape has its own code."""
+    schedule: Schedule
+    instructions: tuple[tuple[Instruction, ...], ...]
+    order: tuple[Step, ...]
+    """All ranks' instructions in one order that a single process can run."""
+    program: str
+    """What was compiled, in words: the program and compile's options."""
+    captures: tuple[Pattern, ...] = ()
+    """The captures that its graphs come from, as ``Captures`` keeps them."""
+
+    @property
+    def description(self) -> str:
+        """What must be equal on all ranks, in words; ``digest`` is its hash."""
+        return "\n".join([self.program, *(" ".join(map(str, row)) for row in self.schedule.rows)])
+
+    @cached_property
+    def group(self) -> int:
+        """Of how many micro-batches a loss is: 1, or as many as a group of the stage that returns it has."""
+        return self.graph.groups(len(self.graphs))[self.graph.output_stage]
+
+    @property
+    def output_rank(self) -> int:
+        """The pipe rank that has the loss."""
+        return self.graph.placement[self.graph.output_stage]
+
+    def __str__(self) -> str:
+        return f"{self.graph}\n{self.schedule}"
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.graph!r} by {self.schedule!r}>"
+
+    @cached_property
+    def halved(self) -> tuple[frozenset[int], ...]:
+        """For each micro-batch the stages whose backward of it the table has as I and W."""
+        stages: list[set[int]] = [set() for _ in self.graphs]
+        for stage, microbatch in self.schedule.dependencies.halves:
+            stages[microbatch].add(stage)
+        return tuple(map(frozenset, stages))
+
+    @cached_property
+    def row_digests(self) -> tuple[int, ...]:
+        """A number for each row: rows of one number run the same actions in one order."""
+        return tuple(digest_of(map(str, row)) for row in self.schedule.rows)
+
+    @cached_property
+    def pass_digests(self) -> tuple[int, ...]:
+        """The same for the order in which a row's stages begin and end, however many micro-batches there are."""
+        passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
+        return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of ``description``."""
+        return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+def digest_of(words: Iterable[str]) -> int:
+    """A number for a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=7).digest(), "little")
