@@ -7,10 +7,12 @@ the tables of an ``nn.Module`` (``MODULE_TABLES``): modules are pickled with the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what export leaves of a region in a graph
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer  # export's
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
 from torch.utils import _pytree as pytree  # trees of containers; documented, and private all the same
@@ -306,18 +309,28 @@ def hint_of(size: Any) -> Any:
     return node.hint if node.has_hint() else None
 
 
-def size_guard(values: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
-    """What a capture took for granted of the symbolic sizes of its inputs, ``values``, as a function of others.
+def size_guard(values: Sequence[Tensor]) -> str:
+    """What a capture took for granted of the symbolic sizes of its inputs, ``values``, as an expression of Python's.
 
-    It is given something with ``size()``, ``stride()`` and ``storage_offset()`` for each of them.
+    It asks ``L['t0']`` and so on for ``size()``, ``stride()`` and ``storage_offset()``: see ``holds_for``.
     """
+    sizes: Iterator[Any] = (size for value in values for size in value.shape if isinstance(size, torch.SymInt))
+    shape_env = next(sizes).node.shape_env
+    expression: str = shape_env.produce_guards_expression(list(values), ignore_static=False)
+    return expression or "True"
+
+
+def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> bool:
+    """Whether a guard holds, or a part of it, where these are asked."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-    sizes: Iterator[Any] = (size for value in values for size in value.shape if isinstance(size, torch.SymInt))
-    names = [f"t{place}" for place in range(len(values))]
-    expression = next(sizes).node.shape_env.produce_guards_expression(list(values), ignore_static=False)
-    code = compile(expression or "True", "<what a capture takes for granted>", "eval")
-    return lambda given: bool(eval(code, SYMPY_INTERP, {"L": dict(zip(names, given, strict=True))}))
+    return bool(eval(expression, SYMPY_INTERP, {"L": asked}))
+
+
+def sizes_like_any() -> contextlib.AbstractContextManager[Any]:
+    """While it is open, symbolic sizes may be 0 and 1 as any other number, unless a question is asked that tells them
+    apart."""
+    return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined, no-any-return]
 
 
 def size_decisions() -> tuple[type, str]:

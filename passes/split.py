@@ -19,6 +19,7 @@ from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.passes.analysis.effects import is_number, is_random, writes_apart
+from fxpipe.passes.analysis.varying import varying_marked
 from fxpipe.passes.gather import crossed, entering, readers_of, way
 
 SIZE = torch.ops.aten.sym_size.int
@@ -54,6 +55,7 @@ def split(program: Program) -> StageGraph:
                 ways=tuple(builder.ways) if builder.stage in program.gathered else (),
             )
         )
+    stages = varying_marked(program, stages)
     lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
     return StageGraph(tuple(stages), program.inputs, program.module, origin=origin).with_backward()

@@ -130,6 +130,38 @@ def _positions(given: Tensor) -> int:
     return given.numel() // max(features, 1)
 
 
+@contextlib.contextmanager
+def as_in_a_step(request: Request, devices: Sequence[int] | None) -> Iterator[None]:
+    """As around a training step; models that torch compiles run as they are written, and what is checkpointed so that
+    no gradient can be asked for runs once. ``devices``: where all draw the same random numbers; None: as they come."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_reentrant_checkpoints())
+        stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
+        if devices is not None:
+            stack.enter_context(same_draws(devices))
+        for parameter in request.module.parameters() if request.compute is not None else ():
+            if parameter.is_floating_point():
+                parameter.data = parameter.detach().to(request.compute)
+        yield
+
+
+def _rounded(rounding: int | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if rounding is None else Rounded(rounding)
+
+
+def own(request: Request, batch: Batch) -> dict[str, Any]:
+    """The inputs of a capture, for a run that may write into them."""
+    values = {name: batch[name] for name in request.inputs}
+    if request.compute is not None:
+        values = cast_batch(values, request.compute)
+    return pytree.tree_map_only(  # type: ignore[no-any-return]
+        Tensor, lambda leaf: duplicate(leaf.detach()).requires_grad_(leaf.requires_grad), values
+    )
+
+
 class Fact(NamedTuple):
     """What is compared: "loss", "count", "metric", "gradient" or "buffer"; of which name, on which micro-batch."""
 
@@ -177,42 +209,15 @@ class _Trial:
         """What ``call`` shows on each micro-batch in turn. All that it changes is put back."""
         state, seen = self._state, Seen()
         try:
-            with self._around(rounding):
+            draws = any(stage.draws_random for stage in self.graph)
+            with as_in_a_step(self.request, self._devices if draws else None), _rounded(rounding):
                 for place, batch in enumerate(self.batches):
-                    seen |= call(self._own(batch), place)
+                    seen |= call(own(self.request, batch), place)
                     for name, buffer in self.request.module.named_buffers():
                         seen[Fact("buffer", name, place)] = buffer.detach().clone()
         finally:
             state.restore()
         return seen
-
-    @contextlib.contextmanager
-    def _around(self, rounding: int | None) -> Iterator[None]:
-        """As around a training step; models that torch compiles run as they are written, and what is checkpointed so
-        that no gradient can be asked for runs once."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(without_reentrant_checkpoints())
-            stack.enter_context(within([region._replace(enabled=False) for region in self.request.autocast]))
-            if any(stage.draws_random for stage in self.graph):
-                stack.enter_context(same_draws(self._devices))
-            if rounding is not None:
-                stack.enter_context(Rounded(rounding))
-            for parameter in self.request.module.parameters() if self.request.compute is not None else ():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.detach().to(self.request.compute)
-            yield
-
-    def _own(self, batch: Batch) -> dict[str, Any]:
-        """The inputs of a capture, for a run that may write into them."""
-        values = {name: batch[name] for name in self.request.inputs}
-        if self.request.compute is not None:
-            values = cast_batch(values, self.request.compute)
-        return pytree.tree_map_only(  # type: ignore[no-any-return]
-            Tensor, lambda leaf: duplicate(leaf.detach()).requires_grad_(leaf.requires_grad), values
-        )
 
     def model(self, batch: Batch, place: int) -> Seen:
         """What the model shows on a micro-batch."""

@@ -17,6 +17,7 @@ from fxpipe import passes as default_passes
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
+from fxpipe.graph.kept import Kept
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
@@ -24,14 +25,17 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
+from fxpipe.plan.observed import Calls, declared, observe
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
+from fxpipe.plan.sizes import sizes_between
 from fxpipe.plan.varying import FAMILIES, Count, Family, family_of
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
-from fxpipe.trace.cuts_by_name import resolve
+from fxpipe.trace.cuts_by_name import regions, resolve
+from fxpipe.trace.regions import Region
 from fxpipe.trace.request import Place
 
 if TYPE_CHECKING:
@@ -87,6 +91,10 @@ class Captures:
     reads: Reads = field(default_factory=Reads)
     counts: dict[bool, Count] = field(default_factory=dict)
     """Of captures for steps, and for evaluations."""
+    whole: tuple[Region, ...] = ()
+    """What is kept whole, and runs for real in every step."""
+    observed: list[tuple[Description, Calls]] = field(default_factory=list)
+    """What it was last seen to do, and on what micro-batch."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
@@ -94,7 +102,8 @@ class Captures:
     def none_yet(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
         balancing = Balancing(options, topology, device)
-        captures = Captures(model, options, topology, device, resolve(model, options.boundaries), balancing)
+        cuts, whole = resolve(model, options.boundaries), regions(model, options.boundaries)
+        captures = Captures(model, options, topology, device, cuts, balancing, whole=whole)
         if balancing.finds_cuts and isinstance(options.schedule, Schedule):
             raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
         if balancing.finds_cuts and options.placement is not None:
@@ -190,8 +199,11 @@ class Captures:
             varying=free,
             device=self.device,
             compute=self.balancing.compute,
+            whole=self.whole,
             accept=accept,
         )
+        if self.whole:
+            request = dataclasses.replace(request, seen=self._seen(request, pattern, shape, sample))
         tracer = self.options.tracer if self.options.parallelize is None else "record"  # which leaves modules whole
         with (
             progress(f"capturing {type(self.model).__name__}"),
@@ -200,9 +212,27 @@ class Captures:
         ):
             program = capture(request, tracer)
         roots = [root for root in (self.model, request.loss_module) if root is not None]
-        self.reads.keep(noted, roots, _called(program))
+        own = {
+            (id(vars(self.model.get_submodule(path))), name)
+            for seen in request.seen.values()
+            for path, name in seen.sets  # which only regions read, or a capture refuses
+        }
+        self.reads.keep(noted - own, roots, _called(program))
         (made,) = accepted
         return made
+
+    def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Calls:
+        """What calls of regions do that are kept whole: as the user has said, as a real run shows, or as an earlier one
+        has shown."""
+        found = declared(request)
+        if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
+            with progress("running what is kept whole"):
+                found |= observe(request, sample.batches[pattern.shapes.index(shape)])
+            self.observed[:] = [(shape, found)]
+        elif self.observed and shape is not None:
+            (then, calls) = self.observed[0]
+            found |= {key: seen.guessed(sizes_between(then, shape)) for key, seen in calls.items()}
+        return found
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
         """The stages, once they have been run against the model, with a word about it."""
@@ -265,10 +295,15 @@ class Captures:
         )
 
 
+def _on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def _called(program: Program) -> list[nn.Module]:
     """The submodules that the program calls as they are."""
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
-    return [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
+    whole = [part for kept in program.opaque.values() if isinstance(kept, Kept) for part in kept.parts.values()]
+    return [program.module.get_submodule(target) for target in targets - program.opaque.keys()] + whole
 
 
 def _told(model: nn.Module, program: Program) -> str:

@@ -38,6 +38,17 @@ def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
     ]
 
 
+def sizes_between(then: Description, now: Description) -> dict[int, int]:
+    """Sizes of the inputs of one micro-batch, and what they are in another one; where one size has become several, it
+    is left out."""
+    before = {(name, place): leaf for name, place, leaf in tensors_of(then)}
+    found: dict[int, set[int]] = {}
+    for name, place, leaf in tensors_of(now):
+        for old, new in zip(before[name, place].shape if (name, place) in before else (), leaf.shape, strict=False):
+            found.setdefault(old, set()).add(new)
+    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+
+
 def outline(description: Description) -> Hashable:
     """What micro-batches that differ in sizes alone have in common."""
     return tuple(

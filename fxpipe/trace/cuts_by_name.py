@@ -12,13 +12,15 @@ from torch import nn
 from fxpipe.errors import PartitionError, TraceError, nearest, noted
 from fxpipe.graph.boundary import Gather, checked_gather
 from fxpipe.kinds import shown
+from fxpipe.trace.regions import WHOLE, Region
 from fxpipe.trace.request import Cut, GatheredCut, Side
 
+Rule: TypeAlias = str | Mapping[str, Any]
 Boundaries: TypeAlias = (
     str
     | Sequence[str]
     | Set[str]
-    | Mapping[str, Side | Mapping[str, int | str]]
+    | Mapping[str, Rule | Sequence[Rule]]
     | Callable[[dict[str, nn.Module]], "Boundaries"]
 )
 AUTO = "auto"
@@ -36,18 +38,17 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
     ``{"every": n, "cut": "before"}``, which cuts between groups of n, or ``{"cut": "after", "gather": "batch"}``, whose
     boundary gathers as that of ``stage_boundary`` does, a ``"group"`` beside it; or a function from the dict of all
     submodules to one of these. A name may be a pattern, ``"model.layers.*"``: each part of it matches one part of a
-    path. What is said of a submodule twice adds up. ``"auto"`` names nothing. PartitionError for what names no
-    submodule that can be cut.
+    path. What is said of a submodule twice adds up, as do the rules of a list. ``"auto"`` names nothing, and what is
+    "whole" cuts nothing: see ``regions``. PartitionError for what names no submodule that can be cut.
 
     >>> resolve(nn.Sequential(*(nn.Identity() for _ in range(6))), {"*": {"every": 2}})
     {'2': 'before', '4': 'before'}
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    if callable(boundaries):
-        with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
-            boundaries = boundaries(dict(modules))
     found: dict[str, dict[Side, Gather | None]] = {}
-    for name, rule in _rules(boundaries):
+    for name, rule in _rules(model, boundaries):
+        if _is_whole(rule):
+            continue
         for path, side, gather in _cuts(name, rule, _matching(modules, name)):
             sides = found.setdefault(path, {})
             if sides.get(side) not in (None, gather):
@@ -55,7 +56,51 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
             sides[side] = sides.get(side) or gather
     for path in found:
         _check_called(path, modules[path])
+    for region in regions(model, boundaries):
+        inside = next((path for path in found if path.startswith(f"{region.path}.")), None)
+        if inside is not None and region.method == "__call__":
+            raise PartitionError(
+                f"boundaries= cuts {inside!r}, which is inside of {region.path!r}, and keeps that whole: one call in "
+                "one stage; leave out one of them, or name smaller parts that are to be whole"
+            )
     return {path: _cut(found[path]) for path in modules if path in found}
+
+
+def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
+    """What ``boundaries`` has kept whole: submodules, or methods of them, ``"model.get_rope_index"``.
+
+    ``"whole"``; or ``{"whole": what it returns}``, of tensors on any device, for a model that cannot run beforehand.
+    PartitionError for what is neither, and for a submodule that is whole inside of another.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, Region] = {}
+    for name, rule in _rules(model, boundaries):
+        if not _is_whole(rule):
+            continue
+        returns = None if isinstance(rule, str) else rule[WHOLE]
+        if not isinstance(rule, str) and len(rule) > 1:
+            other = next(key for key in rule if key != WHOLE)
+            raise PartitionError(
+                f'boundaries= gives {other!r} beside "whole" for {name!r}; give a list of two rules, ["whole", "after"]'
+            )
+        owner, _, method = name.rpartition(".")
+        function = getattr(type(modules[owner]), method, None) if owner in modules and name not in modules else None
+        if callable(function) and name:
+            found.setdefault(name, Region(name, owner, method, returns))
+            continue
+        for path in _matching(modules, name):
+            _check_called(path, modules[path])
+            found.setdefault(path, Region(path, path, returns=returns))
+    whole = [region.path for region in found.values() if region.method == "__call__"]
+    for path in whole:
+        outer = next((other for other in whole if path.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise PartitionError(f"boundaries= keeps {path!r} whole inside of {outer!r}, which is whole; leave it out")
+    return tuple(found.values())
+
+
+def _is_whole(rule: Any) -> bool:
+    return rule == WHOLE if isinstance(rule, str) else isinstance(rule, Mapping) and WHOLE in rule
 
 
 def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
@@ -65,8 +110,11 @@ def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
     return GatheredCut(side, sides.get("before"), sides.get("after"))
 
 
-def _rules(boundaries: Any) -> Iterator[tuple[str, Any]]:
+def _rules(model: nn.Module, boundaries: Any) -> Iterator[tuple[str, Any]]:
     """Pairs of name and rule, whatever form they are given in."""
+    if callable(boundaries):
+        with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
+            boundaries = boundaries(dict(model.named_modules(remove_duplicate=False)))
     if isinstance(boundaries, str):
         boundaries = [] if boundaries == AUTO else [boundaries]
     if not isinstance(boundaries, (Mapping, Sequence, Set)):
@@ -75,7 +123,7 @@ def _rules(boundaries: Any) -> Iterator[tuple[str, Any]]:
     for name, rule in rules:
         if not isinstance(name, str):
             raise PartitionError(f"boundaries= holds {name!r:.80}, which is no name; give {_EXAMPLES}")
-        yield name, rule
+        yield from ((name, one) for one in (rule if isinstance(rule, (list, tuple)) else [rule]))
 
 
 def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
@@ -122,7 +170,7 @@ def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[_SidedCut]:
         return _cuts_between_groups(name, rule, paths)
     if not isinstance(rule, str) or rule not in get_args(Side):
         raise PartitionError(
-            f'boundaries= gives {rule!r:.80} for {name!r}; give "before", "after", "both", {{"every": 4}} or '
+            f'boundaries= gives {rule!r:.80} for {name!r}; give "before", "after", "both", "whole", {{"every": 4}} or '
             '{"cut": "after", "gather": "batch"}'
         )
     sides: list[Side] = [side for side in ("before", "after") if rule in (side, "both")]

@@ -60,6 +60,10 @@ class FakeModel:
             copy = fake.clone()  # which may be written in place, as no view of a leaf may
             return copy if copy.stride() == fake.stride() else fake.view_as(fake)
 
+    def leaf(self, like: TensorLike) -> Tensor:
+        """A fake tensor as an input."""
+        return self._fake(like)
+
     def _input(self, like: TensorLike) -> Tensor:
         dtype = self.compute if self.compute is not None and like.dtype.is_floating_point else like.dtype
         return self._fake(replace(like, dtype=dtype))

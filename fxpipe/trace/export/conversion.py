@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise, starmap
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
 from fxpipe.graph.modes import Autocast, Modes
-from fxpipe.graph.program import IN_PLACE_NAMES, Program, SizeGuard
+from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program, SizeGuard
 from fxpipe.torch_compat import (
     ASSERTIONS,
     DUAL_NUMBERS,
@@ -29,6 +31,7 @@ from fxpipe.torch_compat import (
     enter_autocast,
     exit_autocast,
     hint_of,
+    holds_for,
     mode_passes,
     pytree,
     schema_of,
@@ -37,7 +40,9 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
 from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
+from fxpipe.trace.export.whole_operator import clauses_of, guards_of
 from fxpipe.trace.patching import UNREGISTERED, patched
+from fxpipe.trace.regions import Call
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import is_users
 
@@ -45,6 +50,10 @@ TENSOR = object()
 """Stands for a tensor among the leaves of a result."""
 
 _BOUNDARY = torch.ops.fxpipe.boundary.default
+_WHOLE = torch.ops.fxpipe.whole.default
+_SIZE = torch.ops.aten.sym_size.int
+_GIVEN = ("input", "stand-in")
+_ASKED = re.compile(r"L\['t(\d+)'\]")
 _IN_PLACE = {operator.setitem, *(getattr(operator, name) for name in IN_PLACE_NAMES)}
 
 
@@ -80,6 +89,10 @@ class Traced:
     result: Sequence[Any]
     spec: pytree.TreeSpec
     cached: Sequence[bool]
+    stand_ins: Mapping[tuple[str, int], Sequence[Tensor]] = field(default_factory=dict)
+    """What stood for what calls of regions return, by their keys, as inputs of the export behind ``values``."""
+    calls: Sequence[Call] = ()
+    """The calls of regions, as the operator for them is told which."""
     root: str = "model"
 
     def program(self) -> Program:
@@ -145,6 +158,14 @@ class _Conversion:
             self._named.setdefault(id(tensor), name)
             self._in_memory.setdefault(storage_of(tensor), {})[name] = tensor
         self._sources_of = self._origins()
+        self._regions: dict[Hashable, fx.Node] = {}
+        self._effects: dict[str, Effects] = {}
+        self._clauses = self._taken_for_granted()
+        ends = accumulate((len(one) for one in traced.stand_ins.values()), initial=self._inputs)
+        places = dict(zip(traced.stand_ins, starmap(range, pairwise(ends)), strict=True))
+        called = [(call.region.name, places[call.key]) for call in traced.calls]
+        guards = guards_of(self._clauses, called)
+        self._guards = {call.key: guard for call, guard in zip(traced.calls, guards, strict=True)}
 
     def program(self) -> Program:
         for name, value in self._traced.values.items():
@@ -152,7 +173,8 @@ class _Conversion:
             placeholder.meta["val"] = value
             self._parts[(name,)] = placeholder
         for node in self._traced.exported.graph.nodes:
-            if node.op == "call_function" and node.target not in ASSERTIONS and not self._modes.follow(node):
+            known = node.op != "call_function" or node.target in ASSERTIONS or self._modes.follow(node)
+            if not known and not self._is_late(node):
                 self._convert(node)
         self._add_output()
         _drop_dead(self._graph)
@@ -163,14 +185,63 @@ class _Conversion:
             tracer="export",
             result=self._traced.spec,
             holds_for=self._holds_for(),
+            opaque={call.target: call.kept for call in self._traced.calls},
+            effects=self._effects,
         )
 
-    def _holds_for(self) -> SizeGuard | None:
-        """For what sizes the graph holds; None where none is symbolic."""
-        inputs = [node.meta["val"] for node in self._sources_of if self._sources_of[node][0] == "input"]
-        return size_guard(inputs) if any(map(is_symbolic, inputs)) else None
+    @property
+    def _inputs(self) -> int:
+        """How many tensors there are among the inputs; stand-ins come behind them."""
+        return sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(dict(self._traced.values)))
 
-    def _convert(self, node: fx.Node) -> None:
+    def _given(self) -> list[Tensor]:
+        """The inputs and stand-ins as they were exported."""
+        return [node.meta["val"] for node in self._sources_of if self._sources_of[node][0] in _GIVEN]
+
+    def _taken_for_granted(self) -> list[str]:
+        """What the graph takes for granted of the sizes of inputs and of what regions return."""
+        given = self._given()
+        if any(map(is_symbolic, given)):
+            return clauses_of(size_guard(given))
+        return [f"L['t{i}'].size()[{dim}] == {n}" for i, one in enumerate(given) for dim, n in enumerate(one.shape)]
+
+    def _holds_for(self) -> SizeGuard | None:
+        """For what sizes of its inputs the graph holds; None where none is symbolic."""
+        if not any(map(is_symbolic, self._given()[: self._inputs])):
+            return None
+        about = [one for one in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(one))]
+        code = compile(" and ".join(about) or "True", "<what a capture takes for granted>", "eval")
+        return lambda given: holds_for(code, {f"t{place}": one for place, one in enumerate(given)})
+
+    def _is_late(self, node: fx.Node) -> bool:
+        """Whether it is a size of what a region returns, which export asks for before the region is called."""
+        source = node.args[0] if node.target is _SIZE else None
+        return isinstance(source, fx.Node) and self._sources_of.get(source, ("",))[0] == "stand-in"
+
+    def _call_region(self, node: fx.Node) -> fx.Node:
+        """A call of a region in place of the operator that stood for it."""
+        values, numbers, _, number = node.args
+        call = self._traced.calls[number]  # type: ignore[index]
+        given = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
+        args = [fx.node.map_arg(next(given[isinstance(value, Tensor)]), self._read) for value in call.values]
+        call.kept.guard = guard = self._guards[call.key]
+        args += [self._graph.call_function(_SIZE, (self._tensor(place), dim)) for place, dim in guard.others]
+        made = self._graph.create_node("call_module", call.target, tuple(args), name=call.target)
+        self._regions[call.key] = made
+        node.meta["nn_module_stack"] = self._in_region(node, call)
+        self._effects[made.name] = call.effects
+        return made
+
+    def _in_region(self, node: fx.Node, call: Call) -> dict[str, Any]:
+        """The submodules that a region is called in, and it itself, as export notes them."""
+        path = f"{self._traced.root}.{call.region.path}"
+        return {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
+
+    def _tensor(self, place: int) -> fx.Node:
+        """An input, or a tensor that a region has returned, by its number in a guard."""
+        return self._read([node for node, origin in self._sources_of.items() if origin[0] in _GIVEN][place])
+
+    def _convert(self, node: fx.Node) -> fx.Node:
         if isinstance(node.target, HigherOrderOperator):
             raise TraceError(
                 f"forward uses {node.target}, whose branches or loop cannot be cut into stages; "
@@ -181,14 +252,7 @@ class _Conversion:
                 f"forward uses {getattr(node.target, '__name__', node.target)}, which means nothing outside of the "
                 f"function around it; tracer='record' keeps a submodule that uses it whole{_line_of(node)}"
             )
-        target = boundary if node.target is _BOUNDARY else node.target
-        made = self._graph.create_node(
-            "call_function",
-            target,
-            fx.node.map_arg(node.args, self._read),
-            fx.node.map_arg(node.kwargs, self._read),
-            name=node.name,
-        )
+        made = self._call_region(node) if node.target is _WHOLE else self._call(node)
         made.meta["val"] = _static(node)
         made.meta["sizes"] = sizes_of(node.meta.get("val"))
         made.meta["nn_module_stack"] = self._stack(node)
@@ -197,19 +261,34 @@ class _Conversion:
         if (modes := self._modes.now()) is not None:
             made.meta["modes"] = modes
         self._built[node] = made
+        return made
+
+    def _call(self, node: fx.Node) -> fx.Node:
+        return self._graph.create_node(
+            "call_function",
+            boundary if node.target is _BOUNDARY else node.target,
+            fx.node.map_arg(node.args, self._read),
+            fx.node.map_arg(node.kwargs, self._read),
+            name=node.name,
+        )
 
     # where values come from
 
     def _origins(self) -> dict[fx.Node, tuple[Any, ...]]:
-        """Each input of the exported graph → what it is: ("input", path…), ("tensor", name) or ("constant", name)."""
+        """Each input of the exported graph → what it is: ("input", path…), ("stand-in", key, place), ("tensor", name)
+        or ("constant", name)."""
         exported = self._traced.exported
         inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
         leaves, _ = pytree.tree_flatten_with_path(dict(self._traced.values))
-        given = iter(path for path, leaf in leaves if isinstance(leaf, Tensor))
+        stand_ins = self._traced.stand_ins
+        given = iter(
+            [("input", *path) for path, leaf in leaves if isinstance(leaf, Tensor)]
+            + [("stand-in", key, place) for key in stand_ins for place in range(len(stand_ins[key]))]
+        )
         found: dict[fx.Node, tuple[Any, ...]] = {}
         for node, spec in zip(inputs, exported.graph_signature.input_specs, strict=True):
             if spec.kind is InputKind.USER_INPUT:
-                found[node] = ("input", *next(given))
+                found[node] = next(given)
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 name = str(spec.target).removeprefix(f"{self._traced.root}.")
                 found[node] = ("tensor", self._first_name(name))
@@ -225,6 +304,10 @@ class _Conversion:
         if node in self._built:
             return self._built[node]
         origin = self._sources_of.get(node)
+        if self._is_late(node):
+            return self._convert(node)
+        if origin is not None and origin[0] == "stand-in":
+            return self._returned_by(origin[1], origin[2])
         if origin is None:
             raise TraceError(f"{node.format_node()} is no operation that stages can hold")
         if origin[0] == "input":
@@ -233,6 +316,14 @@ class _Conversion:
             made = self._source(node, origin[1] if origin[0] == "tensor" else self._constant(node, origin[1]))
         self._built[node] = made
         return made
+
+    def _returned_by(self, key: tuple[str, int], place: int) -> fx.Node:
+        """A tensor that a region has returned."""
+        part = self._graph.call_function(operator.getitem, (self._regions[key], place))
+        part.meta["val"] = self._regions[key].meta["val"][place]
+        part.meta["nn_module_stack"] = self._regions[key].meta["nn_module_stack"]
+        part.meta["sizes"] = sizes_of(self._traced.stand_ins[key][place])
+        return part
 
     def _part(self, path: tuple[Any, ...]) -> fx.Node:
         """A tensor in an input: ``getitem(input, key)`` for each step of its path, each made once."""

@@ -7,6 +7,7 @@ import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,18 +17,27 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, recording, words
+from fxpipe.graph.kept import Kept
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
-from fxpipe.torch_compat import DataDependentOutputException, DynamicOutputShapeException, guard_on_data, pytree
+from fxpipe.torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    guard_on_data,
+    pytree,
+    sizes_like_any,
+)
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.export.boundary_operator import marked
 from fxpipe.trace.export.conversion import TENSOR, Traced, modes_as_operations
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
 from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, symbolic_lengths
+from fxpipe.trace.export.whole_operator import Guard, whole
 from fxpipe.trace.fake import fake_model
-from fxpipe.trace.patching import plain_modes
+from fxpipe.trace.patching import plain_modes, refuse
+from fxpipe.trace.regions import Call, Regions
 from fxpipe.trace.request import Request, named
 from fxpipe.trace.user_line import line_of
 
@@ -45,6 +55,8 @@ def export(request: Request) -> Program:
 
     With dimensions that vary kept symbolic, where the model allows it.
     """
+    if request.seen:
+        return _export_regions(request)
     if not request.varying:
         return _export(request)
     try:
@@ -60,12 +72,37 @@ def _export(request: Request) -> Program:
     guard = TracingGuard(request.module, request.loss_module)
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
-            call = _ExportedCall(request, guard, fake.inputs(request.example))
+            stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}
+            call = _ExportedCall(request, guard, fake.inputs(request.example), stand_ins)
             with fixing_lines() as lines:  # none, where nothing is symbolic
                 exported = _exported(call)
         program = call.traced(exported).program().replace(fixed_sizes=call.fixed_sizes(exported, lines))
     check_boundaries(program.graph, call.boundaries)
     return program
+
+
+def _export_regions(request: Request) -> Program:
+    """Where a size of what a region returns was 0 or 1 and is taken to be always that, once more for others: if that
+    holds for what was seen, too, it is the more general program."""
+    request = replace(request, varying=frozenset())
+    program = _export(request)
+    if not any(guard.is_of_few for guard in _guards(program)):
+        return program
+    try:
+        wider = _export(replace(request, seen={key: seen.general for key, seen in request.seen.items()}))
+    except TraceError:
+        return program
+    assert request.example is not None
+    likes = [leaf for leaf in pytree.tree_leaves(dict(request.example)) if isinstance(leaf, TensorLike)]
+    likes += [like for seen in request.seen.values() for like in seen.likes]
+    shapes = dict(enumerate(like.shape for like in likes))
+    return wider if all(guard.broken(shapes) is None for guard in _guards(wider)) else program
+
+
+def _guards(program: Program) -> list[Guard]:
+    """What a program takes for granted of what regions return."""
+    guards = [kept.guard for kept in program.opaque.values() if isinstance(kept, Kept)]
+    return [guard for guard in guards if isinstance(guard, Guard)]
 
 
 def _refuse_objects(example: Mapping[str, Any]) -> None:
@@ -83,9 +120,11 @@ def _exported(call: _ExportedCall) -> torch.export.ExportedProgram:
     printed = io.StringIO()  # where it fails, torch.export prints all that it has of the graph
     try:
         with within(call.request.autocast), modes_as_operations(), contextlib.redirect_stderr(printed):
-            sizes = call.dynamic_shapes if call.request.varying else None
-            with symbolic_lengths() if sizes is not None else contextlib.nullcontext():
-                exported = torch.export.export(_Root(call), (call.tensors,), dynamic_shapes=sizes, strict=False)
+            sizes = call.dynamic_shapes if call.request.varying or call.stand_ins else None
+            given = call.tensors, [tensor for returned in call.stand_ins.values() for tensor in returned]
+            any_size = sizes_like_any() if call.stand_ins else contextlib.nullcontext()
+            with any_size, symbolic_lengths() if sizes is not None else contextlib.nullcontext():
+                exported = torch.export.export(_Root(call), given, dynamic_shapes=sizes, strict=False)
     except TraceError:
         raise
     except Exception as error:
@@ -120,9 +159,17 @@ def _where_drawn(call: _ExportedCall) -> TraceError:
 class _ExportedCall:
     """The call that is exported: from the tensors among the inputs to the tensors of the result."""
 
-    def __init__(self, request: Request, guard: TracingGuard, values: Mapping[str, Any]) -> None:
-        self.request, self.guard, self.values = request, guard, values
+    def __init__(
+        self,
+        request: Request,
+        guard: TracingGuard,
+        values: Mapping[str, Any],
+        stand_ins: Mapping[tuple[str, int], list[Tensor]],
+    ) -> None:
+        self.request, self.guard, self.values, self.stand_ins = request, guard, values, stand_ins
         self.boundaries = 0
+        self._given: dict[tuple[str, int], list[Tensor]] = {}
+        self.regions = Regions(request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
         self._result: list[Any] = []
         self._spec = pytree.tree_structure(None)
 
@@ -141,25 +188,26 @@ class _ExportedCall:
         return [leaf for _, _, leaf in self._leaves]
 
     @property
-    def dynamic_shapes(self) -> tuple[list[dict[int, Any]]]:
-        """Which dimensions of ``tensors`` torch.export is to keep symbolic, where the model allows it."""
+    def dynamic_shapes(self) -> tuple[list[dict[int, Any]], list[dict[int, Any]]]:
+        """Which dimensions of ``tensors``, and of stand-ins, torch.export is to keep symbolic, where the model allows
+        it."""
         varying = self.request.varying
-        return (
-            [
-                {dim: Dim.AUTO for dim in range(leaf.dim()) if (name, place, dim) in varying}
-                for name, place, leaf in self._leaves
-            ],
-        )
+        inputs = [
+            {dim: Dim.AUTO for dim in range(leaf.dim()) if (name, place, dim) in varying}
+            for name, place, leaf in self._leaves
+        ]
+        returned = [leaf for leaves in self.stand_ins.values() for leaf in leaves]
+        return inputs, [dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in returned]
 
     def fixed_sizes(self, exported: torch.export.ExportedProgram, lines: Sequence[str]) -> str:
         """What of the dimensions that vary the capture has as numbers, and which lines made numbers of sizes."""
         inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
         specs = zip(inputs, exported.graph_signature.input_specs, strict=True)
         given = [node.meta["val"] for node, spec in specs if spec.kind is InputKind.USER_INPUT]
-        (asked,) = self.dynamic_shapes
+        asked, _ = self.dynamic_shapes
         places = [
             (name, place, dim)
-            for (name, place, _), dims, tensor in zip(self._leaves, asked, given, strict=True)
+            for (name, place, _), dims, tensor in zip(self._leaves, asked, given, strict=False)
             for dim in dims
             if is_fixed(tensor.shape[dim])
         ]
@@ -169,9 +217,10 @@ class _ExportedCall:
         what = f"the size of {named(places)}" if places else "a size"
         return "\n".join([f"forward makes a number of Python's of {what}, so each takes a capture", *told])
 
-    def flat(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Any]:
+    def flat(self, model: nn.Module, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> list[Any]:
         """What the model computes of these tensors; keeps what else is in its result."""
-        given = iter(tensors)
+        given, returned = iter(tensors), iter(stand_ins)
+        self._given = {key: list(islice(returned, len(one))) for key, one in self.stand_ins.items()}
         values = pytree.tree_map_only(Tensor, lambda _: next(given), dict(self.values))
         leaves, self._spec = pytree.tree_flatten(self.run(model, values))
         self._result = [_kept(leaf) for leaf in leaves]
@@ -182,7 +231,7 @@ class _ExportedCall:
         self.boundaries = 0
         request = replace(self.request, module=model)
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)
-        with recording(self._record), cuts, self.guard.forward():
+        with recording(self._record), self.regions.kept(), cuts, self.guard.forward():
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None, gather: Gather | None) -> Any:
@@ -193,9 +242,25 @@ class _ExportedCall:
 
         return crossing(value, lambda leaf: isinstance(leaf, Tensor), carry)
 
+    def _keep(self, call: Call) -> list[Tensor]:
+        """What stands for the tensors that a call of a region returns."""
+        tensors = [value for value in call.values if isinstance(value, Tensor)]
+        numbers = [value for value in call.values if not isinstance(value, Tensor)]
+        other = next((value for value in numbers if not isinstance(value, torch.SymInt)), None)
+        if other is not None or call.key not in self._given:
+            raise refuse(
+                f"{call.region.name}, which is kept whole, is given {other!r}, a number of no whole kind or "
+                "called more often than it was seen to be",
+                "give it a tensor",
+            )
+        returned = whole(tensors, numbers, self._given[call.key], len(self.regions.calls) - 1)
+        likes = call.seen.likes
+        return [one if like.requires_grad else one.detach() for one, like in zip(returned, likes, strict=True)]
+
     def traced(self, exported: torch.export.ExportedProgram) -> Traced:
         cached = tuple(self.guard.cached_regions)
-        return Traced(exported, self.request.module, self.values, self._result, self._spec, cached)
+        request, calls = self.request, tuple(self.regions.calls)
+        return Traced(exported, request.module, self.values, self._result, self._spec, cached, self.stand_ins, calls)
 
 
 class _Root(nn.Module):
@@ -206,8 +271,8 @@ class _Root(nn.Module):
         self.model = call.request.module
         self._flat = call.flat
 
-    def forward(self, tensors: Sequence[Tensor]) -> list[Any]:
-        return self._flat(self.model, tensors)
+    def forward(self, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> list[Any]:
+        return self._flat(self.model, tensors, stand_ins)
 
 
 def _kept(leaf: Any) -> Any:

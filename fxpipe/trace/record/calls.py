@@ -29,6 +29,7 @@ from fxpipe.trace.record.rehearsal import GivenBack, Rehearsed, rehearse
 from fxpipe.trace.record.tape import Touched, tensors
 from fxpipe.trace.record.touched import PythonState
 from fxpipe.trace.record.whole import Wholes, held_by
+from fxpipe.trace.regions import Call
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import current_line, definition
 
@@ -215,6 +216,22 @@ class Calls:
             if isinstance(error.__cause__, FxpipeError):
                 raise
             raise NeedsValues(self._methods[path, name]) from error  # it needs more than is left of the submodule
+
+    def rehearses(self) -> bool:
+        """Whether what is called now is run on made-up numbers; what holds a region is not to be kept whole by that."""
+        self._recorder.regions += self._recorder.paused
+        return self._recorder.paused
+
+    def keep_region(self, call: Call) -> tuple[Tensor, ...]:
+        """What stands for the tensors that a call returns which is kept whole as the user has asked for."""
+        recorder, reads = self._recorder, set(call.seen.reads)
+        frame = enter(recorder, call.region.name, None, tuple(call.values), {}, self._buffers.count)
+        frame.place = replace(frame.place, stack={**frame.place.stack, call.region.path: nn.Module})
+        recorder.regions += 1
+        result = tuple(map(recorder.fake.made, call.seen.likes))
+        touched = Touched({storage for storage, name in self.storages.items() if name in reads}, draws_random=True)
+        collapse(recorder, frame, call.target, result, touched, call.effects, kept=True)
+        return result
 
     # autograd functions
 

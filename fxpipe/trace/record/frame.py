@@ -30,6 +30,8 @@ class Frame:
     serial: int
     boundaries: int
     """How many had been recorded."""
+    regions: int
+    """How many calls that the user has kept whole had been recorded."""
     assigned: int
     """How many buffers had been set."""
     hooks: int
@@ -77,6 +79,7 @@ def enter(
         start=0,
         serial=serial,
         boundaries=recorder.boundaries,
+        regions=recorder.regions,
         assigned=assigned,
         hooks=recorder.hooks,
         differentiated=len(recorder.differentiated),

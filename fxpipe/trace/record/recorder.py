@@ -88,6 +88,8 @@ class Recorder:
         self.tape: list[Operation | Obstacle] = []
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
+        self.regions = 0
+        """How many calls were recorded that the user has kept whole."""
         self.touched = TouchedMode()
         self.blocks = AutocastBlocks()
         self.stack: dict[str, type] = {}

@@ -29,6 +29,7 @@ from fxpipe.trace.record.methods import Name
 from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
 from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, paths
+from fxpipe.trace.regions import Regions
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import RandomState, Snapshot
 from fxpipe.trace.user_line import definition, line_of
@@ -124,6 +125,7 @@ class _RecordedRun:
         cuts, methods = frozenset(request.cuts), plan.methods
         calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused, cuts, methods)
         self._calls = calls
+        self._regions = Regions(request, lambda leaf: isinstance(leaf, Tensor), calls.keep_region, calls.rehearses)
         self._lines = {} if first is None else first._calls.lines
         self._around = ModesNow.of()
 
@@ -140,7 +142,7 @@ class _RecordedRun:
         try:
             with quiet(), recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
                 cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
-                with recording(recorder.record_boundary), cuts:
+                with recording(recorder.record_boundary), self._regions.kept(), cuts:
                     output = request.wanted(request.call(values))
                 calls.write_buffers()
                 recorder.check_random()
@@ -222,7 +224,7 @@ class _RecordedRun:
             self._sources,
             self._flat,
             self._request.module,
-            calls.opaque,
+            {**calls.opaque, **self._regions.opaque},
             self._around,
             calls.storages,
             recorder.fake.bare,

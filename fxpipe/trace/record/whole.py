@@ -37,7 +37,9 @@ class Wholes:
 
     def is_untouched(self, frame: Frame) -> bool:
         """Whether a call has done nothing yet that forbids to keep it whole."""
-        return (frame.boundaries, frame.assigned) == (self._recorder.boundaries, self._buffers.count) and frame.opaque
+        recorder = self._recorder
+        now = recorder.boundaries, recorder.regions, self._buffers.count
+        return (frame.boundaries, frame.regions, frame.assigned) == now and frame.opaque
 
     def is_whole(self, frame: Frame, result: Any, touched: Touched, is_stateful: bool) -> bool:
         """Whether a call can be one operation: tensors and plain values go in and out, by arguments and result.

@@ -17,6 +17,7 @@ from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.patching import BACKWARD, UNREGISTERED, patched, plain_modes, refuse, refuse_backward
+from fxpipe.trace.regions import Call, Regions
 from fxpipe.trace.request import Request
 from fxpipe.trace.symbolic.guard import Guard
 from fxpipe.trace.user_line import current_line, definition, line_of, mentions
@@ -31,6 +32,7 @@ def symbolic(request: Request) -> Program:
         with (
             tracer.guard.watching(),
             recording(tracer.record_boundary),
+            tracer.regions.kept(),
             cutting(request.module, request.cuts, request.may_lack_cuts),
             _proxied_factories(tracer),
         ):
@@ -41,7 +43,15 @@ def symbolic(request: Request) -> Program:
     except Exception as error:
         raise TraceError(_explain(error)) from error
     _drop_unused(graph)
-    return Program(request.module, graph, constants=tracer.constants, tracer="symbolic")
+    effects = tracer.regions.effects
+    return Program(
+        request.module,
+        graph,
+        constants=tracer.constants,
+        tracer="symbolic",
+        opaque=tracer.regions.opaque,
+        effects={node.name: effects[node.target] for node in graph.nodes if node.target in effects},
+    )
 
 
 def _refuse_parameters_of_loss(request: Request) -> None:
@@ -122,6 +132,7 @@ class _Tracer(fx.Tracer):
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
         self.boundaries = 0
+        self.regions = Regions(request, lambda leaf: isinstance(leaf, (fx.Proxy, Tensor)), self._keep_region)
         self._held = {id(part): _tensors_in(part) for part in module.modules()}
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self._names.setdefault(id(tensor), name)
@@ -186,6 +197,12 @@ class _Tracer(fx.Tracer):
                     "keeps whole",
                     "name that module itself, or give an example batch, so that another tracer can look inside",
                 )
+
+    def _keep_region(self, call: Call) -> list[Any]:
+        """What stands for the tensors of any shape that a call returns which is kept whole."""
+        returned: Any = self.create_proxy("call_module", call.target, tuple(call.values), {})
+        returned.node.meta["nn_module_stack"] = call.stack(returned.node.meta.get("nn_module_stack") or {})
+        return [returned[place] for place in range(len(call.seen.likes))]
 
     # tensors
 

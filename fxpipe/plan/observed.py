@@ -1,0 +1,151 @@
+"""Observed: what calls of regions that are kept whole do, seen in one real run of the model on a micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.boundary import recording
+from fxpipe.graph.kept import TENSOR, Structure, unwritten
+from fxpipe.graph.like import TensorLike
+from fxpipe.graph.modes import within
+from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.plan.capture_check import Batch, as_in_a_step, own
+from fxpipe.plan.replay import State
+from fxpipe.torch_compat import pytree, version_of
+from fxpipe.trace.cutting import cutting
+from fxpipe.trace.patching import refuse
+from fxpipe.trace.record.touched import PythonState, TouchedMode
+from fxpipe.trace.regions import Region, Seen, watching
+from fxpipe.trace.request import Request
+from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.user_line import line_of
+
+Calls = Mapping[tuple[str, int], Seen]
+
+
+def declared(request: Request) -> dict[tuple[str, int], Seen]:
+    """What the user has said that regions return."""
+    found = {}
+    for region in request.whole:
+        if region.returns is not None:
+            parts = (region.path,) if region.method == "__call__" else ()
+            names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
+            held = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
+            reads = dict.fromkeys(names[id(tensor)] for tensor in held)
+            found[region.name, 0] = Seen(_described(region, region.returns), parts, tuple(reads))
+    return found
+
+
+def observe(request: Request, batch: Batch) -> Calls:
+    """Runs the model once on a micro-batch, and tells what each call of a region did. All that changes is put back.
+
+    TraceError where the model fails, or a region does what it may not.
+    """
+    modules = [module for module in (request.module, request.loss_module) if module is not None]
+    devices = sorted({t.get_device() for part in modules for t in all_tensors(part).values() if t.is_cuda})
+    state, observer = State(modules, devices), _Observer(request)
+    try:
+        with as_in_a_step(request, devices), recording(observer.boundary):
+            inputs = own(request, batch)
+            with (
+                watching(request.module, request.whole, observer.call),
+                cutting(request.module, request.cuts, may_lack=True),
+                within(request.autocast),
+            ):
+                request.call(inputs)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            "the model cannot run on a micro-batch of the example, by which is seen what a region that is kept whole "
+            f"returns: {type(error).__name__}: {error}\n{line_of(error)}"
+        ) from error
+    finally:
+        state.restore()
+    return observer.seen
+
+
+class _Observer:
+    def __init__(self, request: Request) -> None:
+        self.seen: dict[tuple[str, int], Seen] = {}
+        self._module = request.module
+        self._inside: Region | None = None
+        self._paths = {id(vars(part)): path for path, part in request.module.named_modules()}
+        self._names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
+
+    def boundary(self, value: Any, name: str | None, gather: Any) -> Any:
+        if self._inside is not None:
+            raise refuse(
+                f"a boundary lies inside of {self._inside.name}, which is kept whole: one call in one stage",
+                "leave out one of them, or name smaller parts that are to be whole",
+            )
+        return value
+
+    def call(self, region: Region, number: int, inner: Any, args: Any, kwargs: Any) -> Any:
+        if self._inside is not None:
+            return inner(*args, **kwargs)
+        self._inside = region
+        state, tensors = PythonState(self._module), list(all_tensors(self._module).items())
+        versions = [version_of(tensor) for _, tensor in tensors]
+        called: list[nn.Module] = []
+        try:
+            mode = TouchedMode()
+            with unwritten(region.name, (args, kwargs)), _noting_calls(called), mode, mode.noting() as touched:
+                result = inner(*args, **kwargs)
+        finally:
+            self._inside = None
+        writes = [
+            name for (name, tensor), version in zip(tensors, versions, strict=True) if version_of(tensor) != version
+        ]
+        parts = self._outermost(called)
+        held = [tensor for path in parts for tensor in all_tensors(self._module.get_submodule(path)).values()]
+        used = [tensor for _, tensor in tensors if storage_of(tensor) in touched.reads]
+        reads = dict.fromkeys(self._names[id(tensor)] for tensor in (*held, *used))
+        sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
+        self._check_sets(region, sets)
+        self.seen[region.name, number] = Seen(_described(region, result), parts, tuple(reads), tuple(writes), sets)
+        return result
+
+    def _outermost(self, called: list[nn.Module]) -> tuple[str, ...]:
+        """The paths of the submodules that were called, without those inside of others."""
+        paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
+        return tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
+
+    def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]]) -> None:
+        foreign = next((f"{path}.{name}" for path, name in sets if not _is_inside(f"{path}.", region.path)), None)
+        if foreign is not None:
+            raise TraceError(
+                f"{region.name}, which is kept whole, sets {foreign} outside of it, which other stages would not see: "
+                "return the value, or keep a larger part whole"
+            )
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path.startswith(f"{other}." if other else "") and path != other
+
+
+@contextlib.contextmanager
+def _noting_calls(called: list[nn.Module]) -> Iterator[None]:
+    handle = register_module_forward_pre_hook(lambda module, args: called.append(module))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _described(region: Region, result: Any) -> Any:
+    """The value with a ``TensorLike`` for each tensor; TraceError for what cannot leave a region."""
+    foreign = Structure(result).foreign
+    if foreign is not TENSOR:
+        raise TraceError(
+            f"{region.name}, which is kept whole, returns a {type(foreign).__name__}, which is no tensor, no plain "
+            "value and no container that torch.utils._pytree knows; keep a larger part whole, register it there, or "
+            "return its tensors in a tuple, a list or a dict"
+        )
+    return pytree.tree_map_only(Tensor, TensorLike.of, result)

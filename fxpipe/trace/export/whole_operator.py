@@ -1,0 +1,133 @@
+"""A region that is kept whole as an operator of torch, which is what torch.export can record.
+
+What it returns are inputs of the export, ``stand_ins``, whose sizes are symbolic as those of inputs may be: what the
+code behind a region takes for granted of them is then among the guards of the export.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.torch_compat import holds_for
+
+_SCHEMA = "(Tensor[] values, SymInt[] numbers, Tensor[] stand_ins, int call) -> Tensor[]"
+
+
+@torch.library.custom_op("fxpipe::whole", mutates_args=(), schema=_SCHEMA)
+def whole(values: list[Tensor], numbers: Any, stand_ins: list[Tensor], call: int) -> list[Tensor]:
+    """What a region returns. It is traced, and never runs: a converted graph calls the region."""
+    return [stand_in.clone() for stand_in in stand_ins]
+
+
+@whole.register_fake
+def _whole_fake(values: list[Tensor], numbers: Any, stand_ins: list[Tensor], call: int) -> list[Tensor]:
+    return [stand_in.new_empty_strided(stand_in.shape, stand_in.stride()) for stand_in in stand_ins]
+
+
+def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[None, None, list[Tensor], None]:
+    return None, None, gradients, None
+
+
+whole.register_autograd(_backward)
+
+Size = tuple[int, int]
+"""Which of the tensors that a guard is about, and which dimension of it."""
+
+
+class Guard(NamedTuple):
+    """What a capture takes for granted of the sizes of the tensors that one call of a region returns.
+
+    ``first``: the number of its first tensor in the clauses; ``others``: the sizes of others that they are about, which
+    the call is given behind what the region is.
+    """
+
+    name: str
+    first: int
+    clauses: tuple[str, ...]
+    others: tuple[Size, ...]
+
+    def check(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        """RunError where it is not so."""
+        told: dict[int, Any] = {}
+        for (place, dim), size in zip(self.others, sizes, strict=True):
+            told.setdefault(place, {})[dim] = int(size)
+        broken = self.broken(told | {self.first + place: tensor.shape for place, tensor in enumerate(tensors)})
+        if broken is not None:
+            raise RunError(
+                f"{self.name}, which is kept whole, returned tensors of shapes {[list(t.shape) for t in tensors]}, and "
+                f"what is behind it was captured for those with {self._in_words(broken)} alone: keep the code whole, "
+                "too, that looks at these sizes, or return tensors of sizes for which the same code runs"
+            )
+
+    def broken(self, sizes: Mapping[int, Any]) -> str | None:
+        """The first clause that does not hold where these are the sizes of tensors, by their numbers."""
+        asked = {f"t{place}": _Sized(shape) for place, shape in sizes.items()}
+        return next((clause for clause in self.clauses if not holds_for(clause, asked)), None)
+
+    @property
+    def is_of_few(self) -> bool:
+        """Whether a size is 0 or 1 alone."""
+        return any(_FEW.fullmatch(clause) for clause in self.clauses)
+
+    def _in_words(self, clause: str) -> str:
+        def told(match: re.Match[str]) -> str:
+            place = int(match[1]) - self.first
+            return f"size {match[2]} of tensor {place}" if place >= 0 else f"size {match[2]} of what is before"
+
+        return _SIZE.sub(told, clause)
+
+
+class _Sized(NamedTuple):
+    sizes: Any
+
+    def size(self) -> Any:
+        return self.sizes
+
+
+_SIZE = re.compile(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]")
+_FEW = re.compile(_SIZE.pattern + " == [01]")
+_LAYOUT = re.compile(r"L\['t(\d+)'\]\.(?:stride|storage_offset)\(\)")
+
+
+def clauses_of(expression: str) -> list[str]:
+    """The parts of a guard that must all hold."""
+    if not expression:
+        return []
+    tree = ast.parse(expression, mode="eval").body
+    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    return [ast.unparse(part) for part in parts]
+
+
+def sizes_in(clause: str) -> set[Size]:
+    """The sizes that a clause is about."""
+    return {(int(place), int(dim)) for place, dim in _SIZE.findall(clause)}
+
+
+def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> list[Guard]:
+    """What is to be checked at each call: ``calls`` has, in order, its name, and the numbers of its tensors.
+
+    A clause is checked at the last of the calls that it is about. How tensors lie in memory is taken as it comes: it
+    decides about kernels, not about what they compute.
+    """
+    own = {place: number for number, (_, places) in enumerate(calls) for place in places}
+    mine: list[list[str]] = [[] for _ in calls]
+    for clause in clauses:
+        about = [own[place] for place, _ in sizes_in(clause) if place in own]
+        if about and not any(int(place) in own for place in _LAYOUT.findall(clause)):
+            mine[max(about)].append(clause)
+    return [
+        Guard(
+            name,
+            places.start,
+            tuple(told),
+            tuple(sorted({size for one in told for size in sizes_in(one) if size[0] not in places})),
+        )
+        for (name, places), told in zip(calls, mine, strict=True)
+    ]

@@ -1,0 +1,47 @@
+"""Varying: the stages whose values, or the gradients of these, may look otherwise each time for inputs of one shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from torch import fx
+
+from fxpipe.graph.kept import Kept
+from fxpipe.graph.program import Program
+from fxpipe.graph.stage_graph import Edge, Stage
+
+
+def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
+    """The stages, told which of them vary.
+
+    That is one that holds a region which is kept whole; those behind it that make values of sizes which come out of it,
+    or of any size, where nothing is known of sizes; and those before it: it may use what they send in one step, and not
+    in the next, and then sends no gradient back.
+    """
+    regions = [node for node in program.graph.nodes if is_kept(program, node)]
+    found = {program.stage_of[node.name] for node in regions}
+    for stage in reversed(stages):
+        if any(edge.target in found for edge in stage.outputs):
+            found.add(stage.index)
+    symbols = {name for node in regions for out in node.users for name in _symbols(out)}
+    sizes = {node.name: _symbols(node) for node in program.graph.nodes}
+    behind = {program.stage_of[node.name] for node in regions}
+    for stage in stages if program.tracer == "symbolic" or symbols else ():
+        if any(isinstance(entry, Edge) and entry.source in behind for entry in stage.inputs):
+            behind.add(stage.index)
+            if program.tracer == "symbolic" or any(sizes[edge.value] & symbols for edge in stage.outputs):
+                found.add(stage.index)
+    return [dataclasses.replace(stage, varies=stage.index in found) for stage in stages]
+
+
+def is_kept(program: Program, node: fx.Node) -> bool:
+    """Whether a node calls a region that is kept whole, be it in a part that is checkpointed."""
+    module = program.opaque.get(str(node.target)) if node.op == "call_module" else None
+    return module is not None and any(isinstance(part, Kept) for part in module.modules())
+
+
+def _symbols(node: fx.Node) -> set[str]:
+    """The symbolic sizes that a node's own are made of."""
+    return {name for size in node.meta.get("sizes", ()) for name in re.findall(r"[a-z]+\d+", size)}
