@@ -19,6 +19,7 @@ from fxpipe.errors import (
     nearest,
 )
 from fxpipe.graph.boundary import stage_boundary
+from fxpipe.packed import Offsets, Packed
 from fxpipe.schedules import SCHEDULES
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.comparison import compare
@@ -54,7 +55,9 @@ __all__ = [
     "ForwardBackward",
     "FxpipeError",
     "Hardware",
+    "Offsets",
     "Op",
+    "Packed",
     "PartitionError",
     "Precision",
     "Preview",

@@ -21,7 +21,8 @@ from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import Hardware
 from fxpipe.kinds import shown
-from fxpipe.options import BatchDim, Options, Recompute, TracerName, Zero, ZeroScope
+from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
+from fxpipe.packed import BatchDim
 from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
@@ -88,8 +89,9 @@ def compile(
             dict(model.named_modules()) that returns either.
             "auto": the cut and the placement that simulate best.
         microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
-        batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension or
-            None (given whole; 0 for inputs not in it).
+        batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension, None
+            (given whole), ``fxpipe.Packed`` (so many rows or list entries for each row of the batch),
+            ``fxpipe.Offsets`` (where packed sequences begin), or, for a dict input, such a dict; 0 for inputs not in it.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
         placement: stage name → pipe rank; None: where stages outnumber ranks, what simulates best at costs by shapes;
             without an example, topological order, balanced by parameters.

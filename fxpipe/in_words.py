@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from types import CodeType
 from typing import Any
 
 from fxpipe.hardware import Hardware
+from fxpipe.packed import Offsets, Packed
 from fxpipe.precision import Precision
 
 _PLAIN = (str, int, float, type(None), Precision, Hardware)
@@ -22,6 +24,9 @@ def in_words(value: Any) -> str:
         return f"[{', '.join(map(in_words, value))}]"
     if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, Packed | Offsets):
+        given = {field.name: getattr(value, field.name) for field in fields(value)}
+        return f"{type(value).__name__} {in_words(given)}"
     return _function(value) if callable(value) else f"a {type(value).__name__}"
 
 

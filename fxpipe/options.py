@@ -25,13 +25,12 @@ from fxpipe.kinds import (
     is_text,
     is_whole,
     list_of,
-    or_none,
     shown,
 )
+from fxpipe.packed import BatchDim, check_counted, is_batch_dim
 from fxpipe.precision import Precision
 
 AUTO = "auto"
-BatchDim = int | Mapping[str, int | None]
 TracerName = Literal["auto", "symbolic", "export", "record"]
 Zero = Literal[0, 1, 2, 3]
 ZeroScope = Literal["node", "data"]
@@ -84,6 +83,7 @@ class Options:
             raise RunError(f"microbatches={self.microbatches}; at least 1 is needed")
         if self.microbatches is not None and 2 * self.microbatches > MOST_ACTIONS:
             raise RunError(f"microbatches={shown(self.microbatches)}; a table goes up to {MOST_ACTIONS:,} actions")
+        check_counted(self.batch_dim)
         if self.zero not in (0, 1, 2, 3):
             raise RunError(f"zero={self.zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
         if self.zero_scope not in ("node", "data"):
@@ -134,7 +134,7 @@ class Options:
     def in_common(self) -> str:
         """What, beside the program and its schedule, all ranks must have been given alike, in words."""
         return (
-            f"batch_dim={self.batch_dim}, loss_weight {'given' if self.loss_weight else 'not given'}, "
+            f"batch_dim={in_words(self.batch_dim)}, loss_weight {'given' if self.loss_weight else 'not given'}, "
             f"zero={self.zero}, zero_scope={self.zero_scope}, bucket_cap_mb={self.bucket_cap_mb}, {self.precision}, "
             f"check_batches={self.check_batches}, error_if_nonfinite={self.error_if_nonfinite}"
         )
@@ -176,8 +176,7 @@ _KINDS: Mapping[str, Expected] = {
     "loss_fn": Expected(callable, "a function (output, target) -> loss"),
     "microbatches": Expected(is_whole, "a whole number"),
     "batch_dim": Expected(
-        lambda value: is_whole(value) or (is_mapping(value) and all(map(or_none(is_whole), value.values()))),
-        "a dimension, or a dict input -> dimension or None",
+        is_batch_dim, "a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or fxpipe.Offsets()"
     ),
     "placement": Expected(
         lambda value: is_mapping(value) and all(map(is_whole, value.values())), "a dict stage name -> pipe rank"

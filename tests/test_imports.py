@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 # A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
 FLOORS = """
     torch_compat
-    errors in_words kinds notebook precision progress seeds small_file hardware labels
+    errors in_words kinds notebook packed precision progress seeds small_file hardware labels
     options
     graph schedules
     distributed formats passes trace

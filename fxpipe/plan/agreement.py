@@ -21,25 +21,25 @@ from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.packed import read_for
 from fxpipe.plan.batch import (
     Description,
     bind,
     check_calls,
-    cut_description,
     describe,
     merge,
-    row_count,
     sendable,
-    split,
-    split_rows,
     with_own,
 )
 from fxpipe.plan.captures import MOST
+from fxpipe.plan.counts import Counts, counts_of, merge_counts
+from fxpipe.plan.cuts import split, split_description
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.looks import Looks
 from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
 from fxpipe.plan.plan import Plan, digest_of
 from fxpipe.plan.planner import Planner
+from fxpipe.plan.rows import row_count, split_rows
 from fxpipe.plan.together import plan_together
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import pairs
@@ -61,6 +61,8 @@ class Agreed:
     plan: Plan
     sizes: tuple[int, ...]
     """Rows of each micro-batch."""
+    counts: Counts
+    """Of what is cut by a count, for a batch that is cut."""
     places: Places
     """Where values that are gathered have their rows, as far as it is known."""
     has_loss: bool
@@ -80,6 +82,8 @@ class _Offer:
     autocast: tuple[Autocast, ...]
     """What is on around the call."""
     given: tuple[Description, ...]
+    counts: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
+    """Of each, what is cut by a count, as far as this rank can count it."""
     error: str = ""
 
 
@@ -92,7 +96,10 @@ class _Together(NamedTuple):
 
     offers: tuple[_Offer, ...]
     merged: list[Description]
+    counts: list[Counts]
     sizes: tuple[int, ...]
+    has_rows: bool
+    """Whether any input tells how many rows there are."""
 
 
 class Agreement:
@@ -130,17 +137,18 @@ class Agreement:
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
         except RunError as error:
-            return _Offer(training, split_evenly, flags, (), (), str(error)), []
+            return _Offer(training, split_evenly, flags, (), (), error=str(error)), []
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
-            return _Offer(training, split_evenly, flags, (), (), f"{error}{hint}"), []
+            return _Offer(training, split_evenly, flags, (), (), error=f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
             _check_no_gradients(described if training else ())
+            counts = tuple(tuple(counts_of(values, self._options.batch_dim).items()) for values in given)
         except RunError as error:  # which the others, who may have been given something else, raise, too
-            return _Offer(training, split_evenly, flags, (), (), str(error)), []
-        return _Offer(training, split_evenly, flags, ambient_autocast(), described, nothing), given
+            return _Offer(training, split_evenly, flags, (), (), error=str(error)), []
+        return _Offer(training, split_evenly, flags, ambient_autocast(), described, counts, nothing), given
 
     def _check_parameters(self) -> None:
         """RunError where the model has others than those whose gradients and optimizers are known."""
@@ -225,7 +233,7 @@ class Agreement:
 
     def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This rank's inputs per micro-batch."""
-        return split(given[0], self._options.batch_dim, agreed.sizes) if offer.split_evenly else given
+        return split(given[0], self._options.batch_dim, agreed.sizes, agreed.counts) if offer.split_evenly else given
 
     def check_rows(self, agreed: Agreed, zero: int) -> None:
         """With zero=2 replicas sum after each micro-batch, with 3 behind each stage, and they gather where a stage sees
@@ -275,7 +283,8 @@ class Agreement:
         }
         if ITEMS in used:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
-        return tuple(name for name in graph.inputs if name in used)
+        used |= read_for(used, self._options.batch_dim) & set(self._planner.signature.parameters)
+        return tuple(name for name in dict.fromkeys((*graph.inputs, *sorted(used))) if name in used)
 
     def _signature_for(self, training: bool) -> inspect.Signature:
         """In evaluation the target of a loss function may be left out."""
@@ -307,14 +316,18 @@ class Agreement:
         first = offers[0]
         told = zip(*(offer.given for offer in offers), strict=True)
         merged = [with_own(merge(each), own) for each, own in zip(told, mine.given, strict=True)]
-        sizes = self._sizes(merged, first)
-        return _Together(tuple(offers), merged, sizes)
+        told = zip(*(offer.counts for offer in offers), strict=True)
+        counts = [merge_counts(list(map(dict, each))) for each in told]
+        each = zip(merged, counts, strict=True)
+        rows = [row_count(description, self._options.batch_dim, counted) for description, counted in each]
+        has_rows = any(count is not None for count in rows)
+        return _Together(tuple(offers), merged, counts, self._sizes(rows, first), has_rows)
 
     def _decide(self, together: _Together, everyone: tuple[int, ...]) -> Agreed:
-        offers, merged, sizes = together
+        offers, merged, counts, sizes, has_rows = together
         first = offers[0]
         if first.split_evenly:
-            merged = [self._cut(merged[0], size) for size in sizes]
+            merged = split_description(merged[0], self._options.batch_dim, sizes, counts[0])
         items = self._planner.items
         if items is not None:
             merged = [items.described(description) for description in merged]
@@ -323,29 +336,26 @@ class Agreement:
         with phase("capture"), self._planner.or_as_before():
             plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
         self._open(plan)
-        if len(sizes) > 1 and all(row_count(one, self._options.batch_dim) is None for one in merged):
+        if len(sizes) > 1 and not has_rows:
             _check_nothing_gathered(plan)
         self._check_required(plan, offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(sizes) > 1 or self._transport.data_size > 1)
         places = self._planner.row_places(plan, pattern) if joins else {}
         looks = self._looks_of(plan, pattern, together)
-        return Agreed(next(self._kinds), pattern, plan, sizes, places, has_loss, looks)
+        return Agreed(next(self._kinds), pattern, plan, sizes, counts[0], places, has_loss, looks)
 
     def _looks_of(self, plan: Plan, pattern: Pattern, together: _Together) -> tuple[int, ...]:
         """The number of each micro-batch, by what all ranks were given of it."""
-        offers, _, sizes = together
+        offers, _, counts, sizes, _ = together
         if offers[0].split_evenly:
-            of_size = {size: [self._cut(offer.given[0], size) for offer in offers] for size in set(sizes)}
-            given = [of_size[size] for size in sizes]
+            parts = [split_description(one.given[0], self._options.batch_dim, sizes, counts[0]) for one in offers]
+            given = list(zip(*parts, strict=True))
         else:
-            given = [[offer.given[place] for offer in offers] for place in range(len(sizes))]
+            given = list(zip(*(offer.given for offer in offers), strict=True))
         is_cut = offers[0].split_evenly and len(sizes) > 1
         fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=())
         return self._looks.of(plan, (fixed, is_cut), given)
-
-    def _cut(self, description: Description, size: int) -> Description:
-        return cut_description(description, self._options.batch_dim, size)
 
     def _open(self, plan: Plan) -> None:
         """Opens queues between ranks that have sent each other nothing before. A collective call of a pipe group."""
@@ -354,12 +364,11 @@ class Agreement:
             self._transport.open_more(sorted(new))
             self._pairs |= new
 
-    def _sizes(self, merged: Sequence[Description], call: _Offer) -> tuple[int, ...]:
-        counts = [row_count(description, self._options.batch_dim) for description in merged]
+    def _sizes(self, rows: Sequence[int | None], call: _Offer) -> tuple[int, ...]:
         if not call.split_evenly:
-            return tuple(1 if count is None else count for count in counts)
+            return tuple(1 if count is None else count for count in rows)
         wanted = self._planner.microbatches
-        return split_rows(counts[0], wanted if call.training else min(wanted, counts[0] or wanted))
+        return split_rows(rows[0], wanted if call.training else min(wanted, rows[0] or wanted))
 
     def _check_required(self, plan: Plan, offers: Sequence[_Offer]) -> None:
         for rank, offer in enumerate(offers):

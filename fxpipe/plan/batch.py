@@ -1,4 +1,4 @@
-"""Batch: what one call was given, described, agreed on between ranks, and cut into micro-batches."""
+"""Batch: what one call was given, described, and agreed on between ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.plain_data import admitted, encode
 from fxpipe.kinds import is_list, is_mapping, shown
-from fxpipe.options import BatchDim
 from fxpipe.torch_compat import pytree
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -98,20 +97,19 @@ def required_names(signature: inspect.Signature) -> list[str]:
 
 def describe(values: Mapping[str, Any], exact: bool = False) -> Description:
     """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on."""
-    return tuple((name, _given(value, exact)) for name, value in values.items())
+    return tuple((name, described(value, exact)) for name, value in values.items())
 
 
-def _given(value: Any, exact: bool) -> InputDescription:
+def described(value: Any, exact: bool) -> InputDescription:
+    """One input; its tensors may be ``TensorLike`` already."""
     if value is None:
         return InputDescription("none")
     if isinstance(value, _FIXED):
         return InputDescription("fixed", value)
     leaves, spec = pytree.tree_flatten(value)
     likes = [TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    described = tuple(leaf if isinstance(leaf, TensorLike) else _told(leaf, exact) for leaf in likes)
-    return InputDescription(
-        "input", ("" if spec.is_leaf() else str(spec), described), pytree.tree_unflatten(likes, spec)
-    )
+    told = tuple(leaf if isinstance(leaf, TensorLike) else _told(leaf, exact) for leaf in likes)
+    return InputDescription("input", ("" if spec.is_leaf() else str(spec), told), pytree.tree_unflatten(likes, spec))
 
 
 def _told(leaf: Any, exact: bool) -> Any:
@@ -161,28 +159,6 @@ def untold(description: Description) -> Iterator[tuple[str, Any]]:
             yield from ((name, leaf) for leaf, told in zip(leaves, given.detail[1], strict=True) if type(told) is str)
 
 
-def cut_description(description: Description, batch_dim: BatchDim, size: int) -> Description:
-    """The description of a micro-batch of that many rows."""
-    return tuple((name, _cut_given(given, dimension(batch_dim, name), size)) for name, given in description)
-
-
-def _cut_given(given: InputDescription, along: int | None, size: int) -> InputDescription:
-    if given.kind != "input" or along is None:
-        return given
-    container, leaves = given.detail
-    cut = tuple(_cut_like(leaf, along, size) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
-    like = pytree.tree_map_only(TensorLike, lambda leaf: _cut_like(leaf, along, size), given.like)
-    return InputDescription("input", (container, cut), like)
-
-
-def _cut_like(like: TensorLike, along: int, size: int) -> TensorLike:
-    if not like.shape:
-        return like
-    shape = list(like.shape)
-    shape[along] = size
-    return replace(like, shape=tuple(shape))
-
-
 def merge(descriptions: Sequence[Description]) -> Description:
     """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
     merged: dict[str, tuple[int, InputDescription]] = {}
@@ -211,84 +187,6 @@ def _show(given: InputDescription) -> str:
     if given.kind != "input":
         return repr(given.detail)
     return ", ".join(str(list(shape)) for shape in given.shapes) or "no tensor"
-
-
-def dimension(batch_dim: BatchDim, name: str) -> int | None:
-    return batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
-
-
-def dimensions(batch_dim: BatchDim) -> tuple[int, ...]:
-    """Those that inputs have their rows in: where what is computed from them may have its own."""
-    if isinstance(batch_dim, int):
-        return (batch_dim,)
-    return tuple(sorted({0, *(place for place in batch_dim.values() if place is not None)}))
-
-
-def row_count(description: Description, batch_dim: BatchDim) -> int | None:
-    """The number of rows of a batch; None where no input has a batch dimension. RunError where inputs disagree."""
-    rows: dict[str, int] = {}
-    for name, given in description:
-        along = dimension(batch_dim, name)
-        for shape in given.shapes:
-            if along is not None and shape:
-                _note_rows(rows, name, shape, along)
-    if len(set(rows.values())) > 1:
-        lengths = ", ".join(f"{name}: {count}" for name, count in rows.items())
-        raise RunError(
-            f"the inputs have different numbers of rows ({lengths}); what is not cut into micro-batches is named in "
-            "batch_dim={'name': None}"
-        )
-    return next(iter(rows.values()), None)
-
-
-def _note_rows(rows: dict[str, int], name: str, shape: tuple[int, ...], along: int) -> None:
-    if not -len(shape) <= along < len(shape):
-        raise RunError(f"input {name!r} of shape {list(shape)} has no dimension {along}; see batch_dim=")
-    if rows.setdefault(name, shape[along]) != shape[along]:
-        raise RunError(f"input {name!r} holds tensors of {rows[name]} and of {shape[along]} rows")
-
-
-def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
-    """Rows of each micro-batch, as ``torch.tensor_split`` cuts them; 1 each where nothing is cut."""
-    if rows is None:
-        return (1,) * microbatches
-    if rows < microbatches:
-        raise RunError(
-            f"a batch of {rows} rows cannot be cut into {microbatches} micro-batches; "
-            f"pass at least {microbatches} rows, or compile with microbatches={max(rows, 1)}"
-        )
-    return tuple(rows // microbatches + (place < rows % microbatches) for place in range(microbatches))
-
-
-def split(values: Mapping[str, Any], batch_dim: BatchDim, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """One dict of inputs per micro-batch: views of the batch, no copies."""
-    batches: list[dict[str, Any]] = [{} for _ in sizes]
-    for name, value in values.items():
-        for batch, part in zip(batches, _split_value(name, value, dimension(batch_dim, name), sizes), strict=True):
-            batch[name] = part
-    return batches
-
-
-def _split_value(name: str, value: Any, along: int | None, sizes: Sequence[int]) -> list[Any]:
-    leaves, spec = pytree.tree_flatten(value)
-    parts = [
-        _rows_of(name, leaf, along, sizes)
-        if isinstance(leaf, Tensor) and leaf.dim() and along is not None
-        else [leaf] * len(sizes)
-        for leaf in leaves
-    ]
-    if spec.is_leaf():
-        return parts[0]
-    return [pytree.tree_unflatten([part[place] for part in parts], spec) for place in range(len(sizes))]
-
-
-def _rows_of(name: str, tensor: Tensor, along: int, sizes: Sequence[int]) -> list[Tensor]:
-    if tensor.is_nested:
-        raise RunError(
-            f"input {name!r} is a nested tensor, which torch cannot cut into rows; pass its values padded, with a "
-            f"mask or lengths, or name it in batch_dim={{{name!r}: None}} if each micro-batch takes all of it"
-        )
-    return list(torch.split(tensor, list(sizes), along))
 
 
 def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

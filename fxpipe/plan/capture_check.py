@@ -19,8 +19,8 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
-from fxpipe.options import BatchDim
-from fxpipe.plan.batch import cast_batch, dimension
+from fxpipe.packed import BatchDim, counted, rule_at
+from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.closeness import differences, gap, in_double, is_close, largest, unit
 from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
 from fxpipe.torch_compat import pytree
@@ -51,15 +51,25 @@ class Sample:
         return next(((first, other) for other in [*others, self._repeated(first)] if not _equal(first, other)), None)
 
     def _repeated(self, batch: Batch) -> Batch:
-        """A batch of the same shapes, in which the first half of the rows stands twice."""
+        """A batch of the same shapes, in which the first half of the rows stands twice.
+
+        Where rows of other inputs are counted, which would not be theirs any more, it has other numbers instead: those
+        of its tensors of floating-point numbers from back to front.
+        """
+        if counted(self.batch_dim):
+            return dict(pytree.tree_map_only(Tensor, _from_back_to_front, dict(batch)))
         return {
             name: pytree.tree_map_only(Tensor, lambda leaf: _first_half_twice(leaf, along), value)  # noqa: B023
             for name, value in batch.items()
-            for along in [dimension(self.batch_dim, name)]
+            for along in [rule_at(self.batch_dim, name)]
         }
 
 
-def _first_half_twice(leaf: Tensor, along: int | None) -> Tensor:
+def _from_back_to_front(leaf: Tensor) -> Tensor:
+    return leaf.flatten().flip(0).view(leaf.shape) if leaf.is_floating_point() else leaf
+
+
+def _first_half_twice(leaf: Tensor, along: Any) -> Tensor:
     if along is None or not leaf.dim() or leaf.is_meta:
         return leaf
     rows = leaf.shape[along]
@@ -67,8 +77,11 @@ def _first_half_twice(leaf: Tensor, along: int | None) -> Tensor:
 
 
 def _equal(one: Batch, other: Batch) -> bool:
-    pairs = zip(pytree.tree_leaves(dict(one)), pytree.tree_leaves(dict(other)), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+    leaves, others = pytree.tree_leaves(dict(one)), pytree.tree_leaves(dict(other))
+    pairs = zip(leaves, others, strict=False)  # lists have as many entries as there are rows
+    return len(leaves) == len(others) and all(
+        torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)
+    )
 
 
 def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[int]) -> str:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.errors import RunError, nearest
+from fxpipe.errors import RunError
 from fxpipe.graph.modes import ambient_autocast
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.kinds import shown
 from fxpipe.options import Options
-from fxpipe.plan.batch import bind, describe, required_names, row_count, split, split_rows
+from fxpipe.packed import check_names
+from fxpipe.plan.batch import bind, describe, required_names
 from fxpipe.plan.capture_check import Sample
+from fxpipe.plan.counts import counts_of
+from fxpipe.plan.cuts import split
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Pattern, pattern_of
 from fxpipe.plan.planner import Planner
+from fxpipe.plan.rows import row_count, split_rows
 from fxpipe.trace import Request
 
 _WRAPPERS = {
@@ -55,9 +58,7 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
             raise RunError("forward itself takes 'target', which loss_fn= would take from it; rename the argument")
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return  # any name may come
-    for name in options.batch_dim if isinstance(options.batch_dim, Mapping) else ():
-        if name not in names:
-            raise RunError(f"batch_dim names {name!r}, which is no input{nearest(name, names)}")
+    check_names(options.batch_dim, names)
 
 
 def with_first_plan(planner: Planner, options: Options) -> Planner:
@@ -98,7 +99,8 @@ def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:
         given = bind(planner.signature, args, options.example_kwargs or {})
     except TypeError as error:
         raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
-    rows = row_count(describe(given), options.batch_dim)
+    counts = counts_of(given, options.batch_dim)
+    rows = row_count(describe(given), options.batch_dim, counts)
     if rows is None or rows < planner.microbatches:
         return [given] * planner.microbatches
-    return split(given, options.batch_dim, split_rows(rows, planner.microbatches))
+    return split(given, options.batch_dim, split_rows(rows, planner.microbatches), counts)

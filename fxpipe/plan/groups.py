@@ -7,25 +7,23 @@ come from there: an ``arange(n)`` in them is the group's. Both captures must hav
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
-
-from torch import Tensor
 
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.boundary import Gathered
-from fxpipe.graph.gathering import Places, concatenated
+from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.options import BatchDim
+from fxpipe.packed import BatchDim
 from fxpipe.plan.balancing import example_of
-from fxpipe.plan.batch import Description, cut_description, dimension, row_count
+from fxpipe.plan.batch import Description
 from fxpipe.plan.capture_check import Sample
 from fxpipe.plan.captures import Captured, Captures
+from fxpipe.plan.cuts import joined, joined_description, with_rows
 from fxpipe.plan.pattern import Pattern
-from fxpipe.plan.row_places import Shown, of_rows, row_places
+from fxpipe.plan.row_places import Shown, row_places
+from fxpipe.plan.rows import row_count
 from fxpipe.plan.same_stages import alike
-from fxpipe.torch_compat import pytree
 
 Capture = Callable[[Pattern, Sample | str], list[Captured]]
 
@@ -65,8 +63,9 @@ def places_of_rows(captures: Captures, used: Sequence[Pattern], pattern: Pattern
         return {}
     places = partial(row_places, device=captures.device, autocast=pattern.autocast, compute=captures.balancing.compute)
     if not one.of_one_shape:
-        few = max(rows, 2)  # a dimension of 1 may mean another thing
-        return places(*(_shown(one, pattern, of_rows(pattern.shapes[0], batch_dim, n), n) for n in (few, 2 * few)))
+        few = 1 if rows > 1 else 2  # a dimension of 1 may mean another thing
+        several = {n * rows: joined_description(pattern.shapes[:1] * n, batch_dim) for n in (few, 2 * few)}
+        return places(*(_shown(one, pattern, shape, count) for count, shape in several.items()))
     found: dict[tuple[str, int], tuple[int, ...]] = {}
     for_them = list(used[pattern.microbatches :])  # in the order in which ``for_groups`` has asked for them
     for gathered in dict.fromkeys(stage.gathered for stage in one.graph if stage.gathered is not None):
@@ -99,11 +98,9 @@ def _rows_of(pattern: Pattern, modes: Collection[str], batch_dim: BatchDim) -> S
 
 def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDim) -> Pattern:
     """The pattern of a batch whose micro-batches are the groups."""
-    rows = _rows_of(pattern, gathered.modes, batch_dim)
-    shapes = tuple(
-        cut_description(pattern.shapes[start], batch_dim, sum(rows[start : start + size]))
-        for start in range(0, pattern.microbatches, size)
-    )
+    rows, starts = _rows_of(pattern, gathered.modes, batch_dim), range(0, pattern.microbatches, size)
+    groups = {start: joined_description(pattern.shapes[start : start + size], batch_dim) for start in starts}
+    shapes = tuple(with_rows(group, batch_dim, sum(rows[start : start + size])) for start, group in groups.items())
     return dataclasses.replace(pattern, microbatches=len(shapes), shapes=shapes, everyone=())
 
 
@@ -111,26 +108,8 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
     if isinstance(sample, str):
         return sample
     batches = sample.batches
-    groups = [_joined(batches[start : start + size], batch_dim) for start in range(0, len(batches), size)]
+    groups = [joined(batches[start : start + size], batch_dim) for start in range(0, len(batches), size)]
     return Sample(groups, batch_dim)
-
-
-def _joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
-    """The inputs of a group, out of those of its micro-batches."""
-    return {name: joined_input([batch[name] for batch in batches], dimension(batch_dim, name)) for name in batches[0]}
-
-
-def joined_input(parts: Sequence[Any], along: int | None) -> Any:
-    """An input's rows in a row; what has none, or is given whole, is the same in all, and is the first."""
-    flat = [pytree.tree_flatten(part) for part in parts]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    leaves = [
-        concatenated(column, along)
-        if isinstance(column[0], Tensor) and column[0].dim() and along is not None
-        else column[0]
-        for column in columns
-    ]
-    return pytree.tree_unflatten(leaves, flat[0][1])
 
 
 def _with_stages(one: Captured, group: Captured, stages: set[int]) -> Captured:

@@ -7,19 +7,16 @@ follow are those of the rows. Where the model is captured for shapes, both captu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Autocast, modes_restored, within
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Edge, StageGraph
-from fxpipe.options import BatchDim
-from fxpipe.plan.batch import Description, InputDescription, dimension
 from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree
@@ -115,25 +112,3 @@ def _note(
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
     return tuple(leaf.shape) if isinstance(leaf, Tensor) else None
-
-
-def of_rows(description: Description, batch_dim: BatchDim, rows: int) -> Description:
-    """The description of a dense batch of so many rows."""
-    return tuple((name, _given(given, dimension(batch_dim, name), rows)) for name, given in description)
-
-
-def _given(given: InputDescription, along: int | None, rows: int) -> InputDescription:
-    if given.kind != "input" or along is None:
-        return given
-    like = pytree.tree_map_only(TensorLike, lambda leaf: _like(leaf, along, rows), given.like)
-    return replace(given, like=like)
-
-
-def _like(leaf: TensorLike, along: int, rows: int) -> TensorLike:
-    if not leaf.shape:
-        return leaf
-    inside = leaf.stride[along]
-    stride = tuple(step * rows if step > inside else step for step in leaf.stride)
-    shape = list(leaf.shape)
-    shape[along] = rows
-    return replace(leaf, shape=tuple(shape), stride=stride)

@@ -15,8 +15,8 @@ from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.like import ITEMS
-from fxpipe.options import BatchDim
-from fxpipe.plan.batch import dimension
+from fxpipe.packed import BatchDim, Rule, rule_at
+from fxpipe.plan.cuts import joined_input
 from fxpipe.plan.plan import digest_of
 from fxpipe.torch_compat import pytree
 
@@ -63,7 +63,9 @@ class GroupInputs:
 
     def of_batch(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> Any:
         """A batch input of a group: its rows; what is given whole must be the same for all, and is the first's."""
-        along = dimension(self._batch_dim, name)
+        along = rule_at(self._batch_dim, name)
+        if not isinstance(along, int | None):
+            return self._of_packed(name, parts, along, mode)
         told, flat = f"input {name!r}", [pytree.tree_flatten(part) for part in parts]
         leaves, places = list[Any](), list[int | None]()
         for column in zip(*(leaves for leaves, _ in flat), strict=True):
@@ -75,6 +77,14 @@ class GroupInputs:
         if mode == "global":
             leaves = self._with_others(told, leaves, places, microbatches)
         return pytree.tree_unflatten(leaves, flat[0][1])
+
+    def _of_packed(self, name: str, parts: Sequence[Any], rule: Rule, mode: Mode | None) -> Any:
+        if mode == "global" and self._transport.data_size > 1:
+            raise RunError(
+                f"input {name!r} is packed, and is given to a stage that gathers the rows of all replicas, which have "
+                'others; use it in front of the boundary, and gather what comes of it, or write gather="batch"'
+            )
+        return joined_input(parts, rule)
 
     def of_stage(
         self, value: str, maker: str, parts: Sequence[Any], microbatches: range, mode: Mode | None

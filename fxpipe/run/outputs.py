@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,8 @@ from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
-from fxpipe.options import BatchDim
-from fxpipe.plan.batch import dimensions
+from fxpipe.kinds import is_mapping, shown
+from fxpipe.plan.rows import is_entries
 from fxpipe.torch_compat import pytree
 
 
@@ -40,22 +41,56 @@ class OutputRows:
         return self._known[key]
 
 
-def join(
-    outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int], batch_dim: BatchDim, places: OutputRows
-) -> Any:
+@dataclass(frozen=True)
+class RowsOf:
+    """How many rows each of the outputs has that are put together, and in which dimensions they may be: the inputs',
+    and the first; where all inputs are packed, ``along`` is empty.
+
+    ``packed``: (dimension, sizes) of packed inputs, of which an output may have as many rows, such as tokens.
+    ``in_lists``: whether an input is a list with an entry for each row, so that lists are outputs' rows, too.
+    """
+
+    sizes: Sequence[int]
+    along: Sequence[int]
+    packed: Sequence[tuple[int, Sequence[int]]] = ()
+    in_lists: bool = False
+
+
+def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: OutputRows) -> Any:
     """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
 
-    ``sizes``: the rows of each micro-batch. ``places``: what earlier calls have shown of where outputs have their rows.
+    A list of dicts that has as many as there are rows, and in them other tensors than with a row for each, has one for
+    each row. ``places``: what earlier calls have shown of where outputs have their rows.
     RunError for an output whose rows are in no dimension that could be meant.
     """
-    along = dimensions(batch_dim)
-    flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in outputs]
+    flat = [_flattened(output, size, rows) for output, size in zip(outputs, rows.sizes, strict=True)]
+    if len({str(spec) for _, spec in flat}) > 1:
+        raise RunError(
+            "an output has another structure for each micro-batch or group of them, which cannot be put together: "
+            f"{shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors with rows"
+        )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [
-        _join_leaf(column, shares, partial(_rows_along, places, n, column, sizes, along))
-        for n, column in enumerate(columns)
+        _join_leaf(column, shares, partial(_rows_along, places, n, column, rows)) for n, column in enumerate(columns)
     ]
     return pytree.tree_unflatten(joined, flat[0][1])
+
+
+def _flattened(output: Any, size: int, rows: RowsOf) -> tuple[list[Any], pytree.TreeSpec]:
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, Sum) or (is_entries(node) and len(node) == size and _has_entries(node, size, rows))
+
+    leaves, spec = pytree.tree_flatten(output, is_leaf=is_leaf)
+    return leaves, spec
+
+
+def _has_entries(values: Sequence[Any], size: int, rows: RowsOf) -> bool:
+    """Whether each of these is of one row."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+    others = [tensor for tensor in tensors if not _fitting([tensor], [size], rows.along)]
+    if rows.in_lists and isinstance(values, list):
+        return True
+    return bool(others) and (rows.in_lists or all(map(is_mapping, values)))
 
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
@@ -73,6 +108,8 @@ def from_rank(rank: int, output: Any, transport: Transport, device: torch.device
 
 def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Callable[[], int]) -> Any:
     first = column[0]
+    if is_entries(first):
+        return type(first)(entry for part in column for entry in part)
     if isinstance(first, Sum):
         return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
     if not isinstance(first, Tensor):
@@ -100,16 +137,23 @@ def _check_beside_rows(column: Sequence[Tensor], along: int) -> None:
         )
 
 
-def _rows_along(
-    places: OutputRows, leaf: int, column: Sequence[Tensor], sizes: Sequence[int], along: Sequence[int]
-) -> int:
+def _rows_along(places: OutputRows, leaf: int, column: Sequence[Tensor], rows: RowsOf) -> int:
     """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
 
     Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
     """
-    place = places.of(leaf, column, sizes, along)
-    if place is not None:
-        return place
+    sizes = rows.sizes
+    packed = {along % column[0].dim() for along, each in rows.packed if _are(column, along, each)}
+    place = places.of(leaf, column, sizes, rows.along) if rows.along or not packed else None
+    found = packed if place is None else packed | {place}
+    if len(found) > 1 and len(column) > 1:
+        raise RunError(
+            f"an output of shapes {', '.join(str(list(part.shape)) for part in column)} has the batch's rows or those "
+            f"of a packed input in dimensions {' and '.join(map(str, sorted(found)))}; make them differ, with another "
+            "number of micro-batches or rows"
+        )
+    if found:
+        return found.pop()
     shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
     if len({tensor.dim() for tensor in column}) > 1:
         raise RunError(
@@ -133,4 +177,5 @@ def _fitting(parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int])
 
 
 def _are(parts: Sequence[Tensor], place: int, rows: Sequence[int]) -> bool:
-    return [part.shape[place] for part in parts] == list(rows)
+    has_place = all(-part.dim() <= place < part.dim() for part in parts)
+    return has_place and [part.shape[place] for part in parts] == list(rows)

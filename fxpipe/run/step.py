@@ -21,10 +21,12 @@ from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
+from fxpipe.packed import Packed
 from fxpipe.plan.agreement import Agreed, Agreement, Call
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
+from fxpipe.plan.rows import entries_of, is_entries, pieces_of
 from fxpipe.plan.sizes import with_sizes
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.bind import Bound, bind
@@ -34,7 +36,7 @@ from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.group_inputs import GroupInputs
 from fxpipe.run.item_numbers import ItemNumbers
-from fxpipe.run.outputs import OutputRows, from_rank, join
+from fxpipe.run.outputs import OutputRows, RowsOf, from_rank, join
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import of_groups, shares_of, weights_of
@@ -303,11 +305,27 @@ class Steps:
             is_of_all = made_by is not None and made_by.modes == {"global"}
             if is_of_all:
                 sizes = tuple(map(sum, zip(*self._transport.gather("data", list(sizes)), strict=True)))
-            joined = join(ordered, shares, sizes, self._options.batch_dim, self._places)
+            joined = join(ordered, shares, self._rows_of(agreed, sizes), self._places)
             output = over_replicas(self._transport, joined, is_of_all)
         if not everywhere or self._transport.pipe_rank is None:
             return output
         return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)
+
+    def _rows_of(self, agreed: Agreed, sizes: tuple[int, ...]) -> RowsOf:
+        """The rows of the outputs, each of a micro-batch, or of a group of them."""
+        batch_dim, group = self._options.batch_dim, agreed.plan.group
+        pieces, entries = (
+            pieces_of(batch_dim, agreed.sizes, agreed.counts),
+            entries_of(agreed.pattern.shapes[0], batch_dim),
+        )
+        packed = [
+            (one.rule.dim, of_groups(pieces[path], group), is_entries(one.like))
+            for path, one in entries.items()
+            if isinstance(one.rule, Packed)
+        ]
+        along = sorted({one.rule for one in entries.values() if isinstance(one.rule, int) and any(one.shapes)})
+        tensors = [(dim, sizes) for dim, sizes, is_list in packed if not is_list]
+        return RowsOf(sizes, along, tensors, any(is_list for *_, is_list in packed))
 
 
 def _numbers(agreed: Agreed, shares: Sequence[float]) -> Sequence[int]:

@@ -135,7 +135,7 @@ compile(Chain(), TWO, microbatches=10**5000)
 preview(Chain(), TWO, microbatches=10**9)
     RunError: a table goes up to 1,000,000 actions
 compile(Chain(), TWO, batch_dim="x")
-    RunError: batch_dim is 'x'; it is a dimension, or a dict input -> dimension or None
+    RunError: batch_dim is 'x'; it is a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or
 compile(Chain(), TWO, batch_dim={"x": "0"})
     RunError: batch_dim is {'x': '0'}
 compile(Chain(), TWO, batch_dim={0: 1})

@@ -1,0 +1,203 @@
+"""Packed: how an input is cut whose rows do not go with the batch's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.errors import RunError, nearest
+from fxpipe.kinds import Expected, check, is_mapping, is_text, is_whole, or_none, shown
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An input that has another number of rows, or of entries, for each row of the batch, one after another.
+
+    >>> import fxpipe
+    >>> batch_dim = {
+    ...     "pixel_values": fxpipe.Packed(lambda image_grid_thw: image_grid_thw.prod(1), of="image_grid_thw"),
+    ...     "image_grid_thw": fxpipe.Packed(lambda input_ids: (input_ids == 7).sum(1)),  # 7: where an image begins
+    ...     "images": fxpipe.Packed(1),  # a list with an entry for each row
+    ... }
+
+    A tensor is cut along ``dim``; a list or tuple into lists or tuples of its entries, whatever these hold, tensors of
+    different shapes, too. A micro-batch of whose rows none has any gets an empty tensor, or an empty list. Weights of
+    micro-batches remain those of the batch's rows.
+
+    Args:
+        counts: how many each row has: a whole number, the same for all; the name of an input that holds the numbers,
+            1-dimensional, or of one that is named with ``Offsets``; or a function of inputs, by the names of its
+            parameters, that returns them: a 1-dimensional tensor of integers, or a list of whole numbers. They must
+            sum to the size of ``dim``, or to the length of the list. What lies on a GPU is waited for.
+        of: an input, packed itself, whose rows the counts are for; None: those of the batch.
+        dim: the dimension of a tensor that is cut.
+
+    Raises:
+        RunError: ``counts`` is none of these; in calls, on all ranks: numbers that are no counts, are not one for each
+            row, or do not sum to the rows.
+    """
+
+    counts: int | str | Callable[..., Any]
+    of: str | None = None
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        check(RunError, _KINDS, counts=self.counts, of=self.of, dim=self.dim)
+        if is_whole(self.counts):
+            object.__setattr__(self, "counts", int(self.counts))  # type: ignore[arg-type]
+        if isinstance(self.counts, int) and self.counts < 1:
+            raise RunError(f"counts is {self.counts}; each row has at least 1, or other numbers: write a function")
+        read_by(self)
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """An input that holds where sequences begin, which are packed one after another, and where the last one ends.
+
+    >>> import fxpipe
+    >>> batch_dim = {
+    ...     "cu_seqlens": fxpipe.Offsets(),
+    ...     "input_ids": fxpipe.Packed("cu_seqlens", dim=1),  # (1, tokens)
+    ... }
+
+    A 1-dimensional tensor of integers, one more than there are sequences, that begins with 0 and does not fall; each
+    micro-batch's begins with 0, too. The sequences are the rows of the batch, or ``of`` another packed input.
+    """
+
+    of: str | None = None
+
+    def __post_init__(self) -> None:
+        check(RunError, _KINDS, of=self.of)
+
+
+Rule = int | Packed | Offsets | Mapping[str, Any] | None
+BatchDim = int | Mapping[str, Rule]
+
+_KINDS = {
+    "counts": Expected(
+        lambda value: is_whole(value) or is_text(value) or callable(value),
+        "a whole number, the name of an input, or a function of inputs",
+    ),
+    "of": Expected(or_none(is_text), "the name of a packed input"),
+    "dim": Expected(is_whole, "a dimension"),
+}
+
+
+def read_by(rule: Packed) -> dict[str, bool]:
+    """The inputs that counts are read from → whether they must be given; without a default they must."""
+    if is_text(rule.counts):
+        return {str(rule.counts): True}
+    if not callable(rule.counts):
+        return {}
+    try:
+        found = list(inspect.signature(rule.counts).parameters.values())
+    except ValueError:  # such as what is written in C
+        found = []
+    if not found or any(one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) for one in found):
+        raise RunError(
+            f"counts is {shown(rule.counts)}, whose parameters are no names of inputs; write a function such as "
+            "lambda input_ids: (input_ids == START).sum(1)"
+        )
+    return {one.name: one.default is one.empty for one in found}
+
+
+def written(path: str, rule: str) -> str:
+    """How a rule is written for an input, or for a value in a dict input."""
+    for name in reversed(path.split(".")):
+        rule = f"{{{name!r}: {rule}}}"
+    return f"batch_dim={rule}"
+
+
+def is_batch_dim(value: Any) -> bool:
+    """Whether a value can be meant as ``batch_dim``."""
+    return is_whole(value) or (is_mapping(value) and all(map(_is_rule, value.values())))
+
+
+def _is_rule(value: Any) -> bool:
+    return value is None or isinstance(value, Packed | Offsets) or is_batch_dim(value)
+
+
+def counted(batch_dim: BatchDim) -> dict[str, Packed | Offsets]:
+    """The inputs that are cut by a count, by their paths: "images", or "batch.images" inside of a dict input.
+
+    Each stands behind the one whose rows its counts are for. RunError where there is no such order.
+    """
+    found = dict(_under("", batch_dim)) if is_mapping(batch_dim) else {}
+    ordered: dict[str, Packed | Offsets] = {}
+    while len(ordered) < len(found):
+        ready = {path: rule for path, rule in found.items() if rule.of not in found or rule.of in ordered}
+        if len(ready) == len(ordered):
+            circle = ", ".join(f"{path!r} of {rule.of!r}" for path, rule in found.items() if path not in ordered)
+            raise RunError(f"batch_dim counts rows in a circle: {circle}; leave of= out where rows are the batch's")
+        ordered |= ready
+    return ordered
+
+
+def _under(prefix: str, rules: Any) -> Iterator[tuple[str, Packed | Offsets]]:
+    for name, rule in rules.items():
+        if isinstance(rule, Packed | Offsets):
+            yield f"{prefix}{name}", rule
+        elif is_mapping(rule):
+            yield from _under(f"{prefix}{name}.", rule)
+
+
+def rule_at(batch_dim: BatchDim, path: str) -> Rule:
+    """What is said of an input, or of a value in a dict input; what is not named has its rows in dimension 0."""
+    rule: Rule = batch_dim
+    for name in path.split("."):
+        rule = rule.get(name, 0) if isinstance(rule, Mapping) else rule
+    return int(rule) if is_whole(rule) else rule  # type: ignore[arg-type]
+
+
+def check_counted(batch_dim: BatchDim) -> None:
+    """RunError for counts that would be those of other rows."""
+    rules = counted(batch_dim)
+    for path, rule in rules.items():
+        if rule.of is not None and (rule.of == path or not _has_rows(rule_at(batch_dim, rule.of))):
+            raise RunError(f"{path!r} is counted of={rule.of!r}, which is not cut into rows; name a packed input")
+        wanted = _of_what_is_read(rule, rules)
+        if wanted is not None and rule.of is None:
+            raise RunError(
+                f"the counts of {path!r} are read from what has other rows than the batch, and would be counted for "
+                f"the batch's; write of={wanted!r}"
+            )
+
+
+def _of_what_is_read(rule: Packed | Offsets, rules: Mapping[str, Packed | Offsets]) -> str | None:
+    """The packed input for whose rows counts are that are read from one input alone; None for the batch's rows.
+
+    An input by whose numbers it is counted itself, such as position_ids that begin anew, may tell of the batch's.
+    """
+    read = list(read_by(rule)) if isinstance(rule, Packed) else []
+    source = rules.get(read[0]) if len(read) == 1 else None
+    if source is None or isinstance(source, Offsets):
+        return None if source is None else source.of
+    return None if source.counts == 1 or read[0] in read_by(source) else read[0]
+
+
+def _has_rows(rule: Rule) -> bool:
+    return isinstance(rule, int | Packed | Offsets)
+
+
+def check_names(batch_dim: BatchDim, names: Collection[str]) -> None:
+    """RunError for a name that is none of an input."""
+    named = dict.fromkeys(batch_dim if isinstance(batch_dim, Mapping) else (), "batch_dim")
+    for path, rule in counted(batch_dim).items():
+        read = [name for name, needed in read_by(rule).items() if needed] if isinstance(rule, Packed) else []
+        for other in (*read, *([] if rule.of is None else [rule.of])):
+            named.setdefault(other.split(".")[0], f"batch_dim, in what counts {path!r},")
+    for name, told in named.items():
+        if name not in names:
+            raise RunError(f"{told} names {name!r}, which is no input{nearest(name, names)}")
+
+
+def read_for(names: Collection[str], batch_dim: BatchDim) -> set[str]:
+    """The inputs without which these cannot be cut: their counts are read from them."""
+    rules, found = counted(batch_dim), set[str]()
+    for path, rule in reversed(rules.items()):  # those that rows are counted of come behind those that count them
+        if path.split(".")[0] in names or path in found:
+            read = read_by(rule) if isinstance(rule, Packed) else ()
+            found |= {name for name in (*read, rule.of) if name is not None}
+    return {path.split(".")[0] for path in found}

@@ -1,0 +1,117 @@
+"""Counts: of packed inputs, how many of their rows go with each row of the batch, as a rank reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.kinds import is_mapping, shown
+from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
+from fxpipe.torch_compat import pytree
+
+Counts = Mapping[str, tuple[int, ...]]
+"""Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
+
+
+def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple[int, ...]]:
+    """The counts of which this rank was given what they are read from. RunError for numbers that are no counts."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            _check_known(name, value, rule_at(batch_dim, name))
+    read = {path: _read(path, rule, values, batch_dim) for path, rule in counted(batch_dim).items()}
+    return {path: numbers for path, numbers in read.items() if numbers is not None}
+
+
+def _check_known(name: str, value: Any, rule: Rule) -> None:
+    """RunError for tensors in a mapping that torch sees as one object, and would give whole to each micro-batch."""
+    for leaf in pytree.tree_leaves(value) if rule is not None else ():
+        if is_mapping(leaf) and any(isinstance(one, Tensor) and one.dim() for one in leaf.values()):
+            raise RunError(
+                f"input {name!r} is or holds a {type(leaf).__name__}, in which torch's pytree finds no tensors to be "
+                f"cut; pass it as **{name}, where forward takes its entries, or as dict({name})"
+            )
+
+
+def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> tuple[int, ...] | None:
+    if isinstance(rule, Offsets):
+        return _lengths(path, _at(values, path))
+    if isinstance(rule.counts, int):
+        return None
+    if isinstance(rule.counts, str):
+        given, source = _at(values, rule.counts), rule_at(batch_dim, rule.counts)
+        if isinstance(source, Offsets):
+            return _lengths(rule.counts, given)
+        if isinstance(given, list | tuple) and not isinstance(source, Packed):
+            raise RunError(
+                f"the counts of {path!r} are in {rule.counts!r}, a {type(given).__name__} of Python's, of which each "
+                f"micro-batch would be given all; pass a tensor, or write {written(rule.counts, 'fxpipe.Packed(1)')}"
+            )
+        return None if given is None else _numbers(path, given)
+    given = {name: values[name] for name in read_by(rule) if values.get(name) is not None}
+    if any(needed and name not in given for name, needed in read_by(rule).items()):
+        return None
+    try:
+        numbers = rule.counts(**given)
+    except Exception as error:
+        raise RunError(f"what counts {path!r} failed: {type(error).__name__}: {error}") from error
+    return _numbers(path, numbers)
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    """An input, or what a dict input has at "batch.images"; None where there is none."""
+    found: Any = values
+    for name in path.split("."):
+        found = found.get(name) if is_mapping(found) else None
+    return found
+
+
+def _numbers(path: str, given: Any) -> tuple[int, ...]:
+    """What was counted, as numbers of Python's: waits for a GPU."""
+    try:
+        tensor = torch.as_tensor(given).detach()
+    except Exception:  # whatever it is, it is no numbers
+        raise RunError(f"the counts of {path!r} are {shown(given)}; they are a tensor or a list of numbers") from None
+    if tensor.is_meta:
+        raise RunError(f"the counts of {path!r} are on the meta device, without numbers; give what they are read from")
+    whole = not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel()
+    if tensor.dim() != 1 or not whole:
+        raise RunError(
+            f"the counts of {path!r} are {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; they are "
+            "whole numbers in one dimension, one for each row"
+        )
+    numbers = tuple(map(int, tensor.tolist()))
+    if any(number < 0 for number in numbers):
+        raise RunError(f"the counts of {path!r} are {shown(numbers)}; no count is below 0")
+    return numbers
+
+
+def _lengths(path: str, offsets: Any) -> tuple[int, ...] | None:
+    """The lengths of the sequences between offsets."""
+    if offsets is None:
+        return None
+    if not isinstance(offsets, Tensor):
+        raise RunError(f"input {path!r} is {shown(offsets)}; offsets are a 1-dimensional tensor of integers")
+    numbers = _numbers(path, offsets) if offsets.numel() else ()
+    lengths = tuple(after - before for before, after in pairwise(numbers))
+    if not numbers or numbers[0] != 0 or any(length < 0 for length in lengths):
+        raise RunError(f"input {path!r} is {shown(numbers)}; offsets begin with 0, and none is below the one before it")
+    return lengths
+
+
+def merge_counts(everyone: Sequence[Counts]) -> Counts:
+    """What the ranks of a pipe group have counted, taken together; RunError where they differ."""
+    merged: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for rank, counts in enumerate(everyone):
+        for path, numbers in counts.items():
+            known, mine = merged.setdefault(path, (rank, numbers))
+            if numbers != mine:
+                raise RunError(
+                    f"the counts of {path!r} differ between the ranks of a pipe group: rank {known} counts "
+                    f"{shown(mine)}, rank {rank} {shown(numbers)}; all of them pass the same batch"
+                )
+    return {path: numbers for path, (_, numbers) in merged.items()}

@@ -1,0 +1,101 @@
+"""Counts: what a rank reads, and that ranks read the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpipe import Offsets, Packed, RunError
+from fxpipe.plan.counts import counts_of, merge_counts
+
+RULES: Any = {"patches": Packed(lambda lengths, twice=1: lengths * twice), "words": Packed("cu"), "cu": Offsets()}
+
+
+def test_counts_are_read_from_what_this_rank_was_given() -> None:
+    cu, lengths = torch.tensor([0, 3, 3, 7]), torch.tensor([2, 0, 1])
+    counts = {"patches": (2, 0, 1), "words": (3, 0, 4), "cu": (3, 0, 4)}
+    assert counts_of({"lengths": lengths, "cu": cu}, RULES) == counts
+    assert counts_of({"lengths": None, "cu": cu}, RULES) == {"words": (3, 0, 4), "cu": (3, 0, 4)}
+    assert counts_of({"cu": None, "lengths": lengths}, RULES) == {"patches": (2, 0, 1)}
+    assert counts_of({"lengths": lengths, "twice": 2}, RULES)["patches"] == (4, 0, 2)  # given, and so read
+    assert counts_of({"x": lengths}, 0) == {}
+
+
+@pytest.mark.parametrize(
+    "given", [torch.tensor([2, 0], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.uint8), [2, 0], (2, 0)]
+)
+def test_counts_may_be_of_any_integer_type_or_a_list(given: Any) -> None:
+    assert counts_of({"x": 1}, {"y": Packed(lambda x: given)}) == {"y": (2, 0)}
+
+
+def test_a_mask_counts_one_each_and_an_empty_list_none() -> None:
+    assert counts_of({"x": 1}, {"y": Packed(lambda x: torch.tensor([True, False]))}) == {"y": (1, 0)}
+    assert counts_of({"x": 1}, {"y": Packed(lambda x: [])}) == {"y": ()}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.ones(2), "the counts of 'y' are float32 [2]; they are whole numbers in one dimension"),
+        ([1.5], "are float32 [1]; they are whole numbers"),
+        (torch.ones(2, 2).int(), "are int32 [2, 2]; they are"),
+        (torch.tensor(3), "are int64 []; they are"),
+        ([2, -1], "the counts of 'y' are (2, -1); no count is below 0"),
+        (None, "the counts of 'y' are None; they are a tensor or a list of numbers"),
+        ("ab", "the counts of 'y' are 'ab'"),
+        (torch.ones(2, device="meta").int(), "are on the meta device, without numbers"),
+    ],
+)
+def test_what_counts_nothing_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(RunError) as caught:
+        counts_of({"x": 1}, {"y": Packed(lambda x: given)})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.tensor([1, 3]), "input 'cu' is (1, 3); offsets begin with 0, and none is below the one before it"),
+        (torch.tensor([0, 3, 2]), "offsets begin with 0"),
+        (torch.tensor([], dtype=torch.int32), "offsets begin with 0"),
+        ([0, 3], "input 'cu' is [0, 3]; offsets are a 1-dimensional tensor of integers"),
+        (torch.tensor([[0, 3]]), "int64 [1, 2]; they are whole numbers in one dimension"),
+    ],
+)
+def test_offsets_begin_with_0_and_do_not_fall(given: Any, message: str) -> None:
+    with pytest.raises(RunError) as caught:
+        counts_of({"cu": given}, RULES)
+    assert message in str(caught.value)
+
+
+def test_what_fails_where_it_counts_is_told_by_its_name() -> None:
+    def fails(x: Tensor) -> Tensor:
+        return x[:, 7]
+
+    with pytest.raises(RunError, match="what counts 'y' failed: IndexError: index 7 is out of bounds"):
+        counts_of({"x": torch.ones(2, 3)}, {"y": Packed(fails)})
+
+
+def test_counts_in_a_list_of_pythons_are_cut_themselves_or_refused() -> None:
+    with pytest.raises(RunError, match=r"of which each micro-batch would be given all; .*{'n': fxpipe.Packed\(1\)}"):
+        counts_of({"n": [1, 2]}, {"y": Packed("n")})
+    assert counts_of({"n": [1, 2]}, {"y": Packed("n"), "n": Packed(1)}) == {"y": (1, 2)}
+
+
+def test_tensors_in_a_mapping_of_ones_own_are_not_given_whole_to_each() -> None:
+    class Features(dict[str, Tensor]):
+        """As transformers' BatchFeature: a mapping that pytree does not take apart."""
+
+    with pytest.raises(RunError, match=r"input 'batch' is or holds a Features, .* pass it as"):
+        counts_of({"batch": Features(x=torch.ones(3))}, 0)
+    assert counts_of({"batch": Features(x=torch.ones(3))}, {"batch": None}) == {}
+    assert counts_of({"config": Features()}, 0) == {}
+
+
+def test_ranks_tell_each_other_what_they_counted_and_must_count_the_same() -> None:
+    assert merge_counts([{"x": (1, 2)}, {}, {"y": (3,)}, {"x": (1, 2)}]) == {"x": (1, 2), "y": (3,)}
+    with pytest.raises(RunError, match=r"of 'x' differ .*: rank 1 counts \(1, 2\), rank 3 \(2, 1\); all of them"):
+        merge_counts([{}, {"x": (1, 2)}, {}, {"x": (2, 1)}])

@@ -1,0 +1,123 @@
+"""Rows: how many a batch has, and counts that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fxpipe import Offsets, Packed, RunError
+from fxpipe.plan.batch import describe
+from fxpipe.plan.counts import counts_of
+from fxpipe.plan.rows import pieces_of, row_count
+
+PATCHES: Any = {"grid": Packed("images"), "patches": Packed(lambda grid: grid.prod(1), of="grid")}
+
+
+def rows(values: dict[str, Any], batch_dim: Any) -> int | None:
+    return row_count(describe(values), batch_dim, counts_of(values, batch_dim))
+
+
+def zeros(*shape: int) -> Any:
+    return torch.zeros(*shape)
+
+
+@pytest.mark.parametrize(
+    ("values", "batch_dim", "wanted"),
+    [
+        ({"x": zeros(4, 2), "n": 3}, 0, 4),
+        ({"x": zeros(4, 2), "y": zeros(2)}, {"x": 1}, 2),
+        ({"x": zeros(())}, 0, None),
+        ({"x": zeros(8, 2)}, {"x": Packed(4)}, 2),
+        ({"x": [zeros(2), zeros(5), zeros(1)]}, {"x": Packed(1)}, 3),
+        ({"x": ["a", "b"]}, {"x": Packed(1)}, 2),
+        ({"cu": torch.tensor([0, 2, 3])}, {"cu": Offsets()}, 2),
+        ({"x": zeros(1, 5)}, {"x": Packed(lambda x: [2, 0, 3], dim=1)}, 3),
+        ({"images": torch.tensor([1, 0, 2]), "grid": torch.ones(3, 3).int(), "patches": zeros(3)}, PATCHES, 3),
+        ({"images": torch.tensor([0, 0]), "grid": torch.ones(0, 3).int(), "patches": zeros(0, 5)}, PATCHES, 2),
+        ({"images": torch.tensor([0, 0]), "grid": None, "patches": None}, PATCHES, 2),
+        ({"b": {"x": zeros(6), "y": zeros(1, 3)}}, {"b": {"x": Packed(2), "y": 1}}, 3),
+        ({"b": {"x": zeros(3)}}, {"b": {}}, 3),
+    ],
+)
+def test_rows_are_told_by_tensors_lists_counts_and_offsets(values: Any, batch_dim: Any, wanted: int | None) -> None:
+    assert rows(values, batch_dim) == wanted
+
+
+IMAGE = zeros(3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "batch_dim", "message"),
+    [
+        (
+            {"x": zeros(4), "y": zeros(3)},
+            0,
+            "different numbers of rows (x: 4, y: 3); what is not cut into micro-batches is named in batch_dim={'name': "
+            "None}, and what has several rows for one of the batch's, or none, in batch_dim={'name': fxpipe.Packed(",
+        ),
+        ({"x": zeros(4), "y": zeros(4)}, {"y": Packed(lambda x: [4])}, "(x: 4, counts of y: 1)"),
+        ({"x": zeros(7)}, {"x": Packed(2)}, "input 'x' has 7 rows, which are not 2 for each row of a batch"),
+        ({"x": zeros(4), "y": zeros(5)}, {"y": Packed(lambda x: [1, 1, 1, 1])}, "'y' sum to 4 for the 4 rows of the b"),
+        (
+            {"x": zeros(4), "y": [1, 2, 3]},
+            {"y": Packed(lambda x: [1, 1, 1, 1])},
+            "it has 3 rows; they are [1, 1, 1, 1]",
+        ),
+        (
+            {"x": zeros(2), "g": zeros(3), "y": zeros(3)},
+            {"g": Packed(lambda x: [1, 2]), "y": Packed(lambda x: [1, 2], of="g")},
+            "the counts of 'y' are 2 numbers for the 3 rows of 'g'",
+        ),
+        (
+            {"cu": torch.tensor([0, 2, 3]), "x": zeros(4)},
+            {"cu": Offsets(), "x": Packed("cu")},
+            "sum to 3 for the 2 rows",
+        ),
+        ({"x": zeros(2), "y": zeros(2), "n": None}, {"y": Packed("n")}, "read from n, of which no rank was given all"),
+        ({"x": zeros(2).int(), "y": 3}, {"y": Packed("x")}, "'y' is named in batch_dim as packed, and holds no tensor"),
+        ({"x": zeros(2), "y": zeros(2)}, {"y": Packed(1, dim=1)}, "of shape [2] has no dimension 1"),
+        ({"b": zeros(2)}, {"b": {"x": 0}}, "batch_dim names what is in input 'b', which is"),
+        ({"b": {"x": [zeros(2, 2)]}}, {"b": Packed(1)}, "name the list, batch_dim={'b': {'x': fxpipe.Packed(...)}}"),
+        ({"x": [zeros(2), zeros(3)]}, 0, "tensors of 2 and of 3 rows; where it is a list with an entry for each row, "),
+        # lists that may have an entry for each row, of which nobody has said whether they have
+        ({"x": [IMAGE] * 2}, 0, "input 'x' is a list of 2, and it is not clear where it has the batch's rows: write "),
+        ({"x": (IMAGE, IMAGE)}, 0, "write batch_dim={'x': fxpipe.Packed(1)} where it has an entry for each row, or"),
+        ({"x": [IMAGE] * 3, "y": zeros(3)}, 0, "batch_dim={'x': 0} where each of its tensors has all rows"),
+        ({"x": [{"boxes": zeros(2, 4)}], "y": zeros(2)}, 0, "input 'x' is a list of 1"),
+        ({"b": {"x": [IMAGE] * 2}}, 0, "write batch_dim={'b': {'x': fxpipe.Packed(1)}} where"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: Any, batch_dim: Any, message: str) -> None:
+    with pytest.raises(RunError) as caught:
+        rows(values, batch_dim)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "batch_dim"),
+    [
+        ({"x": [IMAGE] * 3}, {"x": 0}),
+        ({"x": [zeros(3, 5), zeros(3)]}, 0),  # a batch as a DataLoader has it
+        ({"x": [zeros(3, 5), zeros(3, 5)]}, 0),
+        ({"x": [zeros(3, 5, 5)] * 2, "y": zeros(3)}, 0),  # two views
+        ({"x": [zeros(3, 3, 4, 4)] * 2}, 0),
+        ({"x": [zeros(3)] * 3}, 0),
+    ],
+)
+def test_lists_of_tensors_that_have_all_rows_are_cut_as_ever(values: Any, batch_dim: Any) -> None:
+    assert rows(values, batch_dim) == 3
+
+
+def test_micro_batches_have_what_is_counted_for_their_rows() -> None:
+    counts = {"grid": (1, 0, 2, 0), "patches": (4, 2, 3), "cu": (5, 5, 1, 1)}
+    rules = PATCHES | {"pairs": Packed(2), "cu": Offsets(), "each": Packed(3, of="grid")}
+    assert pieces_of(rules, [1, 1, 2], counts) == {
+        "grid": (1, 0, 2),
+        "patches": (4, 0, 5),
+        "pairs": (2, 2, 4),
+        "cu": (1, 1, 2),
+        "each": (3, 0, 6),
+    }
+    assert pieces_of(PATCHES, [1], {}) == {}  # neither was given
