@@ -178,8 +178,8 @@ def _members(program: Program, stages: int) -> list[list[str]]:
     found: list[set[str]] = [set() for _ in range(stages)]
     for name, stage in program.stage_of.items():
         found[stage] |= {name, *copies[name]}
-    computed = [node.name for node in program.graph.nodes if is_compute(node)]
-    return [[name for name in computed if name in names] for names in found]
+    position = {node.name: place for place, node in enumerate(program.graph.nodes) if is_compute(node)}
+    return [sorted(names, key=position.__getitem__) for names in found]
 
 
 def _copies(program: Program) -> dict[str, frozenset[str]]:

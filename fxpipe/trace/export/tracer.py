@@ -19,6 +19,7 @@ from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
+from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import DataDependentOutputException, DynamicOutputShapeException, guard_on_data, pytree
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
@@ -40,6 +41,7 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @plain_modes()
+@paused()
 def export(request: Request) -> Program:
     """Captures by running forward on fake tensors; TraceError for what a graph cannot hold, with the user's line.
 
