@@ -28,11 +28,12 @@ from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
 from fxpipe.plan.example import check_model, first_pattern
-from fxpipe.plan.forecast import preview_of
+from fxpipe.plan.forecast import over_the_limit, preview_of
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.previewed import Preview
 from fxpipe.plan.together import first_plan_together
 from fxpipe.precision import Precision
+from fxpipe.progress import tell
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.run.rank_state import base_seed, make_rank_state, open_groups, take_own_part
 from fxpipe.run.user_warning import warn
@@ -110,8 +111,9 @@ def compile(
             nothing; "auto": as few as fit ``memory_per_rank``. What the model checkpoints itself keeps its activations
             in the second run, so that nothing runs a third time. ``print`` of ``preview`` says what it saves.
         memory_per_rank: bytes that "auto", ``placement=None`` and ``recompute="auto"`` keep within: parameters,
-            gradients and AdamW's state, as ``zero``, ``precision`` and the data axis have them, and activations. What
-            ``parallelize`` spreads counts whole.
+            buffers, gradients and AdamW's state, as ``zero``, ``precision`` and the data axis have them, activations
+            and the batch. What ``parallelize`` spreads counts whole. A line says where what is left to no search, or
+            messages, do not fit.
         hardware: what balance and ``preview`` reckon with: the name of a GPU, such as "h100", or ``fxpipe.Hardware``.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once they
             have memory; with a seed by the submodule's name, so that values depend on no placement.
@@ -155,6 +157,8 @@ def compile(
     with failing_together(transport, transport.abort), announced("compile", extends=True):
         check_sync_batch_norms(model, topology)
         planner = first_plan_together(transport, planner, options)
+        if over := over_the_limit(planner):
+            tell(f"fxpipe: {over}")
         owners = ownership(planner.first.graph)
         open_groups(planner.first, options, owners, topology, transport)
         seed = base_seed(topology, transport)

@@ -19,6 +19,7 @@ from fxpipe.plan.batch import Description
 from fxpipe.plan.memory import Account
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.replay import checkpoints_that_keep
+from fxpipe.plan.sizes import bytes_of_inputs
 from fxpipe.progress import progress, tell
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace.cuts_by_name import AUTO
@@ -43,10 +44,12 @@ class Balancing:
         """Whether stages are cut and placed where that simulates best; else they are cut where they are marked."""
         return bool(self.options.boundaries == AUTO)
 
-    @property
-    def finds_placement(self) -> bool:
-        """Whether nobody has said on which rank each stage runs."""
-        return self.options.placement is None and not isinstance(self.options.schedule, Schedule)
+    def finds_placement_of(self, stages: int) -> bool:
+        """Whether nobody has said on which rank each stage runs, and there is a choice, or a limit to be kept."""
+        ranks = self.topology.size("pipe")
+        limited = self.options.memory_per_rank is not None and self.options.recompute != AUTO  # which sees to it
+        left = self.options.placement is None and not isinstance(self.options.schedule, Schedule)
+        return left and (stages > ranks > 1 or (limited and stages >= ranks))
 
     @property
     def hardware(self) -> Hardware:
@@ -101,7 +104,7 @@ class Balancing:
         """What nodes take, each program's once. ``keeping``: where checkpoints keep their activations, as in an R."""
         from fxpipe.plan.balance import costs_from_shapes
 
-        known = (program.graph, pattern.autocast, shape, keeping)
+        known = (program.graph, pattern.autocast, shape, keeping, pattern.shapes)
         if self.costed is None or self.costed[0] != known:
             with checkpoints_that_keep() if keeping else contextlib.nullcontext():
                 found = costs_from_shapes(
@@ -112,6 +115,7 @@ class Balancing:
                     self.hardware,
                     self.compute,
                     Account.of(self.options, self.topology),
+                    bytes_of_inputs(pattern.shapes),
                     self.halves,
                 )
             self.costed = known, found

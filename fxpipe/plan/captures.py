@@ -280,8 +280,7 @@ class Captures:
         else:
             passes = self.options.passes
             program = chain(default_passes.default() if passes is None else passes, program)
-            more = len(program.stage_names) > self.topology.size("pipe") > 1
-            if self.balancing.finds_placement and more and first is None and shape is not None:
+            if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
         return program, Captured(
             default_passes.split(program),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -17,7 +16,7 @@ from fxpipe.plan.memory import Account, Held
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.previewed import Preview, RankPreview
-from fxpipe.plan.sizes import tensors_of
+from fxpipe.plan.sizes import bytes_of_inputs
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
@@ -30,6 +29,22 @@ Sizes = Mapping[Edge, tuple[float, float]]
 def preview_of(planner: Planner, pattern: Pattern, states: float) -> Preview:
     """What a pattern's plan comes to. ``states``: how many numbers the optimizer keeps of each trained one."""
     return _Forecast(planner, pattern, states).preview()
+
+
+def over_the_limit(planner: Planner) -> str:
+    """In words, where the first plan does not keep within ``memory_per_rank``, or that is not known; else empty."""
+    if planner.options.memory_per_rank is None:
+        return ""
+    told = preview_of(planner, planner.shown[0], states=2.0)
+    if told.fits is None:
+        return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
+    number, most = max(enumerate(told.ranks), key=lambda pair: pair[1].total)
+    if told.fits:
+        return ""
+    return (
+        f"rank {number} of a pipeline takes {most.total:,.0f} bytes with messages and batch, "
+        f"memory_per_rank={planner.options.memory_per_rank:,.0f}; fxpipe.preview says of what"
+    )
 
 
 class _Forecast:
@@ -119,16 +134,15 @@ class _Forecast:
             held.whole,
             activations=self._activations[rank] if known else None,
             messages=most_under_way(self.plan.instructions[rank], self.graph, self._size) if known else None,
-            batch=self._batch_bytes(inputs) if known else None,
+            batch=float(sum(size for name, size in self._batch.items() if name in inputs)) if known else None,
         )
+
+    @cached_property
+    def _batch(self) -> Mapping[str, int]:
+        return bytes_of_inputs(self.pattern.shapes)
 
     def _size(self, message: Message) -> float:
         return self.sizes[self.graph.edges[message.edge]][message.op is not Op.F]
-
-    def _batch_bytes(self, inputs: set[str]) -> float:
-        """Of these inputs, of all micro-batches."""
-        leaves = [leaf for shape in self.pattern.shapes for name, _, leaf in tensors_of(shape) if name in inputs]
-        return float(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))
 
     # time
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -118,3 +119,12 @@ def with_sizes(
         batch | {size: size.of(like) for size in graph.sizes}
         for batch, like, graph in zip(batches, likes, graphs, strict=True)
     ]
+
+
+def bytes_of_inputs(shapes: Iterable[Description]) -> dict[str, int]:
+    """Input → the bytes of its tensors, in all of these micro-batches."""
+    found: dict[str, int] = {}
+    for shape in shapes:
+        for name, _, leaf in tensors_of(shape):
+            found[name] = found.get(name, 0) + math.prod(leaf.shape) * leaf.dtype.itemsize
+    return found

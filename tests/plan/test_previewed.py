@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Hardware, Preview, RunError, Topology, stage_boundary
+from fxpipe.plan.balance import Balanced, choose
 from tests.pool import Pool
+from tests.thinned import every
 
 WIDTH, ROWS, MICROBATCHES = 32, 64, 8
 SIMPLE = Hardware(flops=1e9, flops_16=2e9, bandwidth=1e30, launch=0.0, link=1e30, link_between=1e6, latency=0.0)
@@ -120,6 +123,68 @@ def test_a_limit_counts_zero_and_precision_too() -> None:
         preview(topology, memory_per_rank=limit, **options)
     with pytest.raises(fxpipe.PartitionError, match="no balance fits into"):
         preview(Topology([("pipe", 2)]), zero=1, memory_per_rank=limit, **options)
+
+
+class Buffered(Layers):
+    """With a buffer in each half, and an input that both read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("early", torch.ones(WIDTH))
+        self.register_buffer("late", torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = stage_boundary(self.layers[0](x) * self.early, name="last")
+        return (self.layers[2](stage_boundary(self.layers[1](h), name="end") @ self.late) * x).square().mean()
+
+
+PLACED: dict[str, tuple[int, dict[str, Any]]] = {
+    "cut and placed": (2, {"boundaries": "auto"}),
+    "placed": (2, {}),
+    "a stage a rank": (3, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "zero", "precision"),
+    every(3, list(itertools.product(PLACED, [0, 1, 2, 3], [None, fxpipe.Precision()]))),
+)
+def test_searches_count_what_a_preview_does(
+    how: str, zero: Any, precision: fxpipe.Precision | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, options = PLACED[how]
+    found: list[Balanced] = []
+    made = choose._balanced
+    monkeypatch.setattr(choose, "_balanced", lambda *args: found.append(made(*args)) or found[-1])
+    topology = Topology([("pipe", ranks), ("data", 4)])
+    told = preview(topology, Buffered(), zero=zero, precision=precision, memory_per_rank=1e9, **options)
+    counted = [rank.total - rank.messages for rank in told.ranks]
+    assert found[-1].peak_bytes == pytest.approx(counted)
+    assert {rank.batch for rank in told.ranks} >= {4 * ROWS * WIDTH}
+
+
+def compiled(ranks: int, **options: Any) -> None:
+    defaults: dict[str, Any] = {"microbatches": MICROBATCHES, "example_args": (torch.randn(ROWS, WIDTH),)}
+    fxpipe.compile(Buffered(), Topology([("pipe", ranks)]), memory_per_rank=1000.0, **defaults | options)
+
+
+def test_a_limit_is_kept_where_each_rank_has_a_stage() -> None:
+    with pytest.raises(fxpipe.PartitionError, match="fits into 1,000 bytes a rank"):
+        compiled(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"placement": {"layers.0": 0, "last": 1, "end": 2}}, r"rank 2 of a pipeline takes [\d,]+ bytes"),
+        ({"example_args": None}, "memory_per_rank= is not looked at"),
+    ],
+)
+def test_a_line_tells_of_a_limit_that_nothing_keeps(
+    options: dict[str, Any], line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiled(3, **options)
+    assert re.search(line, capfd.readouterr().err)
 
 
 # --- time ---

@@ -23,6 +23,7 @@ from fxpipe.schedules.no_gc import paused
 
 GAIN = 0.03
 """The part of a step that a cut inside of modules must gain to be taken."""
+BETWEEN = ", between modules"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tu
     again = coarsened(fine.merged(modules), ranks)
     pieces = tuple(again[module] for module in modules)
     if ranks <= len(set(pieces)) < len(fine):
-        yield pieces, ", between modules"
+        yield pieces, BETWEEN
     yield coarsened(fine, ranks), ""
 
 
@@ -146,6 +147,6 @@ def place_stages(
 
 def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCosts) -> Balanced:
     what = f"costs from shapes; {costs.account}"
-    if any(other.seconds < found.best.seconds for other in found.others):
+    if BETWEEN in layout.origin and any(other.seconds < found.best.seconds for other in found.others):
         what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
     return Balanced(program, layout.rank_of, found.best, found.others, what)

@@ -38,7 +38,8 @@ class NodeCost:
     """What one node takes for one micro-batch. ``backward``: seconds, all of it; ``weight``: an action W's part of it.
 
     ``saved``: the memory that autograd keeps for its backward, by keys of ``NodeCosts.memory``: nodes that keep the
-    same tensor have the same key. ``parameters``: those that it uses, by keys of ``NodeCosts.parameters``.
+    same tensor have the same key. ``parameters``: those, buffers and inputs that it uses, by keys of
+    ``NodeCosts.parameters``.
     """
 
     forward: float = 0.0
@@ -62,7 +63,8 @@ class NodeCost:
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A parameter: its bytes as stages run it, and whether it is trained."""
+    """A parameter: its bytes as stages run it, and whether it is trained. Or what takes its bytes and no more, with a
+    ``count`` of 0: a buffer, or an input of the whole batch."""
 
     name: str
     size: int
@@ -72,6 +74,8 @@ class HeldParameter:
 
     def on(self, account: Account) -> Held:
         """What it takes where it lives."""
+        if not self.count:
+            return Held(parameters=float(self.size))
         return account.held(self.count, self.size // max(self.count, 1), self.trained, self.floating)
 
 
@@ -83,7 +87,7 @@ class NodeCosts:
     memory: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     """Bytes of what is kept for backward, by key; parameters are not among it."""
     parameters: Mapping[int, HeldParameter] = field(default_factory=lambda: MappingProxyType({}))
-    """The model's parameters, tied ones once."""
+    """The model's parameters and buffers, tied ones once, and the batch's inputs."""
     hardware: Hardware = REFERENCE
     account: Account = field(default_factory=Account)
     """How parameters are counted."""
@@ -111,19 +115,21 @@ def costs_from_shapes(
     hardware: Hardware = REFERENCE,
     compute: torch.dtype | None = None,
     account: Account = Account(),  # noqa: B008  (so is this)
+    batch: Mapping[str, int] = MappingProxyType({}),
     halves: bool = True,
 ) -> NodeCosts:
     """The costs of each node for a micro-batch like ``example``: input → value, a ``TensorLike`` for each tensor in it.
 
     ``autocast``: what is on around the call. ``compute``: the type of floating-point parameters and inputs when it
-    runs, where that is another. ``halves``: as ``NodeCosts`` has it. Boundaries cost nothing. A node that looks at
-    numbers, which fake tensors have not, is taken for a product of its parameters with each row of what it makes.
+    runs, where that is another. ``batch``: the bytes of its inputs, of all micro-batches. ``halves``: as ``NodeCosts``
+    has it. Boundaries cost nothing. A node that looks at numbers, which fake tensors have not, is taken for a product
+    of its parameters with each row of what it makes.
     """
     missing = [name for name in program.inputs if name not in example]
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
     with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
-        run = _CostingRun(program, fake, example, hardware)
+        run = _CostingRun(program, fake, example, hardware, batch)
         with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
             run.all_nodes()
         run.defer(deferred_calls(program))
@@ -133,7 +139,14 @@ def costs_from_shapes(
 class _CostingRun:
     """One run of a program on fake tensors, node by node."""
 
-    def __init__(self, program: Program, fake: FakeModel, example: Mapping[str, Any], hardware: Hardware) -> None:
+    def __init__(
+        self,
+        program: Program,
+        fake: FakeModel,
+        example: Mapping[str, Any],
+        hardware: Hardware,
+        batch: Mapping[str, int],
+    ) -> None:
         self.program, self.fake, self.hardware = program, fake, hardware
         self.values: dict[fx.Node, Any] = {}
         self.inputs = fake.inputs(example)
@@ -150,6 +163,11 @@ class _CostingRun:
             self.held[self._numbers[id(parameter)]] = HeldParameter(
                 name, size, parameter.numel(), parameter.requires_grad, parameter.is_floating_point()
             )
+        for name, buffer in program.module.named_buffers():
+            number = self._numbers.setdefault(id(buffer), len(self._numbers))
+            self.held[number] = HeldParameter(name, size_in_bytes(buffer), 0, False)
+        self._inputs = {name: len(self._numbers) + place for place, name in enumerate(batch)}
+        self.held |= {self._inputs[name]: HeldParameter(name, size, 0, False) for name, size in batch.items()}
         tensors = [*names.values(), *program.module.buffers(), *_tensors(self.inputs)]  # a batch is there anyway
         self._own = {id(tensor.untyped_storage()) for tensor in tensors}
         self._storages += [tensor.untyped_storage() for tensor in tensors]
@@ -237,11 +255,13 @@ class _CostingRun:
         return NodeCost(seconds, 2 * seconds, seconds, flops, 2 * flops, ideal, saved=frozenset(self._saved))
 
     def _parameters(self, node: fx.Node) -> set[int]:
-        """The numbers of the parameters that a node uses."""
+        """The numbers of the parameters, buffers and inputs that a node uses."""
         found: set[int] = set()
         for operand in node.all_input_nodes:
             if operand.op == "get_attr" and id(self.values[operand]) in self._numbers:
                 found.add(self._numbers[id(self.values[operand])])
+            elif operand.op == "placeholder" and str(operand.target) in self._inputs:
+                found.add(self._inputs[str(operand.target)])
         if node.op == "call_module":
             found |= {self._numbers[id(tensor)] for tensor in self._reads(node) if id(tensor) in self._numbers}
         return found
@@ -250,7 +270,7 @@ class _CostingRun:
         module: nn.Module = self.program.attribute(str(node.target))
         effects = self.program.effects.get(node.name)
         if effects is None:
-            return list(module.parameters())
+            return [*module.parameters(), *module.buffers()]
         return [*module.parameters(), *(self.program.attribute(name) for name in effects.reads)]
 
 

@@ -21,6 +21,7 @@ from fxpipe.graph.kept import Kept
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
+from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -50,6 +51,7 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @plain_modes()
+@paused()
 def export(request: Request) -> Program:
     """Captures by running forward on fake tensors; TraceError for what a graph cannot hold, with the user's line.
 
