@@ -348,14 +348,16 @@ class Agreement:
     def _looks_of(self, plan: Plan, pattern: Pattern, together: _Together) -> tuple[int, ...]:
         """The number of each micro-batch, by what all ranks were given of it."""
         offers, _, counts, sizes, _ = together
+        told = list(dict.fromkeys(offer.given for offer in offers))  # most ranks were given the same
+        who = tuple(told.index(offer.given) for offer in offers)
         if offers[0].split_evenly:
-            parts = [split_description(one.given[0], self._options.batch_dim, sizes, counts[0]) for one in offers]
-            given = list(zip(*parts, strict=True))
+            parts = [split_description(given[0], self._options.batch_dim, sizes, counts[0]) for given in told]
+            inputs: list[tuple[Any, ...]] = [(who, *part) for part in zip(*parts, strict=True)]
         else:
-            given = list(zip(*(offer.given for offer in offers), strict=True))
+            inputs = [(who, *(given[place] for given in told)) for place in range(len(sizes))]
         is_cut = offers[0].split_evenly and len(sizes) > 1
         fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=())
-        return self._looks.of(plan, (fixed, is_cut), given)
+        return self._looks.of(plan, (fixed, is_cut), inputs)
 
     def _open(self, plan: Plan) -> None:
         """Opens queues between ranks that have sent each other nothing before. A collective call of a pipe group."""
