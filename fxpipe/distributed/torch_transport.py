@@ -282,11 +282,10 @@ class DistributedTransport:
             work.wait()
 
     def _link(self, pair: Pair) -> _PairLink:
-        link = self._links.get(pair)
-        if link is None:  # as once it is closed
-            self._check_open()
+        self._check_open()
+        if pair not in self._links:
             raise RunError(f"no queue from pipe rank {pair[0]} to {pair[1]} is open")
-        return link
+        return self._links[pair]
 
     def _check_open(self) -> None:
         if self._closed or not self.watch.is_on():

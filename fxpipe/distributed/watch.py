@@ -206,7 +206,7 @@ class WorldWatch:
 
     def is_on(self) -> bool:
         """Whether this process is still in the world that it watches; else torch.distributed was ended."""
-        world = dist.group.WORLD if dist.is_initialized() else None
+        world = dist.GroupMember.WORLD  # each message asks
         return world is not None and world is self._world()
 
     def _look_at(self, waiting: Waiting) -> None:

@@ -334,14 +334,16 @@ class Agreement:
     def _looks_of(self, plan: Plan, pattern: Pattern, together: _Together) -> tuple[int, ...]:
         """The number of each micro-batch, by what all ranks were given of it."""
         offers, _, sizes = together
+        told = list(dict.fromkeys(offer.given for offer in offers))  # most ranks were given the same
+        who = tuple(told.index(offer.given) for offer in offers)
         if offers[0].split_evenly:
-            of_size = {size: [self._cut(offer.given[0], size) for offer in offers] for size in set(sizes)}
-            given = [of_size[size] for size in sizes]
+            of_size = {size: (who, *(self._cut(given[0], size) for given in told)) for size in set(sizes)}
+            inputs: list[tuple[Any, ...]] = [of_size[size] for size in sizes]
         else:
-            given = [[offer.given[place] for offer in offers] for place in range(len(sizes))]
+            inputs = [(who, *(given[place] for given in told)) for place in range(len(sizes))]
         is_cut = offers[0].split_evenly and len(sizes) > 1
         fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=())
-        return self._looks.of(plan, (fixed, is_cut), given)
+        return self._looks.of(plan, (fixed, is_cut), inputs)
 
     def _cut(self, description: Description, size: int) -> Description:
         return cut_description(description, self._options.batch_dim, size)

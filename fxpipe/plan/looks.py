@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Hashable, Sequence
 
-from fxpipe.plan.batch import Description
 from fxpipe.plan.planner import Plan
 
 
@@ -20,15 +19,15 @@ class Looks:
         self._numbers: dict[Hashable, int] = {}
         self._count = itertools.count()
 
-    def of(self, plan: Plan, fixed: Hashable, given: Sequence[Sequence[Description]]) -> tuple[int, ...]:
-        """The number of each micro-batch. ``fixed``: what else all depend on alike. ``given``: each, as each rank was
-        given it."""
+    def of(self, plan: Plan, fixed: Hashable, inputs: Sequence[Hashable]) -> tuple[int, ...]:
+        """The number of each micro-batch. ``fixed``: what else all depend on alike. ``inputs``: of each, what each rank
+        was given."""
         if plan.graph.gathers:
-            return tuple(next(self._count) for _ in given)
-        captures = plan.captures or (None,) * len(given)
+            return tuple(next(self._count) for _ in inputs)
+        captures = plan.captures or (None,) * len(inputs)
         alike = plan.graph.edges, fixed
-        each = zip(captures, plan.halved, given, strict=True)
-        return tuple(self._number((alike, capture, halved, tuple(one))) for capture, halved, one in each)
+        each = zip(captures, plan.halved, inputs, strict=True)
+        return tuple(self._number((alike, *one)) for one in each)
 
     def _number(self, key: Hashable) -> int:
         number = self._numbers.get(key)

@@ -48,7 +48,7 @@ MOST_BOUND = 32
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step leaves. ``bytes_of``: what each edge carries, where it is the first step with a kind of batch.
+    """What a step leaves. ``bytes_of``: what each edge carries, where it is the first step of a plan.
     ``broken``: what was not finite, where that is to be raised; all ranks have it, and nothing is under way."""
 
     loss: Tensor
@@ -83,6 +83,7 @@ class Steps:
         """What random numbers come from, and how many steps were made: the next one's number."""
         self._outcomes: dict[int, StepOutcome] = {}
         self._bound: dict[Hashable, Bound] = {}
+        self._sized: set[int] = set()  # the ids of the plans, of known kinds, of which it was told what edges carry
         self._effects, self._places = EffectsOf(), OutputRows()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
@@ -113,7 +114,7 @@ class Steps:
             outcome = self._outcome(agreed, made, known)
             self._gradients.end(outcome.factor)
             self._unsummed = not self.sync
-            bytes_of = self._bytes_of(made) if known is None else None
+            bytes_of = self._bytes_of(agreed.plan, made) if known is None else None
             self.recorder.keep(self.number, agreed.plan.schedule, [one.stopwatch for one in made])
             graph = agreed.plan.graph
             broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
@@ -169,6 +170,7 @@ class Steps:
             self._check.forget(kind)
         if kinds:
             plans = set(map(id, self.agreement.plans))
+            self._sized &= plans
             self._bound = {key: bound for key, bound in self._bound.items() if id(bound.kind.plan) in plans}
             self._exchange.keep(self.agreement.kinds, {n for look in self.agreement.looks for n in (look, ~look)})
             self._effects.keep(self.agreement.graphs)
@@ -178,6 +180,7 @@ class Steps:
         self.agreement.replan(planner)
         self._exchange.keep((), ())
         self._bound.clear()
+        self._sized.clear()
 
     def compare_batches(self, everywhere: bool) -> None:
         """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
@@ -270,8 +273,11 @@ class Steps:
         self._is_sum = outcome.is_sum
         return outcome
 
-    def _bytes_of(self, made: Sequence[Made]) -> dict[Edge, int]:
-        """What each edge carries, from all ranks."""
+    def _bytes_of(self, plan: Plan, made: Sequence[Made]) -> dict[Edge, int] | None:
+        """What each edge carries, from all ranks; once for a plan."""
+        if id(plan) in self._sized:
+            return None
+        self._sized.add(id(plan))
         mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
         return {edge: size for part in self._transport.gather("pipe", mine) for edge, size in part.items()}
 

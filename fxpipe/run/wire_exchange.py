@@ -54,9 +54,9 @@ class _Described:
 
     def __init__(self) -> None:
         self.by_number: dict[Hashable, _Look] = {}  # of the micro-batch
-        self.by_place: dict[tuple[Hashable, int], _Look] = {}
-        """(kind of batch, micro-batch) → of what shapes do not tell all: as of a part of the batch, whose place there
-        decides how it is aligned, and that the last bit of what is computed of it."""
+        self.by_place: dict[tuple[Hashable, Hashable, int], _Look] = {}
+        """(kind of batch, number, micro-batch) → of what shapes do not tell all: as of a part of the batch, whose place
+        there decides how it is aligned, and that the last bit of what is computed of it."""
 
     def keep(self, kinds: Collection[Hashable], numbers: Collection[Hashable]) -> None:
         self.by_number = {number: look for number, look in self.by_number.items() if number in numbers}
@@ -202,17 +202,19 @@ class _Wire:
         looks, exchange = self._looks, self._exchange
         if looks is None:
             return None
-        if looks.by_place and (look := looks.by_place.get((exchange.kind, self._microbatch))) is not None:
+        place, number = self._microbatch, exchange.numbers[self._microbatch]
+        if looks.by_place and (look := looks.by_place.get((exchange.kind, number, place))) is not None:
             return look
-        return looks.by_number.get(exchange.numbers[self._microbatch])
+        return looks.by_number.get(number)
 
     def learn(self, look: _Look) -> _Wire:
         """It was described, for all that are like it."""
         looks, exchange = self._looks, self._exchange
+        place, number = self._microbatch, exchange.numbers[self._microbatch]
         if looks is not None and look.meta.is_of_its_place:
-            looks.by_place[exchange.kind, self._microbatch] = look
+            looks.by_place[exchange.kind, number, place] = look
         elif looks is not None:
-            looks.by_number[exchange.numbers[self._microbatch]] = look
+            looks.by_number[number] = look
         return self
 
     # sending

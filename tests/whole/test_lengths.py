@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
@@ -234,6 +235,31 @@ def counts_of_sends(sizes: Sequence[tuple[int, int]]) -> list[int]:
         counts.append(sum(row.count for row in forward_backward.traffic().select("send")))
         forward_backward.evaluate(**sized(*size))  # which has messages of its own
     return counts
+
+
+@pytest.mark.parametrize("engine", every(2, ["strict 1", "distributed"]))
+def test_kinds_in_any_order_with_evaluations_other_tables_and_dropped_kinds_in_between(
+    engine: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "KINDS", 3)
+    draw = random.Random(5)
+    sizes = [draw.choice([(8, 6), (8, 9), (11, 7), (12, 7), (9, 6)]) for _ in range(11)]
+    check(engine_of(engine, lambda: request.getfixturevalue("pool"))(2, in_any_order, sizes), Sized, sizes)
+
+
+def in_any_order(sizes: Sequence[tuple[int, int]]) -> Found:
+    forward_backward, found = compiled(Sized), []
+    forward_backward.record_timeline()
+    with pytest.MonkeyPatch.context() as patch:
+        if current_seat() is None:  # in a process of its own
+            patch.setattr(agreement, "KINDS", 3)
+        for step, size in enumerate(sizes):
+            found += steps(forward_backward, [size])
+            if step % 3 == 0:
+                forward_backward.evaluate(**sized(*sizes[step // 2]))
+            if step % 5 == 3:
+                forward_backward.reschedule("gpipe" if step % 2 else "1f1b")
+    return found
 
 
 # --- what is dropped
