@@ -353,6 +353,6 @@ def _note_parts(module: nn.Module) -> None:
     """Lets the submodules that a graph calls stand among the plain attributes, too: at ``self.encoder.layers``, Python
     asks ``nn.Module.__getattr__``, half a microsecond for each dot, only for what it does not find there."""
     for name, part in module.named_children():
-        vars(module)[name] = part
+        vars(module).setdefault(name, part)
         if type(part) is nn.Module:  # the graph's own, which stands for a dot in a name
             _note_parts(part)

@@ -36,6 +36,8 @@ def give_own_memory(parameters: Iterable[nn.Parameter], passing: Any) -> None:
 
 def apart_from(buffers: Sequence[Tensor], value: Any) -> Any:
     """A value that leaves a stage, with copies of what shares memory with these: the next forward may write them."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value
     leaves = [leaf for leaf in pytree.tree_leaves(value) if _has_memory(leaf) and not leaf.requires_grad]
     if not leaves:
         return value
