@@ -23,8 +23,9 @@ FIRST_THREAD = 1
 def chrome_trace(timeline: Timeline) -> str:
     """Trace Event JSON: a thread for each rank, arrows where a result changes ranks, counters of what is in flight.
 
-    Reductions have threads of their own. The format counts in microseconds. Measured times, which are seconds, are
-    turned into them; of a plan, one unit of the costs is shown as 1 ms.
+    Reductions have threads of their own. A measured step begins at 0, with what lies around its actions. The format
+    counts in microseconds. Measured times, which are seconds, are turned into them; of a plan, one unit of the costs is
+    shown as 1 ms.
     """
     nanoseconds = 1e9 if timeline.measured else 1e6
     ranks = enumerate(timeline.schedule.rows)

@@ -264,7 +264,9 @@ class ForwardBackward:
         """When each action of the last recorded step ran, in seconds. A collective call of a pipe group.
 
         The same kind of object as ``schedule.simulate()`` gives: print it, draw it, or ``fxpipe.compare`` it with a
-        plan. A GPU's work is timed with events, and this call waits for them.
+        plan. ``spent`` tells how each rank's step divides: compute, waiting for which message, Python between actions,
+        and what lies before the first and after the last; its optimizer's step does not belong to it. A GPU's work is
+        timed with events, and this call waits for them.
 
         Raises:
             RunError: no step was recorded.

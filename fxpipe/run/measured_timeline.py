@@ -56,8 +56,8 @@ def timeline_of(
 
     ``laps``: all ranks', on one clock. The costs are the medians over micro-batches, ``comm`` the median latency of a
     hop, which there is none of where one process plays all ranks ``in_turns``. A stage whose backward never ran costs
-    nothing there. ``reductions``: a list for each pipe rank, in their order. ``courses``: the parts
-    of the step, of each process; without them nothing is told of what lies around actions.
+    nothing there. ``reductions``: a list for each pipe rank, in their order. ``courses``: the parts of the
+    step, of each process; without them nothing is told of what lies around actions.
     """
     every = {lap.action: lap for lap in laps}
     first = min((lap.start for lap in every.values()), default=0.0)

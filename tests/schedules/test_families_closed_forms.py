@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from fxpipe.schedules import build
-from fxpipe.schedules.action import Op
+from fxpipe.schedules import ScheduleName, build
+from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Schedule, Timeline
 from tests.graphs import WORKED, branches, chain
 from tests.thinned import ALL, every
@@ -160,3 +160,17 @@ def test_the_table_is_the_papers(name: str, stages: int, placement: list[int], p
     assert {str(action): span.start for action, span in spans.items()} == {
         cell: column for row in drawn for column, cell in enumerate(row) if cell != "."
     }
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "greedy"])
+def test_a_frozen_tower_runs_ahead_and_costs_its_first_forward_alone(name: ScheduleName) -> None:
+    """CLIP with an image tower of four stages, text and loss: trained it is five deep and takes (m + D − 1)(F + B);
+    frozen, its first micro-batch passes at F a stage, the loss takes m(F + B), and text has the last B."""
+    edges, m = [(0, 1), (1, 2), (2, 3), (3, 5), (4, 5)], 8
+    trained = build(name, edges, m).simulate()
+    frozen = build(name, edges, m, backward=[False] * 4 + [True] * 2).simulate()
+    assert trained.makespan == (m + 5 - 1) * 3
+    assert frozen.makespan == 4 + m * 3 + 2
+    for stage in range(4):  # none waits for anybody behind it
+        ends = [frozen.spans[Action(stage, Op.F, j)].end for j in range(m)]
+        assert ends == [stage + 1 + j for j in range(m)]
