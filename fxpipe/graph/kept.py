@@ -63,6 +63,11 @@ class Structure:
         return str(self.filled(["tensor"] * self.leaves.count(TENSOR)))
 
 
+def calls_kept(module: Any) -> bool:
+    """Whether a module holds a call of a region that is kept whole, be it in a part that is checkpointed."""
+    return isinstance(module, nn.Module) and any(isinstance(part, Kept) for part in module.modules())
+
+
 class Guard(Protocol):
     """What the code behind a call takes for granted of what it returns."""
 

@@ -108,7 +108,7 @@ class _Observer:
         used = [tensor for _, tensor in tensors if storage_of(tensor) in touched.reads]
         reads = dict.fromkeys(self._names[id(tensor)] for tensor in (*held, *used))
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
-        self._check_sets(region, sets)
+        self._check_sets(region, sets, (region.path, *parts))
         self.seen[region.name, number] = Seen(_described(region, result), parts, tuple(reads), tuple(writes), sets)
         return result
 
@@ -117,8 +117,10 @@ class _Observer:
         paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
         return tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
 
-    def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]]) -> None:
-        foreign = next((f"{path}.{name}" for path, name in sets if not _is_inside(f"{path}.", region.path)), None)
+    def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
+        """``own``: the submodule itself, and those that it has called."""
+        inside = {path for path, _ in sets if path in own or any(_is_inside(path, part) for part in own[1:])}
+        foreign = next((f"{path}.{name}" for path, name in sets if path not in inside), None)
         if foreign is not None:
             raise TraceError(
                 f"{region.name}, which is kept whole, sets {foreign} outside of it, which other stages would not see: "

@@ -17,6 +17,7 @@ from torch import nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
+from fxpipe.graph.kept import calls_kept
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
@@ -29,8 +30,8 @@ from fxpipe.plan.placement import place
 from fxpipe.plan.recomputation import Make, Marked, recomputed, told
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.sizes import outline
-from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily
-from fxpipe.progress import progress
+from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily, is_compiled
+from fxpipe.progress import progress, tell
 from fxpipe.schedules import Family, Limited, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import Instruction, lower
@@ -290,7 +291,11 @@ class Planner:
             graph = self.parallel.adopt(graph)
         if self.options.stage_compiler is None:
             return graph
-        stages = tuple(compiled_lazily(stage, self.options.stage_compiler) for stage in graph)
+        for stage in graph if not self.plans else ():
+            if calls_kept(stage.module):
+                tell(f"stage {stage.name!r} holds what is kept whole, and runs as it is, without stage_compiler=")
+        compiler = self.options.stage_compiler
+        stages = tuple(stage if calls_kept(stage.module) else compiled_lazily(stage, compiler) for stage in graph)
         return dataclasses.replace(graph, stages=stages)
 
     def rescheduled(self, family: Limited) -> Planner:
@@ -377,8 +382,7 @@ class Planner:
                 f"{schedule.name} has backwards in two halves, I and W, which stages under parallelize= cannot run; "
                 'write schedule="1f1b", or leave out parallelize='
             )
-        halve = defer_weights if self.options.stage_compiler is None else compiled_in_halves
-        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, halve)))
+        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, _halved)))
 
     def _schedule(self, graph: StageGraph, pattern: Pattern, costs: Costs | None) -> Schedule:
         backward, microbatches = tuple(stage.has_backward for stage in graph), pattern.microbatches
@@ -508,6 +512,10 @@ class Planner:
 def _tells_bytes(costs: Costs | None) -> bool:
     """Whether they tell some of the bytes: others would not be in their unit."""
     return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
+
+
+def _halved(stage: Stage) -> Stage:
+    return compiled_in_halves(stage) if is_compiled(stage) else defer_weights(stage)
 
 
 def _with_halves(graph: StageGraph, split: Collection[int], halve: Callable[[Stage], Stage]) -> StageGraph:

@@ -215,7 +215,7 @@ def _guarded(kind: type, names: set[tuple[int, str]]) -> Callable[[Any, str], An
                 f"forward reads .{name} of a {kind.__name__}, which a region that is kept whole sets when it runs",
                 "return it from there, or keep what reads it whole with it",
             )
-        return plain(module, name)
+        return plain(module, name)  # type: ignore[call-arg]
 
     return read
 
@@ -239,7 +239,7 @@ def watching(model: nn.Module, regions: Sequence[Region], handle: Handler) -> It
         @functools.wraps(plain)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
-            inner = getattr(super(owner, module), method) if own is None else own.__get__(module)  # type: ignore[misc]
+            inner = getattr(super(owner, module), method) if own is None else own.__get__(module)
             region = by_place.get((id(vars(module)), method))
             if region is None:
                 return inner(*args, **kwargs)
