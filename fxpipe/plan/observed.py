@@ -19,17 +19,18 @@ from fxpipe.plan.capture_check import Batch, as_in_a_step, own
 from fxpipe.plan.replay import State
 from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cutting import cutting
+from fxpipe.trace.keeping import watching
 from fxpipe.trace.patching import refuse
 from fxpipe.trace.record.touched import PythonState, TouchedMode
-from fxpipe.trace.regions import Region, Seen, watching
+from fxpipe.trace.regions import Region, SeenCall
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import line_of
 
-Calls = Mapping[tuple[str, int], Seen]
+SeenCalls = Mapping[tuple[str, int], SeenCall]
 
 
-def declared(request: Request) -> dict[tuple[str, int], Seen]:
+def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     """What the user has said that regions return."""
     found = {}
     for region in request.whole:
@@ -38,11 +39,11 @@ def declared(request: Request) -> dict[tuple[str, int], Seen]:
             names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
             held = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
             reads = dict.fromkeys(names[id(tensor)] for tensor in held)
-            found[region.name, 0] = Seen(_described(region, region.returns), parts, tuple(reads))
+            found[region.name, 0] = SeenCall(_described(region, region.returns), parts, tuple(reads))
     return found
 
 
-def observe(request: Request, batch: Batch) -> Calls:
+def observe(request: Request, batch: Batch) -> SeenCalls:
     """Runs the model once on a micro-batch, and tells what each call of a region did. All that changes is put back.
 
     TraceError where the model fails, or a region does what it may not.
@@ -73,7 +74,7 @@ def observe(request: Request, batch: Batch) -> Calls:
 
 class _Observer:
     def __init__(self, request: Request) -> None:
-        self.seen: dict[tuple[str, int], Seen] = {}
+        self.seen: dict[tuple[str, int], SeenCall] = {}
         self._module = request.module
         self._inside: Region | None = None
         self._paths = {id(vars(part)): path for path, part in request.module.named_modules()}
@@ -109,7 +110,7 @@ class _Observer:
         reads = dict.fromkeys(self._names[id(tensor)] for tensor in (*held, *used))
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
         self._check_sets(region, sets, (region.path, *parts))
-        self.seen[region.name, number] = Seen(_described(region, result), parts, tuple(reads), tuple(writes), sets)
+        self.seen[region.name, number] = SeenCall(_described(region, result), parts, tuple(reads), tuple(writes), sets)
         return result
 
     def _outermost(self, called: list[nn.Module]) -> tuple[str, ...]:
