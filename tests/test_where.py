@@ -36,6 +36,7 @@ distributed/stopwatch: run/measured_timeline
 distributed/transport: distributed/strict_transport distributed/torch_transport
 formats/words: formats/svg_picture formats/html_page
 graph/gathering: run/group_inputs
+graph/kept: whole/kept_whole
 graph/like: trace/operations whole/bugs_values
 graph/modes: whole/autocast trace/record
 graph/program: passes/partition trace/symbolic
@@ -60,6 +61,7 @@ plan/forecast: plan/previewed plan/memory
 plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/looks: whole/lengths
+plan/observed: whole/kept_whole
 plan/on_fakes: plan/node_costs plan/row_places
 plan/plan: plan/planner
 plan/pattern: plan/signatures
@@ -109,6 +111,8 @@ trace/fake: trace/record trace/export
 trace/furthest: whole/bugs_refusals
 trace/patching: trace/symbolic trace/export
 trace/record/: trace/record trace/hidden_values trace/operations
+trace/keeping: whole/kept_whole
+trace/regions: whole/kept_whole
 trace/request: trace/every_tracer
 trace/snapshot: trace/symbolic trace/export
 trace/symbolic/: trace/symbolic
@@ -116,6 +120,7 @@ trace/user_line: trace/symbolic
 passes/analysis/blocks: plan/balance
 passes/analysis/inner_gradients: whole/bugs_values
 passes/analysis/lone_writes: passes/partition
+passes/analysis/varying: whole/kept_whole
 passes/erase_boundaries: plan/balance
 passes/follow: plan/balance
 passes/name_stages: passes/partition

@@ -63,14 +63,19 @@ class Structure:
         return str(self.filled(["tensor"] * self.leaves.count(TENSOR)))
 
 
-class Guard(Protocol):
+def calls_kept(module: Any) -> bool:
+    """Whether a module holds a call of a region that is kept whole, be it in a part that is checkpointed."""
+    return isinstance(module, nn.Module) and any(isinstance(part, KeptWhole) for part in module.modules())
+
+
+class SizeCheck(Protocol):
     """What the code behind a call takes for granted of what it returns."""
 
     def check(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """RunError where it is not so. ``sizes``: of other tensors."""
 
 
-class Kept(nn.Module):
+class KeptWhole(nn.Module):
     """One call of a region that is kept whole: the tensors that it is given, flat, to those that it returns, flat.
 
     ``owner``, ``method``: what runs. ``parts``: the modules that it uses. ``given``, ``returned``: what the call was
@@ -92,7 +97,7 @@ class Kept(nn.Module):
         self.name, self.method = name, method
         self._owner = (owner,)  # in a tuple: it is not a part of this one
         self._given, self._returned = given, returned
-        self.guard: Guard | None = None
+        self.guard: SizeCheck | None = None
         """What is checked of what it returns, with sizes that it is given behind its tensors."""
 
     def forward(self, *given: Any) -> tuple[Any, ...]:

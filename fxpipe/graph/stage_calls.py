@@ -263,5 +263,6 @@ def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool) -> N
         raise RunError(
             f"{name} returned tensors of shapes {found}, but was captured with {captured}, for which alone the rest of "
             "the program holds: its sizes depend on the values of its inputs, or on what it has kept from earlier "
-            "calls; make them fixed (pad, or mask in place of selecting)"
+            'calls; make them fixed (pad, or mask in place of selecting), or keep it whole, boundaries={...: "whole"}, '
+            'under tracer="export", which takes its sizes as they come'
         )

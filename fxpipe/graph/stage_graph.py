@@ -13,8 +13,9 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
-from fxpipe.errors import PartitionError, RunError, nearest
+from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.boundary import Gathered, Mode, running
+from fxpipe.graph.kept import unwritten
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.size_of import SizeOf
@@ -22,7 +23,7 @@ from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.kinds import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 from fxpipe.notebook import Tabular, listed
-from fxpipe.torch_compat import hook_tables, pytree, version_of
+from fxpipe.torch_compat import hook_tables, pytree
 
 
 @admitted
@@ -290,7 +291,7 @@ class StageGraph(Tabular):
         edges: Sequence[tuple[str, str]],
         inputs: Mapping[str, Sequence[str]],
     ) -> StageGraph:
-        """A stage graph from the user's own callables, for models that nothing can trace.
+        """A stage graph from the user's own callables, for models that nothing can trace: each stage is kept whole.
 
         A stage is called with its batch inputs and then, in the order of ``edges``, with what the stages before it
         returned. Exactly one stage has no edge out of it: it returns the loss.
@@ -337,6 +338,7 @@ class StageGraph(Tabular):
                     returns_result=name == sinks[0],
                     tensors=all_tensors(call, name) if isinstance(call, nn.Module) else {},
                     draws_random=True,
+                    varies=True,
                 )
             )
         module = nn.Module()
@@ -404,15 +406,8 @@ def _fan_out(call: Callable[..., Any], uses: int, name: str, given: int) -> Call
     """
 
     def function(*inputs: Any) -> tuple[Any, ...]:
-        received = [leaf for leaf in pytree.tree_leaves(inputs[given:]) if isinstance(leaf, Tensor)]
-        before = [None if leaf.is_inference() else version_of(leaf) for leaf in received]
-        value = call(*inputs)
-        for leaf, version in zip(received, before, strict=True):
-            if version is not None and version_of(leaf) != version:
-                raise RunError(
-                    f"stage {name!r} writes into a tensor of shape {list(leaf.shape)} that another stage has made, and "
-                    "others may use: write x = x + y in place of x += y, or x = x.clone() before"
-                )
+        with unwritten(f"stage {name!r}", inputs[given:]):
+            value = call(*inputs)
         return (value,) * max(uses, 1)
 
     return function

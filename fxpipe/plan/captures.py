@@ -17,7 +17,7 @@ from fxpipe import passes as default_passes
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.kept import Kept
+from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
@@ -25,7 +25,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
-from fxpipe.plan.observed import Calls, declared, observe
+from fxpipe.plan.observed import SeenCalls, declared, observe
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.sizes import sizes_between
@@ -93,7 +93,7 @@ class Captures:
     """Of captures for steps, and for evaluations."""
     whole: tuple[Region, ...] = ()
     """What is kept whole, and runs for real in every step."""
-    observed: list[tuple[Description, Calls]] = field(default_factory=list)
+    observed: list[tuple[Description, SeenCalls]] = field(default_factory=list)
     """What it was last seen to do, and on what micro-batch."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
@@ -110,6 +110,13 @@ class Captures:
             raise RunError('boundaries="auto" finds its own stages and places them; leave placement= out')
         if balancing.finds_cuts and options.passes is not None:
             raise RunError('boundaries="auto" cuts in place of the pass partition; leave passes= out')
+        sharded = options.zero == 3 and topology.size("data") > 1
+        if whole and (sharded or options.parallelize is not None):
+            what = "zero=3 shards" if sharded else "parallelize= changes"
+            raise RunError(
+                f"{whole[0].name} is kept whole, and {what} the modules of a stage, which it would not see in batches "
+                "of other shapes; leave out one of them"
+            )
         return captures
 
     def of(self, pattern: Pattern, sample: Sample | str) -> list[Captured]:
@@ -221,7 +228,7 @@ class Captures:
         (made,) = accepted
         return made
 
-    def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Calls:
+    def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> SeenCalls:
         """What calls of regions do that are kept whole: as the user has said, as a real run shows, or as an earlier one
         has shown."""
         found = declared(request)
@@ -301,7 +308,7 @@ def _on_meta(model: nn.Module) -> bool:
 def _called(program: Program) -> list[nn.Module]:
     """The submodules that the program calls as they are."""
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
-    whole = [part for kept in program.opaque.values() if isinstance(kept, Kept) for part in kept.parts.values()]
+    whole = [part for kept in program.opaque.values() if isinstance(kept, KeptWhole) for part in kept.parts.values()]
     return [program.module.get_submodule(target) for target in targets - program.opaque.keys()] + whole
 
 

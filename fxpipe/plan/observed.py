@@ -19,17 +19,18 @@ from fxpipe.plan.capture_check import Batch, as_in_a_step, own
 from fxpipe.plan.replay import State
 from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cutting import cutting
+from fxpipe.trace.keeping import watching
 from fxpipe.trace.patching import refuse
 from fxpipe.trace.record.touched import PythonState, TouchedMode
-from fxpipe.trace.regions import Region, Seen, watching
+from fxpipe.trace.regions import Region, SeenCall
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import line_of
 
-Calls = Mapping[tuple[str, int], Seen]
+SeenCalls = Mapping[tuple[str, int], SeenCall]
 
 
-def declared(request: Request) -> dict[tuple[str, int], Seen]:
+def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     """What the user has said that regions return."""
     found = {}
     for region in request.whole:
@@ -38,11 +39,11 @@ def declared(request: Request) -> dict[tuple[str, int], Seen]:
             names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
             held = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
             reads = dict.fromkeys(names[id(tensor)] for tensor in held)
-            found[region.name, 0] = Seen(_described(region, region.returns), parts, tuple(reads))
+            found[region.name, 0] = SeenCall(_described(region, region.returns), parts, tuple(reads))
     return found
 
 
-def observe(request: Request, batch: Batch) -> Calls:
+def observe(request: Request, batch: Batch) -> SeenCalls:
     """Runs the model once on a micro-batch, and tells what each call of a region did. All that changes is put back.
 
     TraceError where the model fails, or a region does what it may not.
@@ -73,7 +74,7 @@ def observe(request: Request, batch: Batch) -> Calls:
 
 class _Observer:
     def __init__(self, request: Request) -> None:
-        self.seen: dict[tuple[str, int], Seen] = {}
+        self.seen: dict[tuple[str, int], SeenCall] = {}
         self._module = request.module
         self._inside: Region | None = None
         self._paths = {id(vars(part)): path for path, part in request.module.named_modules()}
@@ -108,8 +109,8 @@ class _Observer:
         used = [tensor for _, tensor in tensors if storage_of(tensor) in touched.reads]
         reads = dict.fromkeys(self._names[id(tensor)] for tensor in (*held, *used))
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
-        self._check_sets(region, sets)
-        self.seen[region.name, number] = Seen(_described(region, result), parts, tuple(reads), tuple(writes), sets)
+        self._check_sets(region, sets, (region.path, *parts))
+        self.seen[region.name, number] = SeenCall(_described(region, result), parts, tuple(reads), tuple(writes), sets)
         return result
 
     def _outermost(self, called: list[nn.Module]) -> tuple[str, ...]:
@@ -117,8 +118,10 @@ class _Observer:
         paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
         return tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
 
-    def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]]) -> None:
-        foreign = next((f"{path}.{name}" for path, name in sets if not _is_inside(f"{path}.", region.path)), None)
+    def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
+        """``own``: the submodule itself, and those that it has called."""
+        inside = {path for path, _ in sets if path in own or any(_is_inside(path, part) for part in own[1:])}
+        foreign = next((f"{path}.{name}" for path, name in sets if path not in inside), None)
         if foreign is not None:
             raise TraceError(
                 f"{region.name}, which is kept whole, sets {foreign} outside of it, which other stages would not see: "

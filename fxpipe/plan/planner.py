@@ -16,6 +16,7 @@ from torch import nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
+from fxpipe.graph.kept import calls_kept
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
@@ -28,9 +29,9 @@ from fxpipe.plan.placement import place
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.sizes import outline
-from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily
+from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily, is_compiled
 from fxpipe.plan.tables import Tables, tells_bytes
-from fxpipe.progress import progress
+from fxpipe.progress import progress, tell
 from fxpipe.schedules import Limited
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import lower
@@ -230,7 +231,11 @@ class Planner:
             graph = self.parallel.adopt(graph)
         if self.options.stage_compiler is None:
             return graph
-        stages = tuple(compiled_lazily(stage, self.options.stage_compiler) for stage in graph)
+        for stage in graph if not self.plans else ():
+            if calls_kept(stage.module):
+                tell(f"stage {stage.name!r} holds what is kept whole, and runs as it is, without stage_compiler=")
+        compiler = self.options.stage_compiler
+        stages = tuple(stage if calls_kept(stage.module) else compiled_lazily(stage, compiler) for stage in graph)
         return dataclasses.replace(graph, stages=stages)
 
     def rescheduled(self, family: Limited) -> Planner:
@@ -317,8 +322,7 @@ class Planner:
                 f"{schedule.name} has backwards in two halves, I and W, which stages under parallelize= cannot run; "
                 'write schedule="1f1b", or leave out parallelize='
             )
-        halve = defer_weights if self.options.stage_compiler is None else compiled_in_halves
-        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, halve)))
+        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, _halved)))
 
     def _check_same_stages(self, plan: Plan) -> None:
         """A later capture must leave every stage and every tensor where it is."""
@@ -329,6 +333,10 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _halved(stage: Stage) -> Stage:
+    return compiled_in_halves(stage) if is_compiled(stage) else defer_weights(stage)
 
 
 def _with_halves(graph: StageGraph, split: Collection[int], halve: Callable[[Stage], Stage]) -> StageGraph:

@@ -27,7 +27,7 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
     called with the same arguments for the same tuple. Only processes that run the stage compile it, once: a compiler
     that tells shapes apart, as ``torch.compile`` does, is asked again by its own guards.
     """
-    if isinstance(stage.function, _Compiled):
+    if is_compiled(stage):
         return stage
     original = stage.module if isinstance(stage.module, fx.GraphModule) else stage.function
     if isinstance(original, fx.GraphModule):
@@ -47,6 +47,11 @@ def _check_writes(module: fx.GraphModule, name: str) -> None:
                 f"stage {name!r} writes {written.target}, a number in float64 without dimensions, which torch.compile "
                 "may leave as it was: give it shape (1,), or float32, or leave out stage_compiler="
             )
+
+
+def is_compiled(stage: Stage) -> bool:
+    """Whether ``compiled_lazily`` has made it."""
+    return isinstance(stage.function, _Compiled)
 
 
 def compiled_in_halves(stage: Stage) -> Stage:

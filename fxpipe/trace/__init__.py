@@ -9,7 +9,7 @@ from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
 from fxpipe.options import TracerName
 from fxpipe.trace.export.tracer import export
-from fxpipe.trace.furthest import Refusal, entering, told
+from fxpipe.trace.furthest import Refusal, entering, keep_whole, refused_in, told
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
 from fxpipe.trace.symbolic.tracer import symbolic
@@ -30,7 +30,7 @@ def auto(request: Request) -> Program:
                 program = tracer(request)
             return _accepted(program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals)), request)
         except TraceError as error:
-            refusals.append(Refusal(name, str(error), len(entered)))
+            refusals.append(Refusal(name, str(error), len(entered), refused_in(error, request)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
     raise TraceError(told(refusals) + hint)
 
@@ -58,8 +58,14 @@ def capture(request: Request, tracer: TracerName = "auto") -> Program:
         raise TraceError(f"unknown tracer {tracer!r}{nearest(tracer, TRACERS)}")
     if tracer in NEED_SHAPES and request.example is None:
         raise TraceError(_ASK_FOR_EXAMPLE)
-    program = TRACERS[tracer](request)
-    return program if tracer == "auto" else _accepted(program, request)
+    if tracer == "auto":
+        return auto(request)
+    try:
+        program = TRACERS[tracer](request)
+    except TraceError as error:
+        hint = keep_whole(refused_in(error, request)) if tracer in NEED_SHAPES else ""
+        raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
+    return _accepted(program, request)
 
 
 __all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "capture"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
 from fxpipe.graph.modes import Autocast
-from fxpipe.trace.regions import Region, Seen
+from fxpipe.trace.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
 """A dimension of an input: its name, which of its leaves, and which dimension of that."""
@@ -68,7 +68,7 @@ class Request:
     varying: frozenset[Place] = frozenset()
     whole: tuple[Region, ...] = ()
     """What is kept whole, and runs for real in every step."""
-    seen: Mapping[tuple[str, int], Seen] = field(default_factory=lambda: MappingProxyType({}))
+    seen: Mapping[tuple[str, int], SeenCall] = field(default_factory=lambda: MappingProxyType({}))
     """What calls of these were seen to do: by the region's name, and which of its calls."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
     """Where the model will run, for parameters that are on no device yet."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxpipe.graph.kept import Kept
+from fxpipe.graph.kept import calls_kept
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Edge, Stage
 
@@ -37,9 +37,8 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
 
 
 def is_kept(program: Program, node: fx.Node) -> bool:
-    """Whether a node calls a region that is kept whole, be it in a part that is checkpointed."""
-    module = program.opaque.get(str(node.target)) if node.op == "call_module" else None
-    return module is not None and any(isinstance(part, Kept) for part in module.modules())
+    """Whether a node calls a region that is kept whole."""
+    return node.op == "call_module" and calls_kept(program.opaque.get(str(node.target)))
 
 
 def _symbols(node: fx.Node) -> set[str]:

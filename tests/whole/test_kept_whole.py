@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import Run, assert_run, engine_of, reference, trained
-from tests.models import Case, linear, vectors
+import fxpipe
+from fxpipe import FxpipeError, PartitionError, RunError, Topology, TraceError
+from tests.harness import Run, assert_run, compiled, engine_of, reference, trained
+from tests.models import WIDTH, Case, linear, vectors
 
 
 class Selects(nn.Module):
@@ -104,3 +107,128 @@ def test_a_region_called_twice_and_a_method(tracer: str) -> None:
     rules = {"region": "whole", "positions": "whole", "head": "before"}
     run = trained(case, batches, boundaries=rules, tracer=tracer, example_kwargs=batches[0])
     assert_run([run], wanted, 1e-6)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "zb_h1"}, {"recompute": True}, {"zero": 1}])
+def test_options_go_with_a_region(options: dict[str, Any]) -> None:
+    batches = [SELECTING.batch(number) for number in range(2)]
+    wanted, _ = reference(SELECTING, batches)
+    run = trained(SELECTING, batches, boundaries=CUTS, tracer="export", example_kwargs=batches[0], **options)
+    assert_run([run], wanted)
+
+
+def test_a_stage_with_a_region_is_not_compiled_and_that_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    batches, compiled_stages = [SELECTING.batch()], []
+
+    def compiler(stage: Any) -> Any:
+        compiled_stages.append(stage)
+        return stage
+
+    wanted, _ = reference(SELECTING, batches)
+    options = {"boundaries": CUTS, "tracer": "symbolic", "example_kwargs": batches[0]}
+    assert_run([trained(SELECTING, batches, stage_compiler=compiler, **options)], wanted)
+    assert len(compiled_stages) == 3
+    assert "'region' holds what is kept whole" in capfd.readouterr().err
+
+
+class Frozen(nn.Module):
+    """What is behind the region asks how many rows there are, and goes another way for many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region, self.head = Selects(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.region(x)["rows"]
+        if rows.shape[0] > 2:
+            rows = rows * 2
+        return self.head(rows[: rows.shape[0]]).square().mean()
+
+
+@pytest.mark.parametrize(("tracer", "told"), [("export", "size 0 of tensor 0"), ("record", "was captured with")])
+def test_a_size_that_decides_about_code_is_checked_in_each_step(tracer: str, told: str) -> None:
+    """Never a result of the other branch."""
+    case = Case(Frozen, vectors, stages=2, ranks=2, rows=4, microbatches=1)
+    many = {"x": torch.ones(4, WIDTH), "y": torch.zeros(4, WIDTH)}
+    few = {"x": -torch.ones(4, WIDTH), "y": torch.zeros(4, WIDTH)}
+    rules = {"region": "whole", "head": "before"}
+    forward_backward = compiled(case, boundaries=rules, tracer=tracer, example_kwargs=many, check_capture=True)
+    model = case.model()
+    assert torch.equal(forward_backward(**many), model(**many))
+    with pytest.raises(RunError, match=told):
+        forward_backward(**few)
+
+
+class Odd(nn.Module):
+    """Does what a region may not, as ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner, self.head = how, linear(), linear()
+        self.note = None
+
+    def region(self, x: Tensor) -> Any:
+        h = self.inner(x)
+        if self.how == "writes":
+            x += 1
+        if self.how == "object":
+            return object()
+        if self.how == "sets":
+            self.head.note = h.sum().item()
+        if self.how == "number":
+            return h, float(x.sum())
+        if self.how == "marks":
+            h = fxpipe.stage_boundary(h)
+        if self.how == "read":
+            self.note = h.mean()
+        return h, 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.how == "uncalled":
+            return self.head(self.inner(x)).mean()
+        h, scale = self.region(x * 1)
+        loss = self.head(h * scale).square().mean()
+        return loss + self.note if self.how == "read" else loss
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("writes", "writes into a tensor"),
+        ("object", "returns a object"),
+        ("sets", "sets head.note outside of it"),
+        ("marks", "a boundary lies inside of region"),
+        ("read", "forward reads .note"),
+        ("number", "a tensor in place of a number"),
+    ],
+)
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_what_a_region_may_not_do_is_refused(how: str, told: str, tracer: str) -> None:
+    case = Case(lambda: Odd(how), vectors, ranks=2, microbatches=2)
+    with pytest.raises(FxpipeError, match=told):
+        compiled(case, boundaries={"region": "whole", "head": "before"}, tracer=tracer, example_kwargs=case.batch())
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "told"),
+    [
+        ({"region": "whole", "region.first": "before"}, "inside of 'region'"),
+        ({"region": "whole", "region.first": "whole"}, "'region.first' whole inside of 'region'"),
+        ({"regiom": "whole"}, 'did you mean "region"'),
+        ({"region": {"whole": None, "cut": "after"}}, r'\["whole", "after"\]'),
+    ],
+)
+def test_names_that_cannot_be_whole_are_refused(boundaries: dict[str, Any], told: str) -> None:
+    with pytest.raises(PartitionError, match=told):
+        compiled(SELECTING, boundaries=boundaries, example_kwargs=SELECTING.batch())
+
+
+def test_without_a_batch_the_error_asks_for_one() -> None:
+    with pytest.raises(TraceError, match=r"region is kept whole, and what it returns is not known.*\n?.*example_args="):
+        fxpipe.compile(Selecting(), Topology([("pipe", 4)]), boundaries=CUTS)
+
+
+def test_a_refusal_names_what_could_be_kept_whole() -> None:
+    rules = {"behind": "before", "head": "before"}
+    with pytest.raises(TraceError, match=r'boundaries=\{"region": "whole"\}'):
+        compiled(replace(SELECTING, ranks=3), boundaries=rules, tracer="export", example_kwargs=SELECTING.batch())

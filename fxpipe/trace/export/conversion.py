@@ -41,8 +41,8 @@ from fxpipe.torch_compat import (
 from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
 from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
 from fxpipe.trace.export.whole_operator import clauses_of, guards_of
+from fxpipe.trace.keeping import RegionCall
 from fxpipe.trace.patching import UNREGISTERED, patched
-from fxpipe.trace.regions import Call
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import is_users
 
@@ -91,7 +91,7 @@ class Traced:
     cached: Sequence[bool]
     stand_ins: Mapping[tuple[str, int], Sequence[Tensor]] = field(default_factory=dict)
     """What stood for what calls of regions return, by their keys, as inputs of the export behind ``values``."""
-    calls: Sequence[Call] = ()
+    calls: Sequence[RegionCall] = ()
     """The calls of regions, as the operator for them is told which."""
     root: str = "model"
 
@@ -232,7 +232,7 @@ class _Conversion:
         self._effects[made.name] = call.effects
         return made
 
-    def _in_region(self, node: fx.Node, call: Call) -> dict[str, Any]:
+    def _in_region(self, node: fx.Node, call: RegionCall) -> dict[str, Any]:
         """The submodules that a region is called in, and it itself, as export notes them."""
         path = f"{self._traced.root}.{call.region.path}"
         return {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, recording, words
-from fxpipe.graph.kept import Kept
+from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
@@ -35,10 +35,10 @@ from fxpipe.trace.export.boundary_operator import marked
 from fxpipe.trace.export.conversion import TENSOR, Traced, modes_as_operations
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
 from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, symbolic_lengths
-from fxpipe.trace.export.whole_operator import Guard, whole
+from fxpipe.trace.export.whole_operator import SizeClauses, whole
 from fxpipe.trace.fake import fake_model
+from fxpipe.trace.keeping import RegionCall, Regions
 from fxpipe.trace.patching import plain_modes, refuse
-from fxpipe.trace.regions import Call, Regions
 from fxpipe.trace.request import Request, named
 from fxpipe.trace.user_line import line_of
 
@@ -101,10 +101,10 @@ def _export_regions(request: Request) -> Program:
     return wider if all(guard.broken(shapes) is None for guard in _guards(wider)) else program
 
 
-def _guards(program: Program) -> list[Guard]:
+def _guards(program: Program) -> list[SizeClauses]:
     """What a program takes for granted of what regions return."""
-    guards = [kept.guard for kept in program.opaque.values() if isinstance(kept, Kept)]
-    return [guard for guard in guards if isinstance(guard, Guard)]
+    guards = [kept.guard for kept in program.opaque.values() if isinstance(kept, KeptWhole)]
+    return [guard for guard in guards if isinstance(guard, SizeClauses)]
 
 
 def _refuse_objects(example: Mapping[str, Any]) -> None:
@@ -244,7 +244,7 @@ class _ExportedCall:
 
         return crossing(value, lambda leaf: isinstance(leaf, Tensor), carry)
 
-    def _keep(self, call: Call) -> list[Tensor]:
+    def _keep(self, call: RegionCall) -> list[Tensor]:
         """What stands for the tensors that a call of a region returns."""
         tensors = [value for value in call.values if isinstance(value, Tensor)]
         numbers = [value for value in call.values if not isinstance(value, Tensor)]

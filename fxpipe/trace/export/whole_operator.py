@@ -41,7 +41,7 @@ Size = tuple[int, int]
 """Which of the tensors that a guard is about, and which dimension of it."""
 
 
-class Guard(NamedTuple):
+class SizeClauses(NamedTuple):
     """What a capture takes for granted of the sizes of the tensors that one call of a region returns.
 
     ``first``: the number of its first tensor in the clauses; ``others``: the sizes of others that they are about, which
@@ -68,7 +68,7 @@ class Guard(NamedTuple):
 
     def broken(self, sizes: Mapping[int, Any]) -> str | None:
         """The first clause that does not hold where these are the sizes of tensors, by their numbers."""
-        asked = {f"t{place}": _Sized(shape) for place, shape in sizes.items()}
+        asked = {f"t{place}": _OfSize(shape) for place, shape in sizes.items()}
         return next((clause for clause in self.clauses if not holds_for(clause, asked)), None)
 
     @property
@@ -84,7 +84,7 @@ class Guard(NamedTuple):
         return _SIZE.sub(told, clause)
 
 
-class _Sized(NamedTuple):
+class _OfSize(NamedTuple):
     sizes: Any
 
     def size(self) -> Any:
@@ -110,7 +110,7 @@ def sizes_in(clause: str) -> set[Size]:
     return {(int(place), int(dim)) for place, dim in _SIZE.findall(clause)}
 
 
-def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> list[Guard]:
+def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> list[SizeClauses]:
     """What is to be checked at each call: ``calls`` has, in order, its name, and the numbers of its tensors.
 
     A clause is checked at the last of the calls that it is about. How tensors lie in memory is taken as it comes: it
@@ -123,7 +123,7 @@ def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> lis
         if about and not any(int(place) in own for place in _LAYOUT.findall(clause)):
             mine[max(about)].append(clause)
     return [
-        Guard(
+        SizeClauses(
             name,
             places.start,
             tuple(told),

@@ -18,6 +18,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import no_function_modes, pytree
 from fxpipe.trace.attributes import AssignedBuffers, watching_attributes
 from fxpipe.trace.fake import outside
+from fxpipe.trace.keeping import RegionCall
 from fxpipe.trace.patching import patched
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, collapse, enter
@@ -29,7 +30,6 @@ from fxpipe.trace.record.rehearsal import GivenBack, Rehearsed, rehearse
 from fxpipe.trace.record.tape import Touched, tensors
 from fxpipe.trace.record.touched import PythonState
 from fxpipe.trace.record.whole import Wholes, held_by
-from fxpipe.trace.regions import Call
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import current_line, definition
 
@@ -222,7 +222,7 @@ class Calls:
         self._recorder.regions += self._recorder.paused
         return self._recorder.paused
 
-    def keep_region(self, call: Call) -> tuple[Tensor, ...]:
+    def keep_region(self, call: RegionCall) -> tuple[Tensor, ...]:
         """What stands for the tensors that a call returns which is kept whole as the user has asked for."""
         recorder, reads = self._recorder, set(call.seen.reads)
         frame = enter(recorder, call.region.name, None, tuple(call.values), {}, self._buffers.count)

@@ -22,6 +22,7 @@ from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
+from fxpipe.trace.keeping import Regions
 from fxpipe.trace.patching import plain_modes, refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
@@ -29,7 +30,6 @@ from fxpipe.trace.record.methods import Name
 from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
 from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, paths
-from fxpipe.trace.regions import Regions
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import RandomState, Snapshot
 from fxpipe.trace.user_line import definition, line_of

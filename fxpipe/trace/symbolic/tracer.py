@@ -16,8 +16,8 @@ from fxpipe.graph.boundary import Gather, boundary, recording, stage_boundary, w
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
+from fxpipe.trace.keeping import RegionCall, Regions
 from fxpipe.trace.patching import BACKWARD, UNREGISTERED, patched, plain_modes, refuse, refuse_backward
-from fxpipe.trace.regions import Call, Regions
 from fxpipe.trace.request import Request
 from fxpipe.trace.symbolic.guard import Guard
 from fxpipe.trace.user_line import current_line, definition, line_of, mentions
@@ -198,7 +198,7 @@ class _Tracer(fx.Tracer):
                     "name that module itself, or give an example batch, so that another tracer can look inside",
                 )
 
-    def _keep_region(self, call: Call) -> list[Any]:
+    def _keep_region(self, call: RegionCall) -> list[Any]:
         """What stands for the tensors of any shape that a call returns which is kept whole."""
         returned: Any = self.create_proxy("call_module", call.target, tuple(call.values), {})
         returned.node.meta["nn_module_stack"] = call.stack(returned.node.meta.get("nn_module_stack") or {})
