@@ -30,7 +30,7 @@ from fxpipe.plan.memory import Account
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.replay import checkpoints_that_keep
-from fxpipe.plan.sizes import differences, holds, outline, size_at, varying
+from fxpipe.plan.sizes import differences, holds, outline, size_at, told_of_nothing, varying
 from fxpipe.progress import progress, tell
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
@@ -288,10 +288,15 @@ class Captures:
             accept=accept,
         )
         tracer = self.options.tracer if self.options.parallelize is None else "record"  # which leaves modules whole
-        with progress(f"capturing {type(self.model).__name__}"), ignored(self.finds_cuts), self.reads.noting() as noted:
+        with (
+            progress(f"capturing {type(self.model).__name__}"),
+            ignored(self.finds_cuts),
+            self.reads.noting() as read,
+            told_of_nothing(shape or ()),
+        ):
             program = capture(request, tracer)
         roots = [root for root in (self.model, request.loss_module) if root is not None]
-        self.reads.keep(noted, roots, _called(program))
+        self.reads.keep(read, roots, _called(program))
         (made,) = accepted
         return made
 
