@@ -92,7 +92,7 @@ def compile(
         microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
         batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension, None
             (given whole), ``fxpipe.Packed`` (so many rows or list entries for each row of the batch),
-            ``fxpipe.Offsets`` (where packed sequences begin), or, for a dict input, such a dict; 0 for the others.
+            ``fxpipe.Offsets`` (where packed sequences begin), or such a dict for a dict input; 0 for inputs not in it.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
         placement: stage name → pipe rank; None: where stages outnumber ranks, what simulates best at costs by shapes;
             without an example, topological order, balanced by parameters.

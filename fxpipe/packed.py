@@ -193,11 +193,12 @@ def check_names(batch_dim: BatchDim, names: Collection[str]) -> None:
             raise RunError(f"{told} names {name!r}, which is no input{nearest(name, names)}")
 
 
-def read_for(names: Collection[str], batch_dim: BatchDim) -> set[str]:
-    """The inputs without which these cannot be cut: their counts are read from them."""
+def read_for(names: Collection[str], batch_dim: BatchDim, given: Collection[str]) -> set[str]:
+    """The inputs without which these cannot be cut: their counts are read from them, or may be, where ``given``."""
     rules, found = counted(batch_dim), set[str]()
     for path, rule in reversed(rules.items()):  # those that rows are counted of come behind those that count them
         if path.split(".")[0] in names or path in found:
-            read = read_by(rule) if isinstance(rule, Packed) else ()
-            found |= {name for name in (*read, rule.of) if name is not None}
+            read = read_by(rule) if isinstance(rule, Packed) else {}
+            found |= {name for name, needed in read.items() if needed or name in given}
+            found |= set() if rule.of is None else {rule.of}
     return {path.split(".")[0] for path in found}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -129,15 +129,15 @@ class Documents(nn.Module):
 class Contrasting(nn.Module):
     """Documents (1, words), each beside the others of the whole batch, by their lengths, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, gather: Literal["batch", "global"] = "batch") -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embed, self.head, self.gather = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), gather
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         h = torch.tanh(self.embed(input_ids) + position_ids[..., None] * 0.1)[0]
         document = torch.bucketize(torch.arange(h.shape[0]), cu_seqlens[1:], right=True)
         whole = h.new_zeros(cu_seqlens.shape[0] - 1, WIDTH).index_add(0, document, h)
-        whole = stage_boundary(whole, gather="batch")
+        whole = stage_boundary(whole, gather=self.gather)
         each = self.head(whole) / cu_seqlens.diff()[:, None]
         return (each @ each.T).logsumexp(1).mean()
 

@@ -34,9 +34,12 @@ def test_counts_are_read_from_the_parameters_that_a_function_has() -> None:
 
 def test_what_is_needed_to_cut_an_input_are_all_inputs_that_counts_on_the_way_are_read_from() -> None:
     rules = {"patches": PATCHES, "grid": GRID, "boxes": Packed("numbers"), "cu": Offsets()}
-    assert read_for(["patches"], rules) == {"grid", "ids"}
-    assert read_for(["boxes", "cu"], rules) == {"numbers"}
-    assert read_for(["ids"], rules) == set()
+    assert read_for(["patches"], rules, ()) == {"grid", "ids"}
+    assert read_for(["boxes", "cu"], rules, ()) == {"numbers"}
+    assert read_for(["ids"], rules, ()) == set()
+    masked = {"x": Packed(lambda ids, mask=None, start=1: ids)}
+    assert read_for(["x"], masked, ["ids", "mask"]) == {"ids", "mask"}
+    assert read_for(["x"], masked, ["ids"]) == {"ids"}
 
 
 def test_a_rule_is_written_as_a_user_would_for_what_is_in_a_dict() -> None:

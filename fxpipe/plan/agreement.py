@@ -283,7 +283,7 @@ class Agreement:
         }
         if ITEMS in used:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
-        used |= read_for(used, self._options.batch_dim) & set(self._planner.signature.parameters)
+        used |= read_for(used, self._options.batch_dim, graph.inputs)
         return tuple(name for name in dict.fromkeys((*graph.inputs, *sorted(used))) if name in used)
 
     def _signature_for(self, training: bool) -> inspect.Signature:

@@ -28,7 +28,7 @@ from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.observed import SeenCalls, declared, observe
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
-from fxpipe.plan.sizes import sizes_between
+from fxpipe.plan.sizes import sizes_between, told_of_nothing
 from fxpipe.plan.varying import FAMILIES, Count, Family, family_of
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
@@ -216,6 +216,7 @@ class Captures:
             progress(f"capturing {type(self.model).__name__}"),
             ignored(self.balancing.finds_cuts),
             self.reads.noting() as noted,
+            told_of_nothing(shape or ()),
         ):
             program = capture(request, tracer)
         roots = [root for root in (self.model, request.loss_module) if root is not None]

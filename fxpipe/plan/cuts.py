@@ -14,7 +14,7 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import concatenated
 from fxpipe.graph.like import TensorLike
-from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at
+from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
 from fxpipe.plan.batch import Description, InputDescription, NotSent, described
 from fxpipe.plan.counts import Counts
 from fxpipe.plan.rows import is_entries, pieces_of
@@ -90,9 +90,9 @@ def _cut_leaf(path: str, leaf: Any, along: int, sizes: Sequence[int]) -> list[An
         return [leaf] * len(sizes)
     if leaf.is_nested:
         raise RunError(
-            f"input {path!r} is a nested tensor, which torch cannot cut into rows; pass its values packed, with "
-            f"batch_dim={{{path!r}: fxpipe.Packed(counts)}}, or padded, with a mask or lengths, or name it in "
-            f"batch_dim={{{path!r}: None}} if each micro-batch takes all of it"
+            f"input {path!r} is a nested tensor, which torch cannot cut into rows; pass its values padded, with a "
+            f"mask or lengths, or packed, with {written(path, 'fxpipe.Packed(counts)')}; or write "
+            f"{written(path, 'None')} if each micro-batch takes all of it"
         )
     return list(torch.split(leaf, list(sizes), along))
 

@@ -101,6 +101,12 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
     rows, starts = _rows_of(pattern, gathered.modes, batch_dim), range(0, pattern.microbatches, size)
     groups = {start: joined_description(pattern.shapes[start : start + size], batch_dim) for start in starts}
     shapes = tuple(with_rows(group, batch_dim, sum(rows[start : start + size])) for start, group in groups.items())
+    for start, shape in zip(starts, shapes, strict=True):
+        if row_count(shape, batch_dim) not in (None, sum(rows[start : start + size])):
+            raise TraceError(
+                "a stage gathers the rows of all replicas, which packed inputs tell, and each replica knows its own; "
+                'the tracers "export" and "record" capture it for all rows: write tracer="symbolic", or gather="batch"'
+            )
     return dataclasses.replace(pattern, microbatches=len(shapes), shapes=shapes, everyone=())
 
 

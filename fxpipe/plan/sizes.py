@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from fxpipe.errors import TraceError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
@@ -106,6 +108,24 @@ def size_at(description: Description, place: Place) -> int:
 def holds(guard: SizeGuard, description: Description) -> bool:
     """Whether a capture with this guard holds for such micro-batches, whose outline is that of its own."""
     return guard([_Sized(tensor) for _, _, tensor in tensors_of(description)])
+
+
+@contextlib.contextmanager
+def told_of_nothing(description: Description) -> Iterator[None]:
+    """What cannot be captured is told with the inputs of which a micro-batch has nothing, where it has of others."""
+    try:
+        yield
+    except TraceError as error:
+        nothing = [
+            f"{name!r} has shape {list(like.shape)}" for name, _, like in tensors_of(description) if 0 in like.shape
+        ]
+        if not nothing:
+            raise
+        raise TraceError(
+            f"{error}\nthis is a micro-batch in which {' and '.join(nothing)}; where the model cannot take that, as "
+            ".view(..., -1) of nothing cannot, give each micro-batch some: order the rows so, or write fewer "
+            "microbatches=, or add what counts for nothing, such as an image whose words have no labels"
+        ) from error
 
 
 def with_sizes(

@@ -320,10 +320,8 @@ class Steps:
     def _rows_of(self, agreed: Agreed, sizes: tuple[int, ...]) -> RowsOf:
         """The rows of the outputs, each of a micro-batch, or of a group of them."""
         batch_dim, group = self._options.batch_dim, agreed.plan.group
-        pieces, entries = (
-            pieces_of(batch_dim, agreed.sizes, agreed.counts),
-            entries_of(agreed.pattern.shapes[0], batch_dim),
-        )
+        pieces = pieces_of(batch_dim, agreed.sizes, agreed.counts)
+        entries = entries_of(agreed.pattern.shapes[0], batch_dim)
         packed = [
             (one.rule.dim, of_groups(pieces[path], group), is_entries(one.like))
             for path, one in entries.items()

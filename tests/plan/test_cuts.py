@@ -102,5 +102,7 @@ def test_a_batch_put_beside_itself_is_as_dense_as_it_was() -> None:
 
 def test_a_nested_tensor_is_refused_with_how_to_pack_it() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with pytest.raises(RunError, match=r"'x' is a nested tensor, .* pass its values packed, with batch_dim="):
+    with pytest.raises(
+        RunError, match=r"'x' is a nested tensor, .* pass its values padded, .* or packed, with batch_dim="
+    ):
         split({"x": nested}, 0, [1, 1], {})

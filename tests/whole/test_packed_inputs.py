@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import Packed, RunError, Topology
+from fxpipe import FxpipeError, Packed, RunError, Topology
 from fxpipe.plan.rows import split_rows
 from tests import packed_models as packed
 from tests.harness import accumulate, assert_same, current_seat, engine_of, gradients_of, replica_of, strict
@@ -102,14 +103,18 @@ def check(runs: Sequence[Found], name: str, microbatches: int) -> None:
                 assert_same(gradient, gradients[parameter], f"{parameter} of batch {place}", tolerance)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [*product(["images", "documents"], [1, 2, 3, 4]), ("sum", 3), ("lists", 2), ("lists", 4)],
+)
 def test_a_step_is_that_of_micro_batches_cut_by_hand(name: str, microbatches: int) -> None:
     check([ran(name, microbatches, {})], name, microbatches)
 
 
-@pytest.mark.parametrize("engine", ["strict 0", "distributed"])
-@pytest.mark.parametrize("name", ["images", "documents", "lists"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("images", "strict 0"), ("documents", "strict 1"), ("images", "distributed"), ("lists", "distributed")],
+)
 def test_so_it_is_on_ranks_of_which_each_is_given_what_it_needs(
     name: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -199,7 +204,7 @@ def test_random_images_and_lengths_take_few_captures(captured: list[Any]) -> Non
     case, draw = CASES["images"], random.Random(0)
     forward_backward = compiled(case, 4, tracer="export")
     made = []
-    for step in range(24):
+    for step in range(18):
         rows = [[(1, draw.randint(1, 3), 2)] * draw.choice([0, 0, 1, 2]) for _ in range(draw.randint(4, 8))]
         if any(rows):
             forward_backward(**packed.seen_batch(rows, step))
@@ -227,6 +232,29 @@ def test_packed_inputs_of_a_stage_that_gathers_are_put_in_a_row(tracer: str) -> 
     assert_same(forward_backward(**batch), loss.detach(), "loss", 1e-6)
     for name, parameter in forward_backward.named_parameters():
         assert_same(parameter.grad, plain.get_parameter(name).grad, name, 1e-5)
+
+
+def gathered_over_replicas(tracer: str) -> None:
+    topology, batch = Topology([("pipe", 2), ("data", 2)]), packed.documents(packed.LENGTHS)
+    del batch["labels"]
+    rules = {name: rule for name, rule in packed.DOCUMENTS.items() if name in batch}
+    model = packed.Contrasting("global")
+    options: Any = {"microbatches": 2, "batch_dim": rules, "example_kwargs": batch, "tracer": tracer}
+    forward_backward = fxpipe.compile(model, topology, **options, check_batches=False)
+    forward_backward(**batch)
+
+
+@pytest.mark.parametrize(
+    ("tracer", "message"),
+    [
+        ("symbolic", "'cu_seqlens' is packed, and is given to a stage that gathers the rows of all replicas"),
+        ("record", 'capture it for all rows: write tracer="symbolic", or gather="batch"'),
+    ],
+)
+def test_packed_inputs_of_a_stage_that_gathers_over_replicas_are_refused(tracer: str, message: str) -> None:
+    with pytest.raises(FxpipeError) as caught:
+        strict(0)(4, gathered_over_replicas, tracer)
+    assert message in str(caught.value)
 
 
 # --- on a data axis
