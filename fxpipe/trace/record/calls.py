@@ -229,7 +229,7 @@ class Calls:
         frame.place = replace(frame.place, stack={**frame.place.stack, call.region.path: nn.Module})
         recorder.regions += 1
         result = tuple(map(recorder.fake.made, call.seen.likes))
-        touched = Touched({storage for storage, name in self.storages.items() if name in reads}, draws_random=True)
+        touched = Touched({storage for storage, (_, name) in self.storages.items() if name in reads}, draws_random=True)
         collapse(recorder, frame, call.target, result, touched, call.effects, kept=True)
         return result
 
