@@ -6,7 +6,7 @@ crosses a boundary that gathers, or none: inputs, and what bypasses a boundary, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -44,10 +44,10 @@ def gather(program: Program) -> Program:
     found: dict[int, Gathered] = {}
     if not any(is_boundary(node) and gather_of(node) for node in program.graph.nodes):
         return program
-    for stage in sorted(set(program.stage_of.values())):
-        arriving = list(entering(program, stage))
-        said = [arrival.gather for arrival in arriving if arrival.gather is not None]
-        said += _of_copies(program, stage)
+    for stage, readers in sorted(readers_of(program).items()):
+        arriving = list(entering(program, stage, readers))
+        behind_copies = _of_copies(program, readers)
+        said = [arrival.gather for arrival in arriving if arrival.gather is not None] + behind_copies
         sources = [program.stage_of.get(arrival.value.name, -1) for arrival in arriving]
         before = [found[source] for source in sources if source in found]
         if not said and not before:
@@ -55,13 +55,13 @@ def gather(program: Program) -> Program:
         groups = {one.group for one in said} | {one.group for one in before}
         if len(groups) > 1:
             _fail(program, stage, f"is given groups of several sizes, group={sorted(groups, key=str)}; write one")
-        modes = frozenset(one.mode for one in _of_copies(program, stage))
+        modes = frozenset(one.mode for one in behind_copies)
         modes = modes.union(*(_modes(program, arrival) for arrival in arriving))
         found[stage] = Gathered(groups.pop(), modes)
         program = program.replace(gathered=dict(found))
         for arrival in arriving:
             _check(program, stage, arrival, bool(said))
-        _check_no_batch_norm(program, stage)
+        _check_no_batch_norm(program, stage, [node for node in readers if node.op != "output"])
     return program
 
 
@@ -73,10 +73,23 @@ def _modes(program: Program, arrival: Entering) -> frozenset[Mode]:
     return frozenset() if source is None else source.modes
 
 
-def entering(program: Program, stage: int) -> Iterator[Entering]:
-    """What a stage is given, in the order in which it is read; what is copied is looked through."""
+def readers_of(program: Program) -> dict[int, list[fx.Node]]:
+    """Stage → its own nodes in program order, and what returns the result for the stage that has it."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        stage = program.output_stage if node.op == "output" else program.stage_of.get(node.name)
+        if stage is not None:
+            found.setdefault(stage, []).append(node)
+    return found
+
+
+def entering(program: Program, stage: int, readers: Sequence[fx.Node]) -> Iterator[Entering]:
+    """What a stage is given, in the order in which it is read; what is copied is looked through.
+
+    ``readers``: the stage's, as ``readers_of`` has them.
+    """
     seen: set[fx.Node] = set()
-    waiting = [node for node in program.graph.nodes if _is_of(program, node, stage)]
+    waiting = list(readers)
     for reader in waiting:
         for operand in reader.all_input_nodes:
             value = made_by(operand)
@@ -100,12 +113,6 @@ def way(program: Program, stage: int, arrival: Entering) -> Mode | None:
     return mode
 
 
-def _is_of(program: Program, node: fx.Node, stage: int) -> bool:
-    if node.op == "output":
-        return program.output_stage == stage
-    return program.stage_of.get(node.name) == stage
-
-
 def crossed(operand: fx.Node) -> tuple[Gather | None, fx.Node | None]:
     """What the boundaries in front of a reader gather, and the last of them."""
     found: Gather | None = None
@@ -117,9 +124,8 @@ def crossed(operand: fx.Node) -> tuple[Gather | None, fx.Node | None]:
     return found, last
 
 
-def _of_copies(program: Program, stage: int) -> list[Gather]:
+def _of_copies(program: Program, readers: Sequence[fx.Node]) -> list[Gather]:
     """What boundaries gather that stand behind copied values, such as masks, which the stage computes by itself."""
-    readers = [node for node in program.graph.nodes if _is_of(program, node, stage)]
     operands = [o for node in readers for o in node.all_input_nodes if made_by(o).name in program.copied]
     return [said for said, _ in map(crossed, operands) if said is not None]
 
@@ -154,10 +160,8 @@ def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> No
         )
 
 
-def _check_no_batch_norm(program: Program, stage: int) -> None:
-    for node in program.graph.nodes:
-        if program.stage_of.get(node.name) != stage:
-            continue
+def _check_no_batch_norm(program: Program, stage: int, nodes: Sequence[fx.Node]) -> None:
+    for node in nodes:
         name = next((n for n, module in _modules(program, node) if _has_running_statistics(module)), None)
         if name is None and "batch_norm" in operator_name(node) and written(program, node):
             name = node.name

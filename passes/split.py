@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.passes.analysis.effects import is_number, is_random, writes_apart
-from fxpipe.passes.gather import crossed, entering, way
+from fxpipe.passes.gather import crossed, entering, readers_of, way
 
 SIZE = torch.ops.aten.sym_size.int
 """Asks a tensor for a dimension's size, which is symbolic in the capture."""
@@ -78,6 +78,8 @@ class _WholeProgram:
             stage = self.output_stage if node is output else self.stage_of(node)
             if stage is not None:
                 self._note_uses(node, self.position[node], stage, set())
+        self.readers = readers_of(program)
+        self.arriving = self._arriving()
 
     def _rewritten(self) -> dict[fx.Node, list[frozenset[str]]]:
         """Value → the groups that write into it as an input, or behind a boundary: there it needs a private copy."""
@@ -108,6 +110,14 @@ class _WholeProgram:
             seen.add(value)
             if self.stage_of(value) is not None:
                 self.uses.setdefault(value, []).append((place, stage))
+
+    def _arriving(self) -> dict[int, list[fx.Node]]:
+        """Stage → the values of other stages that it uses, by their first use in the program."""
+        found: dict[int, list[fx.Node]] = {}
+        for value in self.uses:
+            for stage in self.edges_from(value):
+                found.setdefault(stage, []).append(value)
+        return found
 
     def edges_from(self, value: fx.Node) -> dict[int, int]:
         """Consuming stage → position of its last use, for a value's uses outside of its own stage."""
@@ -144,13 +154,14 @@ class _Builder:
         """Sizes of inputs → an arriving tensor that has them too, and in which dimension."""
         self._told: dict[fx.Node, SizeOf] = {}
         """Sizes of inputs that nothing that arrives has: no input is needed for its size alone."""
+        self._own = [node for node in whole.readers[self.stage] if node.op != "output"]
         self._members = self._needed()
         self._own_names = {node.name for node in self._members if is_compute(node)}
         self._add_inputs()
         for number, (value, dim) in self._asked.items():
             self._built[number] = self.graph.call_function(SIZE, (self._built[value], dim))
         handoffs = self._handoffs()
-        for node in whole.nodes:
+        for node in self._in_order([*self._members, *(whole.nodes[place] for place in handoffs)]):
             if node in self._members:
                 self._change_modes(node)
                 self._built[node] = self.graph.node_copy(node, partial(self._read, node))
@@ -162,6 +173,10 @@ class _Builder:
             for value in handoffs.get(whole.position[node], ()):
                 self._hand_off(value, node)
         self._add_output()
+
+    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Nodes in program order, each once."""
+        return sorted(set(nodes), key=lambda node: self.whole.position[node])
 
     def _check_shapes(self, call: fx.Node) -> None:
         """Where a call of a module was captured as a whole, what it returns is held against the capture."""
@@ -187,8 +202,7 @@ class _Builder:
         """This stage's own nodes, and the copied ones behind them."""
         needed: set[fx.Node] = set()
         arriving = self._arriving_sizes()
-        own = [n for n in self.whole.nodes if self.whole.stage_of(n) == self.stage]
-        waiting = [*own, *(self._result_operands() if self.stage == self.whole.output_stage else [])]
+        waiting = [*self._own, *(self._result_operands() if self.stage == self.whole.output_stage else [])]
         while waiting:
             node = made_by(waiting.pop())
             if node.target is SIZE and self.whole.stage_of(node) is None and self._finds_size(node, arriving):
@@ -214,9 +228,8 @@ class _Builder:
         gathered = self.whole.program.gathered.get(self.stage)
         if gathered is not None and len(gathered.modes) > 1:  # what arrives has other rows by each way
             return found
-        for value, uses in self.whole.uses.items():
-            arrives = self.stage in {stage for _, stage in uses} - {self.whole.stage_of(value)}
-            for dim, size in enumerate(value.meta.get("sizes", ()) if arrives and not is_number(value) else ()):
+        for value in self.whole.arriving.get(self.stage, ()):
+            for dim, size in enumerate(() if is_number(value) else value.meta.get("sizes", ())):
                 if size:
                     found.setdefault((size,), (value, dim))
         return found
@@ -228,7 +241,7 @@ class _Builder:
         """Placeholders: batch inputs in call order, then what arrives, by stage and program order; one for each way in
         which a value is gathered."""
         ways: dict[fx.Node, dict[Mode | None, None]] = {}
-        for arrival in entering(self.whole.program, self.stage):
+        for arrival in entering(self.whole.program, self.stage, self.whole.readers[self.stage]):
             if arrival.reader.op != "output" and arrival.reader not in self._members:
                 continue  # it leads to a size alone, which this stage has otherwise
             mode = way(self.whole.program, self.stage, arrival)
@@ -271,9 +284,7 @@ class _Builder:
     def _handoffs(self) -> dict[int, list[fx.Node]]:
         """Position → values to hand off there: a value used more than once gets a node of its own per consumer."""
         found: dict[int, list[fx.Node]] = {}
-        for node in self.whole.nodes:
-            if self.whole.stage_of(node) != self.stage:
-                continue
+        for node in self._own:
             many = len(self.whole.uses.get(node, [])) > 1
             for target, place in self.whole.edges_from(node).items():
                 edge = Edge(self.stage, target, node.name)
@@ -316,8 +327,8 @@ class _Builder:
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers that this stage uses, by the model's names."""
         found: dict[str, Tensor] = {}
-        for node in self.whole.nodes:
-            if node not in self._members or str(node.target) in self.whole.program.constants:
+        for node in self._in_order(self._members):
+            if str(node.target) in self.whole.program.constants:
                 continue
             if node.op == "get_attr":
                 found[str(node.target)] = self.whole.program.attribute(str(node.target))

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
+from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.data_traffic import DataTraffic
@@ -89,6 +89,18 @@ class _Forecast:
         names = ownership(self.graph).names
         return [list({id(held[name]): held[name] for name in sorted(mine)}.values()) for mine in names]
 
+    @cached_property
+    def _stages(self) -> list[list[Stage]]:
+        """Each rank's stages."""
+        found: list[list[Stage]] = [[] for _ in self.schedule.rows]
+        for stage in self.graph:
+            found[self.graph.placement[stage.index]].append(stage)
+        return found
+
+    @cached_property
+    def _activations(self) -> tuple[float, ...]:
+        return peak_bytes(self.schedule, self.timeline.costs)
+
     def _held(self, tensor: Tensor) -> Held:
         if not isinstance(tensor, nn.Parameter):
             return Held(parameters=float(tensor.nbytes))
@@ -102,7 +114,7 @@ class _Forecast:
 
     def _rank(self, rank: int) -> RankPreview:
         held = sum(map(self._held, self._tensors[rank]), Held())
-        mine = [stage for stage in self.graph if self.graph.placement[stage.index] == rank]
+        mine = self._stages[rank]
         inputs = {name for stage in mine for name in stage.batch_inputs}
         known = self.work is not None
         return RankPreview(
@@ -111,7 +123,7 @@ class _Forecast:
             held.gradients,
             held.optimizer,
             held.whole,
-            activations=peak_bytes(self.schedule, self.timeline.costs)[rank] if known else None,
+            activations=self._activations[rank] if known else None,
             messages=most_under_way(self.plan.instructions[rank], self.graph, self._size) if known else None,
             batch=self._batch_bytes(inputs) if known else None,
         )

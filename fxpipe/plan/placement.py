@@ -39,15 +39,26 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, int] | None) -> tu
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
-    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut."""
+    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut.
+
+    With the cut further back the last group takes less and those in front of it more, so the best cut is where their
+    costs meet, and moves back with the end.
+    """
     prefix = [0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # best[r][n]: (greatest cost, last cut) of n stages on r
     for used in range(1, ranks + 1):
-        row = {}
+        row, before, cut = dict[int, tuple[int, int]](), best[-1], used - 1
         for end in range(used, len(costs) - (ranks - used) + 1):
-            row[end] = min((max(best[-1][cut][0], prefix[end] - prefix[cut]), cut) for cut in best[-1] if cut < end)
+            total = prefix[end]
+            greatest = max(before[cut][0], total - prefix[cut])
+            while cut + 1 < end and cut + 1 in before:
+                behind = max(before[cut + 1][0], total - prefix[cut + 1])
+                if behind >= greatest:
+                    break
+                cut, greatest = cut + 1, behind
+            row[end] = greatest, cut
         best.append(row)
     placement: list[int] = []
     end = len(costs)

@@ -482,3 +482,29 @@ def test_greedy_with_halves_is_never_slower_within_the_same_memory() -> None:
         assert all(held <= room for held, room in zip(plans[1].peak_bytes or (), memory, strict=True))
         shorter += plans[1].makespan < plans[0].makespan
     assert shorter > len(seeds(100)) // 5
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+def test_list_scheduling_takes_the_best_action_that_is_ready_as_soon_as_one_is(seed: int) -> None:
+    graph, m = random_bare(seed, frozen=seed % 2 == 0, most=10), 1 + seed % 5
+    if graph.ranks == graph.stages:
+        return  # a rank for each: 1F1B's closed form
+    timeline = graph.build("1f1b", m).simulate(forward=1, backward=2)
+    spans, rank_of = timeline.spans, graph.placement
+    depth = [graph.depth(stage) for stage in range(graph.stages)]
+    others = 0
+    for action, span in spans.items():
+        here = [other for other in spans if rank_of[other.stage] == rank_of[action.stage]]
+        begun = Counter((other.stage, other.op) for other in here if spans[other].start < span.start)
+        free = max((spans[other].end for other in here if spans[other].start < span.start), default=0)
+        for other in here:
+            stage, op, j, _ = other
+            in_flight = begun[stage, Op.F] - begun[stage, Op.B]
+            below = op is Op.B or not graph.backward[stage] or in_flight < depth[stage]
+            if j != begun[stage, op] or not below or other == action:
+                continue
+            ready = max([free, *(spans[one].end for one in before(graph, other, ()))])
+            keys = [(one.op is Op.F, depth[one.stage], one.microbatch) for one in (action, other)]
+            assert (span.start, keys[0]) <= (ready, keys[1])
+            others += 1
+    assert others > 0 or m == 1

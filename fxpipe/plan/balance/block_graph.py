@@ -10,9 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torch import fx
+
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import blocks
+from fxpipe.passes.gather import readers_of
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
 from fxpipe.plan.memory import Account
 
@@ -124,8 +127,8 @@ def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
 
 def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     """A block for each stage of a program that is cut, by number, with its own copies of copied nodes."""
-    stages = 1 + max(program.stage_of.values())
-    members = [_members(program, stage) for stage in range(stages)]
+    position = {node: place for place, node in enumerate(program.graph.nodes)}
+    members = [_members(program, readers, position) for _, readers in sorted(readers_of(program).items())]
     uses: dict[str, dict[int, None]] = {}
     result = program.graph.output_node()
     for node in program.graph.nodes:
@@ -142,16 +145,16 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     return BlockGraph(made, values, ends, costs.memory, costs.parameters, costs.hardware, costs.account)
 
 
-def _members(program: Program, stage: int) -> tuple[str, ...]:
-    """The nodes that a stage computes, copied ones included, in program order."""
-    found = {node for node in program.graph.nodes if program.stage_of.get(node.name) == stage}
+def _members(program: Program, readers: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> tuple[str, ...]:
+    """The nodes that a stage computes, copied ones included, in program order. ``readers``: as ``readers_of``'s."""
+    found = {node for node in readers if node.op != "output"}
     waiting = list(found)
     while waiting:
         for operand in map(made_by, waiting.pop().all_input_nodes):
             if operand.name in program.copied and operand not in found:
                 found.add(operand)
                 waiting.append(operand)
-    return tuple(node.name for node in program.graph.nodes if node in found and is_compute(node))
+    return tuple(node.name for node in sorted(found, key=position.__getitem__) if is_compute(node))
 
 
 def _block(names: tuple[str, ...], costs: NodeCosts) -> Block:

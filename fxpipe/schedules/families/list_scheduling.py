@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
@@ -81,6 +82,16 @@ def list_schedule(
     return _Listing(problem, costs, caps, priority(problem), held, room).run()
 
 
+class _Ranked(NamedTuple):
+    """An action, in the order in which those that are ready are taken: W's last, then by key, then by stage."""
+
+    is_weights: bool
+    key: tuple[float, ...]
+    turn: int
+    is_gradient: bool
+    action: Action
+
+
 class _Listing:
     """How far list scheduling has come: when each action ends, and how many micro-batches of each stage have begun."""
 
@@ -112,20 +123,24 @@ class _Listing:
         }
         self.ends: dict[Action, float] = {}
         self.begun: dict[Op, list[int]] = {op: [0] * len(problem.placement) for op in Op}
+        self.turn = {stage: turn for stages in problem.stages_of for turn, stage in enumerate(stages)}
+        self.offered: set[Action] = set()
+        self.waiting: dict[Action, list[Action]] = {}  # what has not begun → the actions that wait for it
+        self.coming: list[list[tuple[float, _Ranked]]] = [[] for _ in range(problem.ranks)]  # with when they are ready
+        self.ready: list[list[_Ranked]] = [[] for _ in range(problem.ranks)]
 
     def run(self) -> tuple[Row, ...]:
         ranks = self.problem.ranks
         rows: list[list[Action]] = [[] for _ in range(ranks)]
         free = [0.0] * ranks
         moments = [(0.0, rank) for rank in range(ranks)]  # a rank becomes free, or a message reaches it
+        for stage in self.problem.order:
+            self._offer(stage)
         while moments:
             now, rank = heapq.heappop(moments)
-            if free[rank] > now:
+            action = self._best(rank, now) if free[rank] <= now else None
+            if action is None:
                 continue
-            ready = [a for stage in self.problem.stages_of[rank] for a in self._next(stage) if self._is_ready(a, now)]
-            if not ready:
-                continue
-            action = min(ready, key=lambda a: (a.op is Op.W, self.key(a))) if len(ready) > 1 else ready[0]
             rows[rank].append(action)
             self.begun[action.op][action.stage] += action.count
             if self.room is not None and self.problem.backward[action.stage]:
@@ -134,7 +149,45 @@ class _Listing:
             heapq.heappush(moments, (end, rank))
             for user in self.users.get((action.stage, action.op), ()):
                 heapq.heappush(moments, (end + self.costs.comm, user))
+            self._offer(action.stage)
+            for waiting in self.waiting.pop(action, ()):
+                self._await(waiting)
         return tuple(map(tuple, rows))
+
+    def _best(self, rank: int, now: float) -> Action | None:
+        """The action with the least key of those that are ready and have room."""
+        coming, ready = self.coming[rank], self.ready[rank]
+        while coming and coming[0][0] <= now:
+            heapq.heappush(ready, heapq.heappop(coming)[1])
+        without_room = []
+        while ready:
+            best = heapq.heappop(ready)
+            if self.room is None or self._fits(best.action, self.room):
+                break
+            without_room.append(best)
+        else:
+            best = None
+        for ranked in without_room:
+            heapq.heappush(ready, ranked)
+        return None if best is None else best.action
+
+    def _offer(self, stage: int) -> None:
+        """What is next at a stage now, once: that can change by actions of this stage alone."""
+        for action in self._next(stage):
+            if action not in self.offered:
+                self.offered.add(action)
+                self._await(action)
+
+    def _await(self, action: Action) -> None:
+        """Puts an action where it waits: for what has not begun, or until it is ready."""
+        rank, placement, ready = self.problem.placement[action.stage], self.problem.placement, 0.0
+        for other in self.dependencies.before(action):
+            if other not in self.ends:
+                self.waiting.setdefault(other, []).append(action)
+                return
+            ready = max(ready, self.ends[other] + (0 if placement[other.stage] == rank else self.costs.comm))
+        ranked = _Ranked(action.op is Op.W, self.key(action), self.turn[action.stage], action.op is not Op.F, action)
+        heapq.heappush(self.coming[rank], (ready, ranked))
 
     def _next(self, stage: int) -> list[Action]:
         """The next actions of a stage: its forward, within its caps, its backward, and its weight gradients."""
@@ -153,20 +206,12 @@ class _Listing:
             actions.append(Action(stage, Op.F, forwards, size))
         if gradients < forwards:
             actions.append(Action(stage, self.gradient, gradients, size))
-        return actions if self.room is None else [action for action in actions if self._fits(action, self.room)]
+        return actions
 
     def _fits(self, action: Action, room: Sequence[float]) -> bool:
         """Whether its rank has room for it, or would have none sooner: with no W put off."""
-        rank = self.problem.placement[action.stage]
-        change = self.costs.held(action)
-        if change <= 0 or not exceeds(self.bytes[rank] + change, room[rank]):
+        rank, change = self.problem.placement[action.stage], self.costs.held(action)
+        holds = change > 0 and self.problem.backward[action.stage]
+        if not holds or not exceeds(self.bytes[rank] + change, room[rank]):
             return True
         return all(self.begun[Op.W][stage] == self.begun[Op.I][stage] for stage in self.problem.stages_of[rank])
-
-    def _is_ready(self, action: Action, now: float) -> bool:
-        rank, placement, ends = self.problem.placement[action.stage], self.problem.placement, self.ends
-        for other in self.dependencies.before(action):
-            end = ends.get(other)
-            if end is None or (end if placement[other.stage] == rank else end + self.costs.comm) > now:
-                return False
-        return True

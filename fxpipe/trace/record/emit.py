@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
@@ -19,6 +19,8 @@ from fxpipe.trace.record.tape import Checkpoint, NamedSource, Operation, TapeVal
 from fxpipe.trace.snapshot import storage_of
 
 Key = tuple[int, tuple[Any, ...]]
+Storages = Mapping[int, tuple[int, str]]
+"""The memory of the model's tensors → the place of each in the model, and its name."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ def emit(
     module: nn.Module,
     opaque: Mapping[str, nn.Module],
     around: ModesNow,
-    storages: Mapping[int, str],
+    storages: Storages,
     bare: Callable[[Any], Any],
 ) -> Emitted:
     """The graph of what is needed on the tape.
 
-    ``result``: the flat result, a ``TapeValue`` for each tensor. ``storages``: the names of the model's tensors by
-    memory. ``bare``: a value without its autograd graph, for ``node.meta``.
+    ``result``: the flat result, a ``TapeValue`` for each tensor. ``bare``: a value without its autograd graph, for
+    ``node.meta``.
     """
     alive = needed(tape, result, storages)
     outliner = _Outliner(module, dict(opaque), storages, bare)
@@ -56,7 +58,7 @@ def emit(
     return Emitted(writer.graph, outliner.opaque, writer.effects)
 
 
-def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Mapping[int, str]) -> list[Operation]:
+def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Storages) -> list[Operation]:
     """Without the operations whose result nothing uses and that do nothing else.
 
     What an operation writes is used where it is the model's own, or an operation behind it uses the same memory.
@@ -191,20 +193,20 @@ class _Outliner:
 
     module: nn.Module
     opaque: dict[str, nn.Module]
-    storages: Mapping[int, str]
+    storages: Storages
     bare: Callable[[Any], Any]
 
     def outlined(self, tape: Sequence[Operation], result: Sequence[Any], depth: int) -> list[Operation]:
         """The tape with each part that is checkpointed at this depth in one operation."""
         found: list[Operation] = []
+        used = _used(tape, result)
         for inside, group in _by_checkpoint(tape, depth):
             if inside is None:
                 found.extend(group)
             else:
                 made = {id(operation) for operation in group}
-                used = [value for operation in tape if id(operation) not in made for value in operation.values]
-                used += [leaf for leaf in result if isinstance(leaf, TapeValue)]
-                outputs = {value.key: value for value in used if id(value.maker) in made}
+                uses = (use for operation in group for use in used.get(id(operation), ()) if use.user not in made)
+                outputs = {use.value.key: use.value for use in sorted(uses, key=lambda use: use.number)}
                 found.append(self._outline(inside, group, list(outputs.values()), depth))
         return found
 
@@ -238,6 +240,24 @@ class _Outliner:
         return fx.GraphModule(root, writer.graph, class_name="checkpointed")
 
 
+class _Use(NamedTuple):
+    """A value's use, numbered in program order; ``user``: an operation's identity, or None: it is returned."""
+
+    number: int
+    user: int | None
+    value: TapeValue
+
+
+def _used(tape: Sequence[Operation], result: Sequence[Any]) -> dict[int, list[_Use]]:
+    """Maker → the uses of what it makes."""
+    uses: list[tuple[int | None, TapeValue]] = [(id(user), value) for user in tape for value in user.values]
+    uses += [(None, leaf) for leaf in result if isinstance(leaf, TapeValue)]
+    found: dict[int, list[_Use]] = {}
+    for number, (user, value) in enumerate(uses):
+        found.setdefault(id(value.maker), []).append(_Use(number, user, value))
+    return found
+
+
 def _by_checkpoint(tape: Sequence[Operation], depth: int) -> list[tuple[Checkpoint | None, list[Operation]]]:
     """Runs of operations in the same checkpointed part, counted from the outermost; None for what is in none."""
     groups: list[tuple[Checkpoint | None, list[Operation]]] = []
@@ -251,16 +271,21 @@ def _by_checkpoint(tape: Sequence[Operation], depth: int) -> list[tuple[Checkpoi
     return groups
 
 
-def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages: Mapping[int, str]) -> Effects:
+def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages: Storages) -> Effects:
     """What a call does, told by the model's names. ``given``: the tensors among its arguments."""
     shared = {storage_of(tensor) for tensor in tensors(result)}
     return Effects(
-        reads=tuple(name for storage, name in storages.items() if storage in touched.reads),
-        writes=tuple(name for storage, name in storages.items() if storage in touched.writes),
+        reads=_names(touched.reads, storages),
+        writes=_names(touched.writes, storages),
         shares=tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
         unread=tuple(place for place, t in enumerate(given) if storage_of(t) not in touched.reads | shared),
         draws_random=touched.draws_random,
     )
+
+
+def _names(memory: Set[int], storages: Storages) -> tuple[str, ...]:
+    """The names of the model's tensors among these, in the model's order."""
+    return tuple(name for _, name in sorted(storages[storage] for storage in memory if storage in storages))
 
 
 def held(value: TapeValue) -> Any:

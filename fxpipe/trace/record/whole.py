@@ -30,10 +30,10 @@ class Wholes:
     ) -> None:
         self._recorder, self._paths, self._buffers, self._lines = recorder, paths, buffers, lines
         self._tables = {id(table): dict(table) for part in module.modules() for table in _tables(part)}
-        self.storages: dict[int, str] = {}
-        """The memory of the model's tensors, and their first names."""
+        self.storages: dict[int, tuple[int, str]] = {}
+        """The memory of the model's tensors: their places in the model, and their first names."""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            self.storages.setdefault(storage_of(tensor), name)
+            self.storages.setdefault(storage_of(tensor), (len(self.storages), name))
 
     def is_untouched(self, frame: Frame) -> bool:
         """Whether a call has done nothing yet that forbids to keep it whole."""
@@ -50,7 +50,7 @@ class Wholes:
             and not self._recorder.hooked.keys() & frame.given
             and not (is_stateful and any(not isinstance(leaf, (Tensor, type(None))) for _, leaf in paths(result)))
             and frame.place.modes == self._recorder.place().modes
-            and touched.reads & set(self.storages) <= self._reachable(frame)
+            and touched.reads & self.storages.keys() <= self._reachable(frame)
             and not self.writes_elsewhere(frame, touched)
             and self._is_closed(frame)
             and not self._differentiates_around(frame)
@@ -84,8 +84,8 @@ class Wholes:
 
     def writes_elsewhere(self, frame: Frame, touched: Touched) -> bool:
         """Whether it writes what the model holds outside of its submodule, or what it is given."""
-        foreign = (set(self.storages) - self._own(frame)) | {storage_of(tensor) for tensor in frame.tensors}
-        return bool(touched.writes & foreign)
+        given = {storage_of(tensor) for tensor in frame.tensors}
+        return bool((touched.writes & self.storages.keys()) - self._own(frame) or touched.writes & given)
 
     def _is_closed(self, frame: Frame) -> bool:
         """Whether its operations use no value from outside that it was not given."""
