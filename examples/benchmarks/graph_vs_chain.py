@@ -1,28 +1,32 @@
 """A graph of stages against the same stages as a chain, and against torch.distributed.pipelining on that chain.
 
-    python examples/benchmarks/graph_vs_chain.py               # 5 and 9 processes, about 2 minutes
-    python examples/benchmarks/graph_vs_chain.py 5x16          # 5 processes, 16 micro-batches
+    python examples/benchmarks/graph_vs_chain.py               # 5, 9 and 13 processes, about 2 minutes
+    python examples/benchmarks/graph_vs_chain.py 2x2x16        # 2 branches of 2 stages, 16 micro-batches
 
-Two branches meet in a join: A1 → A2 → J ← B2 ← B1 on 5 ranks, and with branches of four on 9. Stages sleep instead of
-computing (20 ms forward, 40 ms backward), so that any number of them can share a few cores, and pass tensors of 64 KiB.
-The contestants take turns within one run; times are medians over the rounds, of the slowest rank.
+Branches meet in a join: A1 → A2 → J ← B2 ← B1 on 5 ranks, two branches of four on 9, four branches of three on 13.
+Stages sleep instead of computing (20 ms forward, 40 ms backward), so that any number of them can share a few cores, and
+pass tensors of 64 KiB. The contestants take turns within one run; times are medians over the rounds, of the slowest
+rank.
 
-As a graph the step is 3 or 5 stages deep, as a chain 5 or 9. What keeps the graph from its simulated time is then told
-by `fxpipe.compare`, of the median step; its steps are recorded. torch's Schedule1F1B takes no fewer micro-batches than
-stages, so that it sits out at 9 ranks and 8 micro-batches; a third run has 9.
+As a graph the step is 3, 5 or 4 stages deep, as a chain 5, 9 or 13. What keeps the graph from its simulated time is
+then told by `fxpipe.compare`, of the median step; its steps are recorded. torch's Schedule1F1B takes no fewer
+micro-batches than stages: with fewer its ScheduleGPipe runs, which on a balanced chain takes as long.
 """
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import fxpipe
 
@@ -65,7 +69,8 @@ def torch_chain(ranks: int, microbatches: int) -> Callable[[Tensor], object]:
     """The same chain under torch.distributed.pipelining."""
     rank = dist.get_rank()
     stage = PipelineStage(Stage(), rank, ranks, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda output, target: output.square().mean())
+    kind = Schedule1F1B if microbatches >= ranks else ScheduleGPipe
+    schedule = kind(stage, microbatches, loss_fn=lambda output, target: output.square().mean())
     if rank == 0:
         return schedule.step
     if rank == ranks - 1:
@@ -73,21 +78,23 @@ def torch_chain(ranks: int, microbatches: int) -> Callable[[Tensor], object]:
     return lambda x: schedule.step()
 
 
-def run(ranks: int, microbatches: int, rounds: int) -> None:
+def run(count: int, length: int, microbatches: int, rounds: int, path: str) -> None:
     torch.set_num_threads(1)
     fxpipe.init()
-    length = (ranks - 1) // 2
-    branches = [[f"{branch}{place}" for place in range(1, length + 1)] for branch in "AB"]
-    names = [*branches[0], *branches[1], "J"]
+    branches = [[f"{chr(65 + branch)}{place}" for place in range(1, length + 1)] for branch in range(count)]
+    names = [*(name for branch in branches for name in branch), "J"]
+    ranks = len(names)
     graph_edges = [edge for branch in branches for edge in zip(branch, [*branch[1:], "J"], strict=True)]
     chain_edges = list(pairwise(names))
 
     topology = fxpipe.Topology([("pipe", ranks)])
     graph = fxpipe.compile(stage_graph(names, graph_edges), topology, microbatches=microbatches)
     chain = fxpipe.compile(stage_graph(names, chain_edges), topology, microbatches=microbatches)
-    contestants: dict[str, Callable[[Tensor], object]] = {"fxpipe, graph": graph, "fxpipe, chain": chain}
-    if microbatches >= ranks:
-        contestants["torch.distributed.pipelining, chain"] = torch_chain(ranks, microbatches)
+    contestants: dict[str, Callable[[Tensor], object]] = {
+        "fxpipe, graph": graph,
+        "fxpipe, chain": chain,
+        "torch.distributed.pipelining, chain": torch_chain(ranks, microbatches),
+    }
     x = torch.ones(microbatches * ROWS, COLUMNS)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     timelines: list[fxpipe.Timeline] = []
@@ -108,6 +115,7 @@ def run(ranks: int, microbatches: int, rounds: int) -> None:
         plan, chain_plan = (one.schedule.simulate(FORWARD, BACKWARD) for one in (graph, chain))
         simulated = {name: (plan if name == "fxpipe, graph" else chain_plan).makespan for name in contestants}
         report(ranks, microbatches, seconds, simulated)
+        Path(path).write_text(json.dumps({"ranks": ranks, "m": microbatches, "seconds": seconds, "plan": simulated}))
         times = seconds["fxpipe, graph"]
         typical = times.index(statistics.median_high(times))
         outside = times[typical] - timelines[typical].makespan
@@ -135,20 +143,27 @@ def report(ranks: int, microbatches: int, seconds: dict[str, list[float]], simul
     print(tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *("right",) * 5)))
 
 
-def ranks_and_microbatches(text: str) -> tuple[int, int]:
-    ranks, _, microbatches = text.partition("x")
-    if not (ranks.isdigit() and microbatches.isdigit() and int(ranks) > 2 and int(ranks) % 2 and int(microbatches)):
-        raise argparse.ArgumentTypeError(f"{text}: an odd number of processes from 3 on, x, micro-batches, as in 5x8")
-    return int(ranks), int(microbatches)
+def shape_of(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(number) if number.isdigit() else 0 for number in text.split("x"))
+    if len(numbers) != 3 or 0 in numbers:
+        raise argparse.ArgumentTypeError(f"{text}: branches x stages of each x micro-batches, as in 2x2x8")
+    return numbers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=ranks_and_microbatches, nargs="*", help="such as 5x8: processes x micro-batches")
+    parser.add_argument("runs", type=shape_of, nargs="*", help="such as 2x2x8: branches x stages x micro-batches")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", help="a file for the figures")
     arguments = parser.parse_args()
-    for ranks, microbatches in arguments.runs or [(5, 8), (9, 8), (9, 9)]:
-        fxpipe.launch(run, ranks, ranks, microbatches, arguments.rounds)
+    figures = []
+    with tempfile.TemporaryDirectory() as folder:
+        for count, length, microbatches in arguments.runs or [(2, 2, 8), (2, 4, 8), (4, 3, 8)]:
+            given = (count, length, microbatches, arguments.rounds, f"{folder}/figures.json")
+            fxpipe.launch(run, count * length + 1, *given)
+            figures.append(json.loads(Path(given[-1]).read_text()))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,26 +78,35 @@ def by_torch(schedule: str, ranks: int) -> Step:
     return step
 
 
-def by_hand(ranks: int, rank: int) -> Step:
-    """1F1B on a chain of one layer a rank. Each receive is posted one action ahead; sends are waited for at the end."""
-    layer = nn.Linear(WIDTH, WIDTH)
+def by_hand(
+    ranks: int,
+    rank: int,
+    layer: nn.Module,
+    shape: tuple[int, ...],
+    loss_of: Callable[[Tensor, Tensor], Tensor] = loss_of,
+    microbatches: int = MICROBATCHES,
+) -> Step:
+    """1F1B on a chain of one layer a rank. Each receive is posted one action ahead; sends are waited for at the end.
+
+    ``shape``: of what a layer passes on. ``loss_of``: of the last one's output and its part of the batch.
+    """
     if ranks == 1:
 
         def loop(x: Tensor) -> None:
-            for part in x.chunk(MICROBATCHES):
-                (loss_of(layer(part)) / MICROBATCHES).backward()
+            for part in x.chunk(microbatches):
+                (loss_of(layer(part), part) / microbatches).backward()
 
         return loop
     forth, back = dist.new_group(), dist.new_group()
     first, last = rank == 0, rank == ranks - 1
-    warm_up = min(ranks - rank, MICROBATCHES)
+    warm_up = min(ranks - rank, microbatches)
 
     def posted(peer: int, group: Any) -> tuple[Any, Tensor]:
-        buffer = torch.empty(ROWS, WIDTH)
+        buffer = torch.empty(shape)
         return dist.irecv(buffer, peer, group=group), buffer
 
     def step(x: Tensor) -> None:
-        parts = x.chunk(MICROBATCHES)
+        parts = x.chunk(microbatches)
         works: list[Any] = []
         held: list[tuple[Tensor, Tensor]] = []
         coming = None if first else posted(rank - 1, forth)
@@ -109,12 +118,12 @@ def by_hand(ranks: int, rank: int) -> Step:
                 entered = parts[place]
             else:
                 work, entered = coming  # type: ignore[misc]
-                coming = posted(rank - 1, forth) if place + 1 < MICROBATCHES else None
+                coming = posted(rank - 1, forth) if place + 1 < microbatches else None
                 work.wait()
                 entered.requires_grad_()
             left = layer(entered)
             if last:
-                left = loss_of(left) / MICROBATCHES
+                left = loss_of(left, parts[place]) / microbatches
             else:
                 works.append((dist.isend(left.detach(), rank + 1, group=forth), left))
             held.append((entered, left))
@@ -127,7 +136,7 @@ def by_hand(ranks: int, rank: int) -> Step:
                 left.backward()
             else:
                 work, seed = gradient  # type: ignore[misc]
-                gradient = posted(rank + 1, back) if place + 1 < MICROBATCHES else None
+                gradient = posted(rank + 1, back) if place + 1 < microbatches else None
                 work.wait()
                 left.backward(seed)
             if not first:
@@ -135,9 +144,9 @@ def by_hand(ranks: int, rank: int) -> Step:
 
         for place in range(warm_up):
             forward(place)
-        for place in range(MICROBATCHES):
+        for place in range(microbatches):
             backward(place)
-            if place + warm_up < MICROBATCHES:
+            if place + warm_up < microbatches:
                 forward(place + warm_up)
         for work, _ in works:
             work.wait()
@@ -162,14 +171,8 @@ def timed(step: Step, x: Tensor) -> Took:
     return Took(*took.tolist())
 
 
-def run(ranks: int, schedule: str, rounds: int, path: str) -> None:
-    torch.set_num_threads(1)
-    fxpipe.init()
-    close: list[Any] = []
-    steps: dict[str, Step] = {"fxpipe": by_fxpipe(schedule, ranks, close), "torch": by_torch(schedule, ranks)}
-    if schedule == "1f1b":
-        steps["by hand"] = by_hand(ranks, dist.get_rank())
-    x = torch.ones(MICROBATCHES * ROWS, WIDTH)  # the same on all ranks
+def in_turns(steps: Mapping[str, Step], x: Tensor, rounds: int) -> dict[str, list[Took]]:
+    """What each took, a step a round, a different one first each time."""
     took: dict[str, list[Took]] = {name: [] for name in steps}
     for number in range(rounds + 2):  # the first two warm up
         names = list(steps)
@@ -177,6 +180,18 @@ def run(ranks: int, schedule: str, rounds: int, path: str) -> None:
             one = timed(steps[name], x)
             if number > 1:
                 took[name].append(one)
+    return took
+
+
+def run(ranks: int, schedule: str, rounds: int, path: str) -> None:
+    torch.set_num_threads(1)
+    fxpipe.init()
+    close: list[Any] = []
+    steps: dict[str, Step] = {"fxpipe": by_fxpipe(schedule, ranks, close), "torch": by_torch(schedule, ranks)}
+    if schedule == "1f1b":
+        steps["by hand"] = by_hand(ranks, dist.get_rank(), nn.Linear(WIDTH, WIDTH), (ROWS, WIDTH))
+    x = torch.ones(MICROBATCHES * ROWS, WIDTH)  # the same on all ranks
+    took = in_turns(steps, x, rounds)
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(took))
     for one in close:
