@@ -199,8 +199,13 @@ GROWTH: dict[str, list[tuple[str, Callable[..., Figures], tuple[Any, ...], list[
     ],
     "actions": [
         *(
-            (f"actions, {family}, {ranks} ranks", actions, (family, ranks), [31250, 125000, 250000, 500000])
-            for family, ranks in (("1f1b", 8), ("1f1b", 250), ("zb_h1", 8), ("greedy", 8))
+            (f"actions, {family}, {ranks} ranks", actions, (family, ranks), [most // 16, most // 4, most // 2, most])
+            for family, ranks, most in (
+                ("1f1b", 8, 500_000),
+                ("1f1b", 250, 500_000),
+                ("zb_h1", 8, 500_000),
+                ("greedy", 8, 250_000),
+            )
         ),
         ("actions, bound", bound, (), [31250, 125000, 250000, 500000]),
     ],
