@@ -4,7 +4,8 @@
     python examples/benchmarks/compile_cost.py actions --json figures.json
     python examples/benchmarks/compile_cost.py --models             # by phase, to the first step: GPT-2, CLIP, a Llama
 
-Each point is a process of its own, forked from one that has imported everything; memory is what it takes beyond that.
+Each point is a process of its own, forked from one that has imported everything; memory is what it takes beyond that,
+and seconds are the processor's, which other processes disturb less; the one thread that compiles never sleeps.
 ``nodes``: residual blocks of three nodes, cut in two, through `fxpipe.compile`, by each tracer. ``stages``: 1,024 such
 blocks in that many stages, each on a rank of its own, or all on four. ``actions``: tables of a chain, generated,
 verified, lowered, printed, and bound with a model of four stages in one process. The exponent is the slope of a
@@ -63,10 +64,10 @@ class Phases:
     def __init__(self) -> None:
         self.seconds: Figures = {}
         self._open = ["rest"]
-        self._since = time.perf_counter()
+        self._since = time.process_time()
 
     def _note(self) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
         self._since = now
 
@@ -145,7 +146,7 @@ def compiled(blocks: int, stages: int, ranks: int, microbatches: int, tracer: An
     x = torch.randn(2 * microbatches, 4)
     phases = Phases()
     phases.watch()
-    start = time.perf_counter()
+    start = time.process_time()
     one = fxpipe.compile(
         model,
         topology,
@@ -154,7 +155,7 @@ def compiled(blocks: int, stages: int, ranks: int, microbatches: int, tracer: An
         example_args=None if tracer == "symbolic" else (x,),
         check_capture=False,
     )
-    total = time.perf_counter() - start
+    total = time.process_time() - start
     if step:
         one(x)
     found = {name: seconds for name, seconds in phases.told().items() if name != "rest"}
@@ -172,13 +173,13 @@ def stages(count: int, ranks: int) -> Figures:
 def actions(count: int, family: Any, ranks: int) -> Figures:
     """A chain of so many stages, one a rank."""
     edges = tuple(pairwise(range(ranks)))
-    start = time.perf_counter()
+    start = time.process_time()
     table = build(family, edges, count // (3 if family == "zb_h1" else 2) // ranks)
-    marks = [start, time.perf_counter()]
+    marks = [start, time.process_time()]
     lower(table.rows, table.links, table.placement, table.backward)
-    marks.append(time.perf_counter())
+    marks.append(time.process_time())
     str(table)
-    marks.append(time.perf_counter())
+    marks.append(time.process_time())
     table_and_verify, lowered, printed = (after - before for before, after in pairwise(marks))
     return {"table, verify": table_and_verify, "lower": lowered, "print": printed, "all": marks[-1] - start}
 
@@ -306,8 +307,8 @@ def phases_of(name: str) -> Figures:
 def imports() -> Figures:
     """Seconds that a fresh Python takes to import each, what stands before it being there."""
     names = ("torch", "fxpipe", "fxpipe.compiler", "transformers")
-    code = "import time, importlib\nfor name in %r:\n    t = time.perf_counter(); importlib.import_module(name)\n"
-    code += "    print(time.perf_counter() - t)"
+    code = "import time, importlib\nfor name in %r:\n    t = time.process_time(); importlib.import_module(name)\n"
+    code += "    print(time.process_time() - t)"
     told = subprocess.run([sys.executable, "-c", code % (names,)], check=True, capture_output=True, text=True).stdout
     return {f"import {name}": float(line) for name, line in zip(names, told.split(), strict=True)}
 

@@ -1,0 +1,47 @@
+"""What is alive after a step does not grow with their number."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.options import Zero
+
+STEPS = 100
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = fxpipe.stage_boundary(self.norm(self.a(x))), fxpipe.stage_boundary(self.b(y))
+        return (a - b).square().mean()
+
+
+def objects() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_as_many_objects_are_alive_after_many_steps_as_after_a_few(zero: Zero) -> None:
+    one = fxpipe.compile(Towers(), fxpipe.Topology([("pipe", 3)]), microbatches=4, zero=zero)
+    optimizer = one.optimizer(torch.optim.AdamW, lr=1e-3)
+
+    def steps(count: int) -> int:
+        for _ in range(count):
+            optimizer.zero_grad()
+            one(torch.randn(8, 4), torch.randn(8, 4))
+            optimizer.step()
+        return objects()
+
+    steps(10)  # whatever is made once: bound calls, optimizer state, the batches whose digests are compared
+    before = steps(10)
+    assert steps(STEPS) == before
+    one.close()
