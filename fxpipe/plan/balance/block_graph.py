@@ -11,12 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torch import fx
-
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import blocks
-from fxpipe.passes.gather import readers_of
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
 from fxpipe.plan.memory import Account
 
