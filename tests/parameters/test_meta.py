@@ -149,5 +149,5 @@ def test_a_preview_makes_nothing() -> None:
     plan = fxpipe.preview(model, fxpipe.Topology([("pipe", 4)]), microbatches=4)
     assert all(tensor.is_meta for tensor in all_tensors(model).values())
     lines = str(plan).splitlines()
-    assert [line.split()[0] for line in lines[2:6]] == ["embed", "layers.0", "layers.1", "norm"]
+    assert [line.split()[0] for line in lines[2:6]] == ["embed", "layers.0", "layers.1", "head"]
     assert str(plan.schedule) in str(plan)
