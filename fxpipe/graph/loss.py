@@ -106,6 +106,30 @@ def root_weight(part: MicrobatchLoss, share: float) -> float:
     return share if part.count is None else 1.0
 
 
+class LossKind(NamedTuple):
+    """What is alike in all losses that are added up. ``metrics``: the names of those that come with it."""
+
+    is_sum: bool
+    dtype: torch.dtype
+    metrics: tuple[str, ...]
+
+    def check(self, earlier: LossKind, what: str) -> None:
+        """RunError where this and an ``earlier`` one cannot be added up, or compared. ``what``: each is the loss of."""
+        if self.is_sum != earlier.is_sum:
+            raise RunError(f"the loss is a fxpipe.Sum in one {what} and a mean in another; return the same kind always")
+        if self.dtype != earlier.dtype:
+            raise RunError(
+                f"the loss is of {earlier.dtype} in one {what} and of {self.dtype} in another; return the same type "
+                "always, as .float() gives it"
+            )
+        if set(self.metrics) != set(earlier.metrics):
+            raise RunError(
+                f"the loss comes with the metrics {shown(list(earlier.metrics))} in one {what} and with "
+                f"{shown(list(self.metrics))} in another, which have no mean; return the same always, with zeros where "
+                "there is nothing to tell"
+            )
+
+
 class StepLoss:
     """Accumulates the micro-batch losses of one step, on their device and without waiting for it.
 
@@ -117,9 +141,8 @@ class StepLoss:
         self._value: Tensor | None = None
         self._count: Tensor | None = None
         self._metrics: dict[str, Tensor] = {}
-        self.metric_names: tuple[str, ...] = ()
-        self.dtype = torch.float32
-        self.is_sum = False
+        self.kind = LossKind(False, torch.float32, ())
+        """That of those with weight; where there are none, of the last."""
 
     @property
     def is_empty(self) -> bool:
@@ -129,19 +152,22 @@ class StepLoss:
     def add(self, part: MicrobatchLoss, share: float) -> Tensor | None:
         """Adds a micro-batch whose share of the step's weight is ``share``; returns what it has added.
 
-        One without weight, whose numbers may be NaN, adds nothing; what kind of loss it is counts even so.
+        One without weight, whose numbers may be NaN, adds nothing. RunError where it is of another kind than others.
         """
-        self.is_sum, self.dtype, self.metric_names = part.count is not None, part.value.dtype, tuple(part.metrics)
+        kind = LossKind(part.count is not None, part.value.dtype, tuple(part.metrics))
+        if self.is_empty:
+            self.kind = kind
         if not share:
             return None
+        kind.check(self.kind, "micro-batch")
         value = part.value.detach()
-        value = value.clone() if self.is_sum else value * share
+        value = value.clone() if kind.is_sum else value * share
         self._value = value.clone() if self._value is None else self._value.add_(value)
-        if self.is_sum:
+        if kind.is_sum:
             count = _number(part.count, part.value, torch.float64)
             self._count = count if self._count is None else self._count + count
         for name, metric in part.metrics.items():
-            weighted = _number(metric, part.value, metric_dtype(self.dtype)) * share
+            weighted = _number(metric, part.value, metric_dtype(kind.dtype)) * share
             self._metrics[name] = self._metrics[name] + weighted if name in self._metrics else weighted
         return value
 

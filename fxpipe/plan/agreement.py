@@ -126,8 +126,8 @@ class Agreement:
         """This rank's side, and its inputs by name."""
         flags = _NOT_LOOKED_AT
         try:
-            flags = self._planner.flags
             self._check_parameters()
+            flags = self._planner.flags
             if training and torch.is_inference_mode_enabled():
                 raise RunError(
                     "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"

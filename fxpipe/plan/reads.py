@@ -41,6 +41,8 @@ class Reads:
     def __init__(self) -> None:
         self._tables: dict[int, tuple[str, dict[str, Any]]] = {}
         self._states: list[dict[Key, Any]] = [{}]
+        self._buffers: dict[Key, Any] = {}
+        """What captures of any state hold by a name, where it is a buffer's; None where there was none."""
         self._now = 0
         self._glance: _Glance | None = None
 
@@ -66,27 +68,31 @@ class Reads:
         follows = {id(vars(part)) for module in live for part in module.modules()}
         wanted = [key for key in noted if key[0] in self._tables and key[0] not in follows]
         self._states[self._now] |= {key: self._value(key) for key in wanted}
+        self._buffers |= {key: self._buffer(key) for key in wanted}
         self._glance = None
 
     @contextlib.contextmanager
     def or_as_before(self) -> Iterator[None]:
         """Where what is inside fails, nothing counts that was read in it: other ranks may not have come so far."""
-        states, now = [dict(state) for state in self._states], self._now
+        states, buffers, now = [dict(state) for state in self._states], dict(self._buffers), self._now
         try:
             yield
         except BaseException:
-            self._states, self._now, self._glance = states, now, None
+            self._states, self._buffers, self._now, self._glance = states, buffers, now, None
             raise
 
     def begin(self) -> None:
         """The model is as captures shall find it: what compile itself has changed is no change."""
         self._states[self._now] = {key: self._value(key) for key in self._states[self._now]}
+        self._buffers = {key: self._buffer(key) for key in self._buffers}
 
     def state(self) -> int:
-        """The number of the state that the model is in; RunError where it has been in too many."""
+        """The number of the state that the model is in; RunError where it has been in too many, or has other buffers
+        than captures hold."""
         state = self._states[self._now]
         if self._glance is not None and self._glance.state is state and self._glance.finds_nothing():
             return self._now
+        self._check_buffers()
         changed = self._changed(state)
         if changed is None:
             self._glance = _Glance(state, self._tables)
@@ -112,6 +118,19 @@ class Reads:
                 return key
         return None
 
+    def _check_buffers(self) -> None:
+        for key, held in self._buffers.items():
+            if self._buffer(key) is not held:
+                path, _ = self._tables[key[0]]
+                raise RunError(
+                    f"{path}.{key[1]} is another buffer than when the model was captured, and the pipeline would go on "
+                    "with the old one; write values into what there is, as buffer.copy_() does, and load_state_dict() "
+                    "without assign=True, or change the model before fxpipe.compile"
+                )
+
+    def _buffer(self, key: Key) -> Any:
+        return self._tables[key[0]][1]["_buffers"].get(key[1])
+
     def _held(self, key: Key) -> Any:
         _, table = self._tables[key[0]]
         return table.get(key[1], table["_modules"].get(key[1]))
@@ -134,18 +153,16 @@ class _Glance:
         self._absent: list[tuple[dict[str, Any], frozenset[str]]] = []
         told: dict[int, Any] = {}  # what may be changed in place, each once
         for place, names in names_of.items():
-            table = tables[place][1]
-            modules = table["_modules"]
-            own, parts = ([name for name in names if name in home] for home in (table, modules))
-            self._absent += [
-                (table, frozenset(names).difference(own)),
-                (modules, frozenset(names).difference(own, parts)),
-            ]
-            for home, there in ((table, [*own, "_modules"]), (modules, [name for name in parts if name not in own])):
+            table, wanted = tables[place][1], set(names)
+            for home in (table, table["_modules"], table["_buffers"]):
+                there = [name for name in wanted if name in home]
+                wanted = wanted.difference(there)
+                self._absent.append((home, frozenset(wanted)))
+                told |= {id(home[name]): home[name] for name in there}
+                there += ["_modules", "_buffers"] if home is table else []
                 if there:
                     held = tuple(home[name] for name in there)
                     self._held.append((home, itemgetter(*there, there[0]), (*held, held[0])))
-                    told |= {id(value): value for value in held if value is not modules}
         contents = [(value, _contents(value)) for value in told.values()]
         mutable = [(value, inside) for value, inside in contents if inside is not value]
         self._empty = [value for value, inside in mutable if isinstance(value, _CONTAINERS) and not value]

@@ -12,7 +12,7 @@ from fxpipe.distributed.collective import Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError
-from fxpipe.graph.loss import StepLoss, metric_dtype
+from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.precision import Precision
 from fxpipe.run.replicas import differing
 
@@ -79,13 +79,12 @@ def conclude(
     the same kind of batch; with it nothing but numbers travels.
     """
     if known is None:
-        facts = (step.is_sum, step.dtype, step.metric_names) if step is not None else None
-        gathered = transport.gather("pipe", facts)
+        gathered = transport.gather("pipe", tuple(step.kind) if step is not None else None)
         is_sum, dtype, names = next(item for item in gathered if item is not None)
     else:
         is_sum, dtype, names = known.is_sum, known.dtype, tuple(known.metrics)
-    if step is not None and step.is_sum != is_sum:
-        raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
+        if step is not None and not step.is_empty:
+            step.kind.check(LossKind(is_sum, dtype, names), "step")
     if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
         return StepOutcome(step.value(), None, step.metrics(), is_sum, dtype)
 
@@ -93,7 +92,7 @@ def conclude(
     # large for less
     message = news.empty(names)
     if step is not None:
-        _check_alike(transport, step.is_sum, names)
+        _check_alike(transport, is_sum, names)
         numbers = step.numbers(names, message.device)
         transport.all_reduce("data", numbers)
         total = torch.where(numbers[1] == 0, 1.0, numbers[1])

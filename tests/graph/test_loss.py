@@ -33,6 +33,60 @@ def test_every_real_number_beside_the_loss_is_a_metric() -> None:
     assert list(read_loss(result).metrics) == ["half", "count", "flag", "rows", "rate", "on"]
 
 
+OTHER_LOSSES: dict[str, Any] = {
+    r"a fxpipe\.Sum in one {} and a mean in another": fxpipe.Sum(torch.tensor(1.0), 2),
+    r"of torch\.float32 in one {} and of torch\.float64 in another": {"loss": torch.tensor(1.0).double(), "a": 1.0},
+    r"metrics \['a'\] in one {} and with \['a', 'b'\]": {"loss": torch.tensor(1.0), "a": 1.0, "b": 2.0},
+    r"metrics \['a'\] in one {} and with \['b'\]": {"loss": torch.tensor(1.0), "b": 2.0},
+    r"metrics \['a'\] in one {} and with \[\]": torch.tensor(1.0),
+}
+
+
+@pytest.mark.parametrize("told", OTHER_LOSSES)
+def test_losses_of_several_kinds_have_no_mean(told: str) -> None:
+    """Which of them were last would decide what comes back."""
+    step = StepLoss()
+    step.add(read_loss({"loss": torch.tensor(1.0), "a": 1.0}), 0.5)
+    step.add(read_loss(OTHER_LOSSES[told]), 0.0)  # which adds nothing
+    with pytest.raises(fxpipe.RunError, match=told.format("micro-batch")):
+        step.add(read_loss(OTHER_LOSSES[told]), 0.5)
+
+
+class Turning(nn.Module):
+    """A head in Python whose result is another one after so many micro-batches, which no capture looks at."""
+
+    def __init__(self, result: Any, after: int) -> None:
+        super().__init__()
+        self.linear, self.result, self.left = nn.Linear(2, 1), result, after
+
+    def forward(self, h: Tensor) -> Any:
+        loss = self.linear(h).mean()
+        self.left -= 1
+        if self.left >= 0:
+            return {"loss": loss, "a": loss.detach()}
+        result = self.result
+        if isinstance(result, dict):
+            return {name: loss.to(value.dtype) if name == "loss" else value for name, value in result.items()}
+        return fxpipe.Sum(loss, result.count) if isinstance(result, fxpipe.Sum) else loss
+
+
+@pytest.mark.parametrize("where", ["local", "strict"])
+@pytest.mark.parametrize("told", OTHER_LOSSES)
+def test_a_kind_of_batch_has_one_kind_of_loss(told: str, where: str) -> None:
+    def two_steps() -> None:
+        graph = fxpipe.StageGraph.from_callables(
+            {"body": nn.Linear(2, 2), "head": Turning(OTHER_LOSSES[told], 2)},
+            edges=[("body", "head")],
+            inputs={"body": ["x"]},
+        )
+        forward_backward = fxpipe.compile(graph, fxpipe.Topology([("pipe", 2)]), microbatches=2)
+        forward_backward(x=torch.ones(4, 2))
+        forward_backward(x=torch.ones(4, 2))
+
+    with pytest.raises(fxpipe.RunError, match=told.format("step")):
+        two_steps() if where == "local" else run_strict(lambda rank: two_steps(), 2, 0)
+
+
 @pytest.mark.parametrize("loss", [torch.tensor(1), 1.0, torch.ones(2), torch.tensor(1j)], ids=str)
 def test_the_loss_itself_is_a_floating_point_tensor(loss: Any) -> None:
     with pytest.raises(fxpipe.RunError, match="the loss must be one number"):

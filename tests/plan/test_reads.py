@@ -148,6 +148,46 @@ def test_other_parameters_than_were_compiled_are_refused(name: str, tracer: str)
         forward_backward(*batch(1))
 
 
+class Buffered(nn.Module):
+    """It reads a buffer of its own, one that may be there or not, and counts its calls in one that forward sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("mask", None)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        h = fxpipe.stage_boundary(self.below(x) * self.scale)
+        return F.cross_entropy(self.above(h) if self.mask is None else self.above(h) * self.mask, y)
+
+
+OTHER_BUFFERS: dict[str, Callable[[Buffered], Any]] = {
+    "scale": lambda model: setattr(model, "scale", torch.full((4,), 3.0)),
+    "mask": lambda model: setattr(model, "mask", torch.zeros(3)),
+    "calls": lambda model: vars(model).update(_buffers={**model._buffers, "calls": torch.ones(())}),
+}
+
+
+@pytest.mark.parametrize(("tracer", "name"), in_turn(["export", "record"], list(OTHER_BUFFERS)))
+def test_other_buffers_than_were_captured_are_refused(name: str, tracer: str) -> None:
+    torch.manual_seed(0)
+    model = Buffered()
+    forward_backward = fxpipe.compile(
+        model, fxpipe.Topology([("pipe", 2)]), microbatches=2, tracer=tracer, example_args=batch(0)
+    )
+    forward_backward(*batch(0))
+    model.scale.fill_(2.0)  # what there is may be written
+    forward_backward(*batch(1))
+    forward_backward.evaluate(*batch(1))
+    assert model.calls == 6  # two micro-batches a call
+    OTHER_BUFFERS[name](model)
+    with pytest.raises(RunError, match=rf"Buffered\.{name} is another buffer than when the model was captured"):
+        forward_backward(*batch(1))
+
+
 def other_forward(x: Tensor) -> Tensor:
     return x
 
