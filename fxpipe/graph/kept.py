@@ -95,6 +95,8 @@ class KeptWhole(nn.Module):
         self.parts = nn.ModuleDict()
         self.parts._modules.update(parts)
         self.name, self.method = name, method
+        self.attributes: frozenset[tuple[str, str]] = frozenset()
+        """Those that a region sets, of the ones that it sets or reads: (the path of their module, their name)."""
         self._owner = (owner,)  # in a tuple: it is not a part of this one
         self._given, self._returned = given, returned
         self.guard: SizeCheck | None = None

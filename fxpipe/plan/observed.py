@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.plan.capture_check import Batch, as_in_a_step, own
+from fxpipe.plan.reads import Reads
 from fxpipe.plan.replay import State
 from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cutting import cutting
@@ -69,16 +71,23 @@ def observe(request: Request, batch: Batch) -> SeenCalls:
         ) from error
     finally:
         state.restore()
-    return observer.seen
+    return observer.calls()
 
 
 class _Observer:
     def __init__(self, request: Request) -> None:
-        self.seen: dict[tuple[str, int], SeenCall] = {}
+        self._seen: dict[tuple[str, int], SeenCall] = {}
+        self._noted: dict[tuple[str, int], set[tuple[int, str]]] = {}
         self._module = request.module
         self._inside: Region | None = None
         self._paths = {id(vars(part)): path for path, part in request.module.named_modules()}
         self._names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
+
+    def calls(self) -> SeenCalls:
+        """Those that have been seen."""
+        sets = {pair for call in self._seen.values() for pair in call.sets}
+        asked = {key: {(self._paths.get(owner, ""), name) for owner, name in self._noted[key]} for key in self._seen}
+        return {key: replace(call, asks=frozenset(sets & asked[key])) for key, call in self._seen.items()}
 
     def boundary(self, value: Any, name: str | None, gather: Any) -> Any:
         if self._inside is not None:
@@ -97,7 +106,13 @@ class _Observer:
         called: list[nn.Module] = []
         try:
             mode = TouchedMode()
-            with unwritten(region.name, (args, kwargs)), _noting_calls(called), mode, mode.noting() as touched:
+            with (
+                unwritten(region.name, (args, kwargs)),
+                _noting_calls(called),
+                Reads().noting() as noted,
+                mode,
+                mode.noting() as touched,
+            ):
                 result = inner(*args, **kwargs)
         finally:
             self._inside = None
@@ -110,7 +125,8 @@ class _Observer:
         reads = dict.fromkeys(self._names[id(tensor)] for tensor in (*held, *used))
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
         self._check_sets(region, sets, (region.path, *parts))
-        self.seen[region.name, number] = SeenCall(_described(region, result), parts, tuple(reads), tuple(writes), sets)
+        self._noted[region.name, number] = noted
+        self._seen[region.name, number] = SeenCall(_described(region, result), parts, tuple(reads), tuple(writes), sets)
         return result
 
     def _outermost(self, called: list[nn.Module]) -> tuple[str, ...]:

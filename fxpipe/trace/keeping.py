@@ -99,6 +99,7 @@ class Regions:
         returned = Structure(seen.returned, lambda leaf: isinstance(leaf, TensorLike))
         parts = {path.replace(".", "_"): module.get_submodule(path) for path in seen.parts}
         kept = KeptWhole(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
+        kept.attributes = seen.sets | seen.asks
         call = RegionCall(region, number, seen, kept, list(given.tensors))
         self.calls.append(call)
         return returned.filled(self.carry(call))

@@ -29,7 +29,8 @@ class SeenCall:
 
     ``returned``: what it returned, with a ``TensorLike`` for each tensor. ``parts``: the submodules that it has called;
     ``reads``: the parameters and buffers that it may use, ``writes``: those that it has written, by name; ``sets``: the
-    attributes that it has changed, (the path of their module, their name).
+    attributes that it has changed, (the path of their module, their name); ``asks``: those that it or another region
+    has changed and that it has read.
     """
 
     returned: Any
@@ -37,6 +38,7 @@ class SeenCall:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     sets: frozenset[tuple[str, str]] = frozenset()
+    asks: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def likes(self) -> list[TensorLike]:

@@ -232,3 +232,53 @@ def test_a_refusal_names_what_could_be_kept_whole() -> None:
     rules = {"behind": "before", "head": "before"}
     with pytest.raises(TraceError, match=r'boundaries=\{"region": "whole"\}'):
         compiled(replace(SELECTING, ranks=3), boundaries=rules, tracer="export", example_kwargs=SELECTING.batch())
+
+
+class Counting(nn.Module):
+    """Counts its calls, in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = linear(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * min(self.calls, 2)
+
+
+class Counted(nn.Module):
+    """Its counter is set in one region, and set again or read in another one, as ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.region, self.other, self.head, self.how = Counting(), linear(), linear(), how
+
+    def reader(self, x: Tensor) -> Tensor:
+        return x * float(self.region.calls)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.other(self.region(x))
+        h = self.region(h) if self.how == "twice" else self.reader(h)
+        return self.head(h).square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+@pytest.mark.parametrize(("how", "second"), [("twice", "region"), ("read", "reader")])
+def test_an_attribute_of_regions_in_two_stages_is_refused(tracer: str, how: str, second: str) -> None:
+    """Each rank would count by itself: a silent difference from one process."""
+    case = Case(lambda: Counted(how), vectors, stages=2, ranks=2)
+    batches = [case.batch(number) for number in range(2)]
+    rules = {"region": "whole", "reader": "whole"} if how == "read" else {"region": "whole"}
+    told = f"region.calls, an attribute .* by region in stage .* and by {second} in stage"
+    with pytest.raises(PartitionError, match=told):
+        compiled(case, boundaries=rules | {"other": "before"}, tracer=tracer, example_kwargs=batches[0])
+
+
+@pytest.mark.parametrize("how", ["twice", "read"])
+def test_an_attribute_of_regions_in_one_stage_is_as_in_plain_pytorch(how: str) -> None:
+    case = Case(lambda: Counted(how), vectors, stages=2, ranks=2)
+    batches = [case.batch(number) for number in range(2)]
+    rules = {"region": "whole", "reader": "whole"} if how == "read" else {"region": "whole"}
+    wanted, _ = reference(case, batches)
+    run = trained(case, batches, boundaries=rules | {"head": "before"}, tracer="export", example_kwargs=batches[0])
+    assert_run([run], wanted, 1e-6)
