@@ -28,7 +28,7 @@ from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.observed import SeenCalls, declared, observe
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
-from fxpipe.plan.sizes import sizes_between, told_of_nothing
+from fxpipe.plan.sizes import sizes_between, told_of_nothing, unlike
 from fxpipe.plan.varying import FAMILIES, Count, Family, family_of
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
@@ -68,6 +68,8 @@ class Captured:
 
 MOST = 64
 """Captures that are kept, beyond those of the batch at hand."""
+OBSERVED = 16
+"""Micro-batches of which is remembered what regions that are kept whole returned."""
 LATER = "this kind of batch came after compile"
 
 
@@ -94,7 +96,7 @@ class Captures:
     whole: tuple[Region, ...] = ()
     """What is kept whole, and runs for real in every step."""
     observed: list[tuple[Description, SeenCalls]] = field(default_factory=list)
-    """What it was last seen to do, and on what micro-batch."""
+    """What it was seen to do of late, and on what micro-batch."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
@@ -236,9 +238,10 @@ class Captures:
         if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
             with progress("running what is kept whole"):
                 found |= observe(request, sample.batches[pattern.shapes.index(shape)])
-            self.observed[:] = [(shape, found)]
+            self.observed.append((shape, found))
+            del self.observed[:-OBSERVED]
         elif self.observed and shape is not None:
-            (then, calls) = self.observed[0]
+            (then, calls) = min(self.observed, key=lambda seen: unlike(seen[0], shape))
             found |= {key: seen.guessed(sizes_between(then, shape)) for key, seen in calls.items()}
         return found
 

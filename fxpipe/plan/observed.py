@@ -126,7 +126,9 @@ class _Observer:
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
         self._check_sets(region, sets, (region.path, *parts))
         self._noted[region.name, number] = noted
-        self._seen[region.name, number] = SeenCall(_described(region, result), parts, tuple(reads), tuple(writes), sets)
+        given = frozenset(size for leaf in pytree.tree_leaves((args, kwargs)) for size in getattr(leaf, "shape", ()))
+        seen = SeenCall(_described(region, result), parts, tuple(reads), tuple(writes), sets, given=given)
+        self._seen[region.name, number] = seen
         return result
 
     def _outermost(self, called: list[nn.Module]) -> tuple[str, ...]:

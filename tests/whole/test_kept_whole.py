@@ -282,3 +282,49 @@ def test_an_attribute_of_regions_in_one_stage_is_as_in_plain_pytorch(how: str) -
     wanted, _ = reference(case, batches)
     run = trained(case, batches, boundaries=rules | {"head": "before"}, tracer="export", example_kwargs=batches[0])
     assert_run([run], wanted, 1e-6)
+
+
+class Splits(nn.Module):
+    """As Qwen2-VL: a tensor for each image, of which a grid of three columns has a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.see, self.head = nn.Embedding(9, WIDTH), nn.Linear(8, WIDTH), linear()
+
+    def features(self, pixels: Tensor, grid: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.see(pixels).split(grid.prod(1).tolist()))
+
+    def forward(self, words: Tensor, pixels: Tensor, grid: Tensor, images: Tensor) -> Tensor:
+        seen = torch.stack([image.mean(0) for image in self.features(pixels, grid)]).mean(0)
+        return self.head(self.embed(words) + seen).square().mean()
+
+
+def images_and_words(counts: Any, length: int) -> dict[str, Tensor]:
+    """Two rows of words for each count, which is how many images the first has, of four patches each."""
+    generator = torch.Generator().manual_seed(length)
+    return {
+        "words": torch.randint(9, (2 * len(counts), length), generator=generator),
+        "pixels": torch.randn(4 * sum(counts), 8, generator=generator),
+        "grid": torch.tensor([[1, 2, 2]]).repeat(sum(counts), 1),
+        "images": torch.tensor([number for count in counts for number in (count, 0)]),
+    }
+
+
+def test_as_many_tensors_as_images_are_guessed_from_the_likest_micro_batch_seen() -> None:
+    """Three images and three columns: the last one seen does not tell which of them a list of three goes with."""
+    case = Case(Splits, vectors, stages=2, ranks=2, microbatches=3)
+    example = images_and_words((1, 2, 3), WIDTH)  # as many words as a layer is wide
+    rules = {"grid": fxpipe.Packed("images"), "pixels": fxpipe.Packed(lambda grid: grid.prod(1), of="grid")}
+    forward_backward = compiled(
+        case,
+        boundaries={"features": "whole", "head": "before"},
+        tracer="export",
+        batch_dim=rules,
+        example_kwargs=example,
+    )
+    model = case.model()
+    for length in (4, 5):
+        parts = [images_and_words((count,), length) for count in (4, 1, 3)]
+        loss = forward_backward.step_microbatches([((), part) for part in parts])
+        wanted = sum(model(**part).detach() / 3 for part in parts)
+        assert torch.allclose(loss, wanted, rtol=1e-6)
