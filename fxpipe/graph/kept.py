@@ -18,7 +18,7 @@ PLAIN_LEAF = (
 )
 """Types of what may enter or leave a region beside tensors."""
 TENSOR = object()
-"""Stands for a tensor among the leaves of what a region is given, or returns."""
+"""Stands for a tensor among the leaves of a value: of what a region is given, or returns; of a result."""
 
 
 @contextmanager

@@ -431,3 +431,42 @@ def test_as_many_tensors_as_images_are_guessed_from_the_likest_micro_batch_seen(
         loss = forward_backward.step_microbatches([((), part) for part in parts])
         wanted = sum(model(**part).detach() / 3 for part in parts)
         assert torch.allclose(loss, wanted, rtol=1e-6)
+
+
+class Scaled(nn.Module):
+    """A region, by its ``.item()``; each has a factor of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = linear(), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (self.factor if x.sum().item() > -1e9 else 1.0)
+
+
+class Namesakes(nn.Module):
+    """Two regions whose names differ by a dot, and a third one whose name ends as that of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.ModuleDict({"proj": Scaled(2.0), "proj_0": Scaled(3.0)})
+        self.enc_proj, self.head = Scaled(5.0), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.enc["proj"](x) + self.enc_proj(2 * x) + self.enc["proj_0"](x) + self.enc["proj"](3 * x)
+        return (self.head(h) - y).square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_regions_whose_names_differ_by_a_dot_are_two(tracer: str) -> None:
+    case = Case(Namesakes, vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
+    rules = {"enc.*": "whole", "enc_proj": "whole", "head": "before"}
+    wanted, _ = reference(case, [case.batch()])
+    assert_run(
+        [
+            trained(
+                case, [case.batch()], boundaries=rules, tracer=tracer, example_kwargs=case.batch(), check_capture=True
+            )
+        ],
+        wanted,
+    )
