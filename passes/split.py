@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
+from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_value, is_compute, made_by
@@ -35,6 +36,7 @@ def split(program: Program) -> StageGraph:
         raise PartitionError(
             "a boundary gathers, and passes= leaves out the pass that sees to it: gather, the last one"
         )
+    _check_attributes(program)
     whole = _WholeProgram(program)
     builders = [_Builder(whole, stage) for stage in range(len(program.stage_names))]
     stages: list[Stage] = []
@@ -59,6 +61,27 @@ def split(program: Program) -> StageGraph:
     lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
     return StageGraph(tuple(stages), program.inputs, program.module, origin=origin).with_backward()
+
+
+def _check_attributes(program: Program) -> None:
+    """PartitionError where what is kept whole sets an attribute of Python's that a call in another stage sets or reads:
+    each rank has its own."""
+    users: dict[tuple[str, str], tuple[int, str]] = {}
+    for node in program.graph.nodes:
+        stage, module = program.stage_of.get(node.name), program.opaque.get(str(node.target))
+        if module is None or stage is None:
+            continue
+        for call in (part for part in module.modules() if isinstance(part, KeptWhole)):
+            for attribute in sorted(call.attributes):
+                first, other = users.setdefault(attribute, (stage, call.name))
+                if first != stage:
+                    names = program.stage_names
+                    raise PartitionError(
+                        f"{'.'.join(filter(None, attribute))}, an attribute that changes while the model runs, is used "
+                        f"by {other} in stage {names[first]!r} and by {call.name} in stage {names[stage]!r}, which are "
+                        "kept whole: each rank would have a value of its own; return it as a tensor from one of them "
+                        "and give it to the other, or cut so that both are in one stage"
+                    )
 
 
 class _WholeProgram:

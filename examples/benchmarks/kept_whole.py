@@ -2,15 +2,17 @@
 
     python examples/benchmarks/kept_whole.py [model …]
 
-Each micro-batch has another number of images. ``zero=0`` on pipe 4; ``zero=1`` on pipe 2 × data 2, where each replica
-has its own micro-batches. "local" in front runs them in one process.
+Each micro-batch has another number of images. They are given to ``step_microbatches``, each of its own length, or as
+one batch that ``batch_dim`` cuts, each row of which has another number of images. ``zero=0`` on pipe 4; ``zero=1`` on
+pipe 2 × data 2, where each replica has its own. RetinaNet needs torchvision. "local" in front runs them in one process.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,25 +21,29 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe import Packed
 from fxpipe.plan.label_count import Items
 from tests import hf
 from tests.hf import DECODER, IMAGE_TOKEN, IMAGES, NONE_LEFT, PATCHES, SPECIAL, WORDS, layers
 from tests.pool import Pool
 
 Inputs = dict[str, Any]
-Batch = Callable[[int, torch.Generator], Inputs]
-"""(how many images, generator) → one micro-batch of two rows."""
-ROWS = 2
+Batch = Callable[[Sequence[int], torch.Generator], Inputs]
+"""(how many images each row has, generator) → that batch."""
+ROWS, MICROBATCHES = 2, 3
+RATE = 0.1
 
 
 @dataclass(frozen=True)
 class Study:
-    """A model, its micro-batches, and where it is cut and whole."""
+    """A model, its batches, and where it is cut and whole. ``rules``: for ``batch_dim``; ``per_image``: how many rows
+    of such an input are one image's."""
 
     build: Callable[[], nn.Module]
     batch: Batch
     boundaries: dict[str, Any]
-    tracer: str = "auto"
+    rules: Mapping[str, Packed] = field(default_factory=dict)
+    per_image: Mapping[str, int] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -48,8 +54,32 @@ class Study:
         return model
 
     def microbatches(self, step: int, replica: int) -> list[Inputs]:
+        """For ``step_microbatches``."""
         g = torch.Generator().manual_seed(100 * step + replica)
-        return [self.batch(1 + (place + step + replica) % 3, g) for place in range(3)]
+        return [self.batch(counts, g) for counts in counts_of(step, replica)]
+
+    def one_batch(self, step: int, replica: int) -> Inputs:
+        """The same rows in one batch."""
+        g = torch.Generator().manual_seed(100 * step + replica)
+        return self.batch([count for counts in counts_of(step, replica) for count in counts], g)
+
+    def cut(self, step: int, replica: int) -> list[Inputs]:
+        """That batch, cut by hand."""
+        batch, counts = self.one_batch(step, replica), [sum(counts) for counts in counts_of(step, replica)]
+        parts: list[Inputs] = [{} for _ in counts]
+        for name, value in batch.items():
+            sizes = (
+                [count * self.per_image[name] for count in counts] if name in self.per_image else [ROWS] * len(counts)
+            )
+            for part, size, end in zip(parts, sizes, accumulate(sizes), strict=True):
+                part[name] = value[end - size : end]
+        return parts
+
+
+def counts_of(step: int, replica: int) -> list[list[int]]:
+    """How many images each row of each micro-batch has: 1, 2 and 3 in all, most of them in its first row."""
+    totals = [1 + (place + step + replica) % 3 for place in range(MICROBATCHES)]
+    return [[max(total - 1, 1), total - max(total - 1, 1)] for total in totals]
 
 
 def _seeds(encoder: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -60,11 +90,10 @@ def _seeds(encoder: nn.Module, given: tuple[Tensor, ...]) -> None:
 # --- batches: images lie in texts, as many tokens each as it takes ---
 
 
-def texts(images: int, tokens: int, g: torch.Generator) -> Inputs:
-    """Two rows of words, the images ahead of them, a word behind each: all but one in the first row."""
-    counts = [max(images - 1, 1), images - max(images - 1, 1)]
-    length = counts[0] * (tokens + 1) + 6
-    ids = torch.randint(3, IMAGE_TOKEN - 2, (ROWS, length), generator=g)
+def texts(counts: Sequence[int], tokens: int, g: torch.Generator) -> Inputs:
+    """Rows of words, the images ahead of them, a word behind each."""
+    length = max(counts) * (tokens + 1) + 6
+    ids = torch.randint(3, IMAGE_TOKEN - 2, (len(counts), length), generator=g)
     for row, count in enumerate(counts):
         for place in range(count):
             ids[row, place * (tokens + 1) :][:tokens] = IMAGE_TOKEN
@@ -76,44 +105,64 @@ def pictures(images: int, g: torch.Generator) -> Tensor:
     return torch.randn(images, 3, 8, 8, generator=g)
 
 
-def smol(images: int, g: torch.Generator) -> Inputs:
+def smol(counts: Sequence[int], g: torch.Generator) -> Inputs:
     """Rows of as many pictures each; what a row has fewer is padding, of zeros."""
-    rows = texts(images, 1, g)
-    most = max(images - 1, 1)
-    padded = torch.zeros(ROWS, most, 3, 8, 8)
-    padded[0] = pictures(most, g)
-    if images > most:
-        padded[1, : images - most] = pictures(images - most, g)
+    rows = texts(counts, 1, g)
+    padded = torch.zeros(len(counts), max(counts), 3, 8, 8)
+    for row, count in zip(padded, counts, strict=True):
+        row[:count] = pictures(count, g)
     return rows | {"pixel_values": padded}
 
 
-def by_grid(images: int, g: torch.Generator) -> Inputs:
-    rows = texts(images, 1, g)
+def by_grid(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    rows = texts(counts, 1, g)
     return rows | {
-        "pixel_values": torch.randn(4 * images, 3 * 2 * 4 * 4, generator=g),
-        "image_grid_thw": torch.tensor([[1, 2, 2]]).repeat(images, 1),
+        "pixel_values": torch.randn(4 * sum(counts), 3 * 2 * 4 * 4, generator=g),
+        "image_grid_thw": torch.tensor([[1, 2, 2]]).repeat(sum(counts), 1),
         "mm_token_type_ids": (rows["input_ids"] == IMAGE_TOKEN).int(),
     }
 
 
-def packed(images: int, g: torch.Generator) -> Inputs:
-    return texts(images, PATCHES, g) | {"pixel_values": pictures(images, g)}
+def packed(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    return texts(counts, PATCHES, g) | {"pixel_values": pictures(sum(counts), g)}
 
 
-def by_kind(images: int, g: torch.Generator) -> Inputs:
-    rows = packed(images, g)
+def by_kind(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    rows = packed(counts, g)
     return rows | {"token_type_ids": (rows["input_ids"] == IMAGE_TOKEN).long()}
 
 
-def long_words(images: int, g: torch.Generator) -> Inputs:
-    ids = torch.randint(3, WORDS, (ROWS, 8 + 2 * images), generator=g)
+def long_words(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    ids = torch.randint(3, WORDS, (len(counts), 8 + 2 * sum(counts)), generator=g)
     globally = torch.zeros_like(ids)
-    globally[:, :images] = 1
+    globally[:, : sum(counts)] = 1
     return {"input_ids": ids, "global_attention_mask": globally, "labels": ids.clone()}
 
 
-def sounds(images: int, g: torch.Generator) -> Inputs:
-    return {"input_values": torch.randn(ROWS, 60 + 20 * images, generator=g), "labels": torch.tensor([0, 1])}
+def sounds(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    length = 60 + 20 * sum(counts)
+    return {"input_values": torch.randn(len(counts), length, generator=g), "labels": torch.arange(len(counts)) % 2}
+
+
+def in_lists(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    """An image of its own size for each row, with so many boxes."""
+    images, targets = [], []
+    for count in counts:
+        height, width = torch.randint(48, 90, (2,), generator=g).tolist()
+        corner = torch.rand(count, 2, generator=g) * 20
+        boxes = torch.cat([corner, corner + 10 + torch.rand(count, 2, generator=g) * 20], 1)
+        images.append(torch.rand(3, height, width, generator=g))
+        targets.append({"boxes": boxes, "labels": torch.randint(0, 3, (count,), generator=g)})
+    return {"images": images, "targets": targets}
+
+
+IMAGES_OF_ROWS = Packed(lambda input_ids: (input_ids == IMAGE_TOKEN).sum(1))
+"""One token an image."""
+GRIDS = {
+    "image_grid_thw": IMAGES_OF_ROWS,
+    "pixel_values": Packed(lambda image_grid_thw: image_grid_thw.prod(1), of="image_grid_thw"),
+}
+PICTURES = {"pixel_values": Packed(lambda input_ids: (input_ids == IMAGE_TOKEN).sum(1) // PATCHES)}
 
 
 # --- models ---
@@ -180,6 +229,37 @@ def wav2vec2() -> nn.Module:
     )
 
 
+def retinanet() -> nn.Module:
+    """As a user of torchvision writes it: what looks at values in two methods, to be kept whole. ImportError, or
+    RuntimeError, where torchvision cannot be imported."""
+    import torchvision
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN
+    from torchvision.models.detection.image_list import ImageList
+    from torchvision.models.detection.retinanet import RetinaNet
+    from torchvision.ops import FrozenBatchNorm2d
+    from torchvision.ops.feature_pyramid_network import LastLevelP6P7
+
+    class Detector(RetinaNet):
+        def prepare(self, images: Any, targets: Any) -> Any:
+            batch, targets = self.transform(images, targets)
+            return batch.tensors, torch.tensor(batch.image_sizes), targets
+
+        def losses(self, images: Tensor, sizes: Tensor, targets: Any, features: Any, found: Any) -> Any:
+            anchors = self.anchor_generator(ImageList(images, [tuple(size) for size in sizes.tolist()]), features)
+            return self.compute_loss(targets, found, anchors)
+
+        def forward(self, images: Any, targets: Any) -> Any:
+            x, sizes, targets = self.prepare(images, targets)
+            features = list(self.backbone(x).values())
+            losses = self.losses(x, sizes, targets, features, self.head(features))
+            return {"loss": losses["classification"] + losses["bbox_regression"]}
+
+    body = torchvision.models.resnet18(norm_layer=FrozenBatchNorm2d)
+    maps = {"layer2": "0", "layer3": "1", "layer4": "2"}
+    backbone = BackboneWithFPN(body, maps, [128, 256, 512], 32, LastLevelP6P7(32, 32))
+    return Detector(backbone, num_classes=3, min_size=64, max_size=96)
+
+
 sys.path.append(str(__import__("pathlib").Path(__file__).parent))
 import architectures  # noqa: E402
 
@@ -201,6 +281,8 @@ STUDIES: dict[str, Study] = {
             "model.compute_3d_position_ids": "whole",
             **layers("model.language_model.layers", *THREE),
         },
+        GRIDS,
+        {"image_grid_thw": 1, "pixel_values": 4},
     ),
     "Qwen2.5-VL": Study(
         qwen2_5_vl,
@@ -210,14 +292,22 @@ STUDIES: dict[str, Study] = {
             "model.compute_3d_position_ids": "whole",
             **layers("model.language_model.layers", *THREE),
         },
+        GRIDS,
+        {"image_grid_thw": 1, "pixel_values": 4},
     ),
     "LLaVA": Study(
         hf.llava,
         packed,
         {"model.get_image_features": "whole", **layers("model.language_model.layers", 1, 2), "lm_head": "before"},
+        PICTURES,
+        {"pixel_values": 1},
     ),
     "PaliGemma": Study(
-        paligemma, by_kind, {"model.vision_tower": "whole", **layers("model.language_model.layers", *THREE)}
+        paligemma,
+        by_kind,
+        {"model.vision_tower": "whole", **layers("model.language_model.layers", *THREE)},
+        PICTURES,
+        {"pixel_values": 1},
     ),
     "Longformer": Study(
         longformer,
@@ -229,11 +319,20 @@ STUDIES: dict[str, Study] = {
         sounds,
         {"wav2vec2.encoder": ["whole", "before"], "projector": "before", "classifier": "before"},
     ),
+    "RetinaNet": Study(
+        retinanet,
+        in_lists,
+        {
+            **dict.fromkeys(("prepare", "losses"), "whole"),
+            **dict.fromkeys(("backbone.body.layer3", "backbone.fpn", "head"), "before"),
+        },
+        {"images": Packed(1), "targets": Packed(1)},
+    ),
 }
 
 
-def train(name: str, pipe: int, data: int, zero: int, engine: str = "processes") -> dict[str, Any]:
-    """Two steps, on the engine that this process belongs to."""
+def train(name: str, pipe: int, data: int, zero: int, in_one: bool) -> dict[str, Any]:
+    """Two steps, on the engine that this process belongs to. ``in_one``: a batch is cut by ``batch_dim``."""
     study = STUDIES[name]
     torch.use_deterministic_algorithms(True)
     topology = fxpipe.Topology([("pipe", pipe), ("data", data)])
@@ -241,37 +340,40 @@ def train(name: str, pipe: int, data: int, zero: int, engine: str = "processes")
         study.model(),
         topology,
         boundaries=study.boundaries,
-        microbatches=3,
+        microbatches=MICROBATCHES,
         zero=zero,
-        tracer=study.tracer,
-        batch_dim={name: None for name in study.microbatches(0, 0)[0] if name in ("pixel_values", "image_grid_thw")},
-        example_kwargs=study.microbatches(0, 0)[0],
+        batch_dim=study.rules,
+        example_kwargs=study.one_batch(0, 0),
     )
-    optimizer = fb.optimizer(torch.optim.SGD, lr=0.1)
+    optimizer = fb.optimizer(torch.optim.SGD, lr=RATE)
     replica = topology.data_rank if data > 1 else 0
     losses = []
     for step in range(2):
         optimizer.zero_grad()
-        losses.append(fb.step_microbatches([((), one) for one in study.microbatches(step, replica)]))
+        if in_one:
+            losses.append(fb(**study.one_batch(step, replica)))
+        else:
+            losses.append(fb.step_microbatches([((), one) for one in study.microbatches(step, replica)]))
         optimizer.step()
     return {"losses": losses, "state": fb.state_dict(full=True), "stages": str(fb.stages)}
 
 
-def plainly(name: str, data: int) -> dict[str, Any]:
+def plainly(name: str, data: int, in_one: bool) -> dict[str, Any]:
     """The same in plain PyTorch: a step's micro-batches of all replicas, one after another."""
     study = STUDIES[name]
     model = study.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
     takes_items = Items.of(model, None, True) is not None
     for step in range(2):
         optimizer.zero_grad()
-        every = [one for replica in range(data) for one in study.microbatches(step, replica)]
-        labels = [(one["labels"][:, 1:] if one["labels"].dim() > 1 else one["labels"]) for one in every]
-        total, items = 0.0, sum(int((one != NONE_LEFT).sum()) for one in labels)
+        parts = study.cut if in_one else study.microbatches
+        every = [one for replica in range(data) for one in parts(step, replica)]
+        items = sum(int((one["labels"][..., 1:] != NONE_LEFT).sum()) for one in every if "labels" in one)
+        total = 0.0
         for one in every:
             extra = {"num_items_in_batch": torch.tensor(items / len(every))} if takes_items else {}
-            loss = model(**one, **extra).loss / len(every)
+            loss = model(**one, **extra)["loss"] / len(every)
             loss.backward()
             total += loss.detach()
         losses.append(total)
@@ -286,30 +388,50 @@ def furthest(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs if b.is_floating_point())
 
 
+WAYS = [(4, 1, 0), (2, 2, 1)]
+
+
+def missing(name: str) -> str:
+    """Why a model cannot be built here; "" for one that can."""
+    try:
+        STUDIES[name].model()
+    except (ImportError, RuntimeError) as error:
+        return f"{name} is left out: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
 def main(names: Sequence[str]) -> None:
     pool, rows = Pool(), []
     for name in names or STUDIES:
+        if told := missing(name):
+            print(told, flush=True)
+            continue
         row: list[Any] = [name]
-        for pipe, data, zero in ((4, 1, 0), (2, 2, 1)):
-            ranks = pool.run(train, name, pipe, data, zero, ranks=4, seconds=200.0)
-            off = max(furthest(one, plainly(name, data)) for one in ranks)
-            row += [off]
-        tracer = ranks[0]["stages"].partition("captured by ")[2].partition(",")[0]
-        rows.append([*row, tracer])
+        for in_one in (False, True):
+            for pipe, data, zero in WAYS:
+                ranks = pool.run(train, name, pipe, data, zero, in_one, ranks=4, seconds=200.0)
+                wanted = plainly(name, data, in_one)
+                row += [max(furthest(one, wanted) for one in ranks)]
+        tracer = ranks[0]["stages"].partition("captured by the ")[2].partition(" tracer")[0]
+        whole = [part for part, rule in STUDIES[name].boundaries.items() if "whole" in rule]
+        rows.append([*row, tracer, ", ".join(f"`{part}`" for part in whole)])
         print(rows[-1], flush=True)
     pool.close()
-    print(tabulate(rows, headers=["model", "zero=0, pipe 4", "zero=1, pipe 2 × data 2", "captured by"], floatfmt=".1e"))
+    ways = [f"{given}, zero={zero}" for given in ("apart", "in one batch") for _, _, zero in WAYS]
+    headers = ["model", *ways, "captured by", "what is whole"]
+    print(tabulate(rows, headers=headers, floatfmt=".1e", tablefmt="github"))
+
+
+def in_one_process(names: Sequence[str]) -> None:
+    for name in names or STUDIES:
+        for in_one in (False, True):
+            got, wanted = train(name, 4, 1, 0, in_one), plainly(name, 1, in_one)
+            print(got["stages"].partition("captured")[2])
+            print(name, furthest(got, wanted), got["losses"], wanted["losses"], flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["local"]:
-        for name in sys.argv[2:] or STUDIES:
-            try:
-                got = train(name, 4, 1, 0)
-                print(got["stages"].partition("captured")[2])
-                wanted = plainly(name, 1)
-                print(name, furthest(got, wanted), got["losses"], wanted["losses"], flush=True)
-            except Exception as error:
-                print(name, type(error).__name__, str(error)[:1500], flush=True)
+        in_one_process(sys.argv[2:])
     else:
         main(sys.argv[1:])

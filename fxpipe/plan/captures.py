@@ -17,7 +17,6 @@ from fxpipe import passes as default_passes
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
@@ -26,15 +25,17 @@ from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.observed import SeenCalls, declared, observe
+from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
-from fxpipe.plan.sizes import sizes_between, told_of_nothing
+from fxpipe.plan.sizes import sizes_between, told_of_nothing, unlike
 from fxpipe.plan.varying import FAMILIES, Count, Family, family_of
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
 from fxpipe.trace.cuts_by_name import regions, resolve
+from fxpipe.trace.patching import aside
 from fxpipe.trace.regions import Region
 from fxpipe.trace.request import Place
 
@@ -68,6 +69,8 @@ class Captured:
 
 MOST = 64
 """Captures that are kept, beyond those of the batch at hand."""
+OBSERVED = 16
+"""Micro-batches of which is remembered what regions that are kept whole returned."""
 LATER = "this kind of batch came after compile"
 
 
@@ -94,7 +97,7 @@ class Captures:
     whole: tuple[Region, ...] = ()
     """What is kept whole, and runs for real in every step."""
     observed: list[tuple[Description, SeenCalls]] = field(default_factory=list)
-    """What it was last seen to do, and on what micro-batch."""
+    """What it was seen to do of late, and on what micro-batch."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
@@ -184,13 +187,16 @@ class Captures:
     ) -> Captured:
         """The stages that the first tracer makes whose stages are right. ``free``: dimensions that may be symbolic."""
         accepted: list[Captured] = []
+        cuts: list[Program] = []
 
         def accept(program: Program) -> None:
             if program.tracer in self.wrong:
                 raise TraceError(self.wrong[program.tracer])
             cut, made = self._cut(program, pattern, shape)
             places = [i for i, other in enumerate(pattern.shapes) if not made.of_one_shape or other == shape]
-            accepted.append(self._checked(made, request, sample, places))
+            with aside():
+                accepted.append(self._checked(made, request, sample, places))
+            cuts.append(cut)
             self.first = self.first or cut
 
         request = Request(
@@ -226,7 +232,8 @@ class Captures:
             for path, name in seen.sets  # which only regions read, or a capture refuses
         }
         self.reads.keep(noted - own, roots, _called(program))
-        (made,) = accepted
+        (made,), (cut,) = accepted, cuts
+        watch(cut, self.reads.changed)
         return made
 
     def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> SeenCalls:
@@ -236,9 +243,10 @@ class Captures:
         if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
             with progress("running what is kept whole"):
                 found |= observe(request, sample.batches[pattern.shapes.index(shape)])
-            self.observed[:] = [(shape, found)]
+            self.observed.append((shape, found))
+            del self.observed[:-OBSERVED]
         elif self.observed and shape is not None:
-            (then, calls) = self.observed[0]
+            (then, calls) = min(self.observed, key=lambda seen: unlike(seen[0], shape))
             found |= {key: seen.guessed(sizes_between(then, shape)) for key, seen in calls.items()}
         return found
 
@@ -309,8 +317,7 @@ def _on_meta(model: nn.Module) -> bool:
 def _called(program: Program) -> list[nn.Module]:
     """The submodules that the program calls as they are."""
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
-    whole = [part for kept in program.opaque.values() if isinstance(kept, KeptWhole) for part in kept.parts.values()]
-    return [program.module.get_submodule(target) for target in targets - program.opaque.keys()] + whole
+    return [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
 
 
 def _told(model: nn.Module, program: Program) -> str:

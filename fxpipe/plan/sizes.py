@@ -52,6 +52,12 @@ def sizes_between(then: Description, now: Description) -> dict[int, int]:
     return {old: new.pop() for old, new in found.items() if len(new) == 1}
 
 
+def unlike(then: Description, now: Description) -> tuple[int, int]:
+    """How little one micro-batch tells of another: how many of its sizes are several there, and how many others."""
+    told, sizes = sizes_between(then, now), {size for _, _, leaf in tensors_of(then) for size in leaf.shape}
+    return len(sizes - told.keys()), sum(old != new for old, new in told.items())
+
+
 def outline(description: Description) -> Hashable:
     """What micro-batches that differ in sizes alone have in common."""
     return tuple(

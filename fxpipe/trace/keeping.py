@@ -15,7 +15,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.kept import TENSOR, KeptWhole, Structure
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
-from fxpipe.trace.patching import patched, refuse
+from fxpipe.trace.patching import aside, patched, refuse
 from fxpipe.trace.regions import Region, SeenCall
 from fxpipe.trace.request import Request
 
@@ -26,6 +26,8 @@ class RegionCall:
 
     region: Region
     number: int
+    target: str
+    """Under which name the graph calls it."""
     seen: SeenCall
     kept: KeptWhole
     values: list[Any]
@@ -35,11 +37,6 @@ class RegionCall:
     def key(self) -> tuple[str, int]:
         """Which call it is."""
         return self.region.name, self.number
-
-    @property
-    def target(self) -> str:
-        """Under which name the graph calls it."""
-        return f"whole_{self.region.name.replace('.', '_')}_{self.number}"
 
     def stack(self, around: Mapping[str, Any]) -> dict[str, Any]:
         """The submodules that it is called in, and it itself, as a node tells them."""
@@ -86,7 +83,8 @@ class Regions:
 
     def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.runs():
-            return inner(*args, **kwargs)
+            with aside():
+                return inner(*args, **kwargs)
         given = Structure((args, kwargs), self.is_value)
         if given.foreign is not TENSOR:
             raise refuse(
@@ -97,9 +95,12 @@ class Regions:
         seen = self._seen(region, number)
         module = self.request.module
         returned = Structure(seen.returned, lambda leaf: isinstance(leaf, TensorLike))
-        parts = {path.replace(".", "_"): module.get_submodule(path) for path in seen.parts}
+        parts = {str(place): module.get_submodule(path) for place, path in enumerate(seen.parts)}
         kept = KeptWhole(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
-        call = RegionCall(region, number, seen, kept, list(given.tensors))
+        kept.attributes = seen.sets | seen.asks
+        place = self.request.whole.index(region)  # enc.proj and enc_proj are two
+        target = f"whole_{region.name.replace('.', '_')}_{place}_{number}"
+        call = RegionCall(region, number, target, seen, kept, list(given.tensors))
         self.calls.append(call)
         return returned.filled(self.carry(call))
 

@@ -29,7 +29,8 @@ class SeenCall:
 
     ``returned``: what it returned, with a ``TensorLike`` for each tensor. ``parts``: the submodules that it has called;
     ``reads``: the parameters and buffers that it may use, ``writes``: those that it has written, by name; ``sets``: the
-    attributes that it has changed, (the path of their module, their name).
+    attributes that it has changed, (the path of their module, their name); ``asks``: those that it or another region
+    has changed and that it has read. ``given``: sizes of the tensors that it was given.
     """
 
     returned: Any
@@ -37,6 +38,8 @@ class SeenCall:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     sets: frozenset[tuple[str, str]] = frozenset()
+    asks: frozenset[tuple[str, str]] = frozenset()
+    given: frozenset[int] = frozenset()
 
     @property
     def likes(self) -> list[TensorLike]:
@@ -46,7 +49,8 @@ class SeenCall:
     def guessed(self, sizes: Mapping[int, int]) -> SeenCall:
         """What it may do for a batch of other ``sizes``: those of its inputs then → those now. A guess, from which a
         capture begins: what it returns is held against the capture in each step."""
-        return replace(self, returned=_guessed(self.returned, sizes))
+        known = {old: new for old, new in sizes.items() if old in self.given}  # a length may equal a layer's width
+        return replace(self, returned=_guessed(self.returned, known))
 
     @property
     def general(self) -> SeenCall:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import FxpipeError, PartitionError, RunError, Topology, TraceError
-from tests.harness import Run, assert_run, compiled, engine_of, reference, trained
+from tests.harness import Run, assert_run, assert_same, compiled, engine_of, reference, trained
 from tests.models import WIDTH, Case, linear, vectors
 
 
@@ -232,3 +232,241 @@ def test_a_refusal_names_what_could_be_kept_whole() -> None:
     rules = {"behind": "before", "head": "before"}
     with pytest.raises(TraceError, match=r'boundaries=\{"region": "whole"\}'):
         compiled(replace(SELECTING, ranks=3), boundaries=rules, tracer="export", example_kwargs=SELECTING.batch())
+
+
+class Odder(nn.Module):
+    """Does in some steps, by the values of its input, what it has not done in the example."""
+
+    ema: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner, self.flag = how, linear(), False
+        self.register_buffer("ema", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x)
+        if x.sum().item() > 0:
+            return h.detach() if self.how == "detaches" else h
+        if self.how == "writes":
+            self.ema.mul_(2)
+        if self.how == "assigns":
+            self.ema = self.ema * 2
+        if self.how == "flags":
+            self.flag = True
+        return h.double() if self.how == "widens" else h
+
+
+class AroundIt(nn.Module):
+    """Code in another stage reads what the region holds."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.before, self.region, self.head = how, linear(), Odder(how), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.region(x + 0 * self.before(x))
+        h = self.head(h.float()) * (self.region.ema if self.how == "writes" else 1)
+        return h.square().mean() * (2 if self.how == "flags" and self.region.flag else 1) + y.mean()
+
+
+POSITIVE = {"x": torch.ones(4, WIDTH), "y": torch.zeros(4, WIDTH)}
+NEGATIVE = {"x": -torch.ones(4, WIDTH), "y": torch.zeros(4, WIDTH)}
+AROUND = {"region": "whole", "head": "before"}
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("writes", "region, which is kept whole, changes region.ema"),
+        ("assigns", r"assigns region.ema.*self.ema.copy_"),
+        ("flags", "changes region.flag"),
+        ("widens", "of torch.float64, but of torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_what_it_did_not_do_in_the_example_is_refused_where_others_would_not_see_it(
+    how: str, told: str, tracer: str
+) -> None:
+    case = Case(lambda: AroundIt(how), vectors, ranks=2, microbatches=2)
+    forward_backward = compiled(case, boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)
+    model = case.model()
+    assert_same(forward_backward(**POSITIVE), model(**POSITIVE).detach(), "loss", 1e-6)
+    if (how, tracer) == ("widens", "symbolic"):  # which follows types
+        assert_same(forward_backward(**NEGATIVE), model(**NEGATIVE).detach(), "loss", 1e-6)
+        return
+    with pytest.raises(RunError, match=told):
+        forward_backward(**NEGATIVE)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_a_gradient_is_not_lost_where_the_example_needed_none(tracer: str) -> None:
+    """Behind a branch on a value; and where what was frozen is trained."""
+    case = Case(lambda: AroundIt("detaches"), vectors, stages=2, ranks=2, microbatches=2)
+    wanted, _ = reference(case, [POSITIVE, NEGATIVE])
+    assert wanted.gradients[0]["region.inner.weight"] is None
+    assert wanted.gradients[1]["region.inner.weight"] is not None
+    assert_run([trained(case, [POSITIVE, NEGATIVE], boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)], wanted)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_what_was_frozen_may_be_trained_later(tracer: str) -> None:
+    model = Case(lambda: AroundIt(""), vectors).model().requires_grad_(False)
+    model.get_submodule("head").requires_grad_(True)
+    plain = Case(lambda: AroundIt(""), vectors).model()
+    options: Any = {"boundaries": AROUND, "tracer": tracer, "example_kwargs": NEGATIVE, "microbatches": 1}
+    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), **options)
+    forward_backward(**NEGATIVE)
+    forward_backward.zero_grad()
+    model.requires_grad_(True)
+    forward_backward(**NEGATIVE)
+    plain(**NEGATIVE).backward()
+    assert_same(
+        model.get_parameter("region.inner.weight").grad, plain.get_parameter("region.inner.weight").grad, "", 1e-6
+    )
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_an_attribute_of_a_region_that_others_read_may_be_set_between_steps(tracer: str) -> None:
+    case = Case(lambda: AroundIt("flags"), vectors, ranks=2, microbatches=1)
+    model: Any = case.model()
+    options: Any = {"boundaries": AROUND, "tracer": tracer, "example_kwargs": POSITIVE, "microbatches": 1}
+    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), **options)
+    once = forward_backward(**POSITIVE)
+    model.region.flag = True
+    assert torch.equal(forward_backward(**POSITIVE), 2 * once)
+
+
+class Counting(nn.Module):
+    """Counts its calls, in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = linear(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * min(self.calls, 2)
+
+
+class Counted(nn.Module):
+    """Its counter is set in one region, and set again or read in another one, as ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.region, self.other, self.head, self.how = Counting(), linear(), linear(), how
+
+    def reader(self, x: Tensor) -> Tensor:
+        return x * float(self.region.calls)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.other(self.region(x))
+        h = self.region(h) if self.how == "twice" else self.reader(h)
+        return self.head(h).square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+@pytest.mark.parametrize(("how", "second"), [("twice", "region"), ("read", "reader")])
+def test_an_attribute_of_regions_in_two_stages_is_refused(tracer: str, how: str, second: str) -> None:
+    """Each rank would count by itself: a silent difference from one process."""
+    case = Case(lambda: Counted(how), vectors, stages=2, ranks=2)
+    batches = [case.batch(number) for number in range(2)]
+    rules = {"region": "whole", "reader": "whole"} if how == "read" else {"region": "whole"}
+    told = f"region.calls, an attribute .* by region in stage .* and by {second} in stage"
+    with pytest.raises(PartitionError, match=told):
+        compiled(case, boundaries=rules | {"other": "before"}, tracer=tracer, example_kwargs=batches[0])
+
+
+@pytest.mark.parametrize("how", ["twice", "read"])
+def test_an_attribute_of_regions_in_one_stage_is_as_in_plain_pytorch(how: str) -> None:
+    case = Case(lambda: Counted(how), vectors, stages=2, ranks=2)
+    batches = [case.batch(number) for number in range(2)]
+    rules = {"region": "whole", "reader": "whole"} if how == "read" else {"region": "whole"}
+    wanted, _ = reference(case, batches)
+    run = trained(case, batches, boundaries=rules | {"head": "before"}, tracer="export", example_kwargs=batches[0])
+    assert_run([run], wanted, 1e-6)
+
+
+class Splits(nn.Module):
+    """As Qwen2-VL: a tensor for each image, of which a grid of three columns has a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.see, self.head = nn.Embedding(9, WIDTH), nn.Linear(8, WIDTH), linear()
+
+    def features(self, pixels: Tensor, grid: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.see(pixels).split(grid.prod(1).tolist()))
+
+    def forward(self, words: Tensor, pixels: Tensor, grid: Tensor, images: Tensor) -> Tensor:
+        seen = torch.stack([image.mean(0) for image in self.features(pixels, grid)]).mean(0)
+        return self.head(self.embed(words) + seen).square().mean()
+
+
+def images_and_words(counts: Any, length: int) -> dict[str, Tensor]:
+    """Two rows of words for each count, which is how many images the first has, of four patches each."""
+    generator = torch.Generator().manual_seed(length)
+    return {
+        "words": torch.randint(9, (2 * len(counts), length), generator=generator),
+        "pixels": torch.randn(4 * sum(counts), 8, generator=generator),
+        "grid": torch.tensor([[1, 2, 2]]).repeat(sum(counts), 1),
+        "images": torch.tensor([number for count in counts for number in (count, 0)]),
+    }
+
+
+def test_as_many_tensors_as_images_are_guessed_from_the_likest_micro_batch_seen() -> None:
+    """Three images and three columns: the last one seen does not tell which of them a list of three goes with."""
+    case = Case(Splits, vectors, stages=2, ranks=2, microbatches=3)
+    example = images_and_words((1, 2, 3), WIDTH)  # as many words as a layer is wide
+    rules = {"grid": fxpipe.Packed("images"), "pixels": fxpipe.Packed(lambda grid: grid.prod(1), of="grid")}
+    forward_backward = compiled(
+        case,
+        boundaries={"features": "whole", "head": "before"},
+        tracer="export",
+        batch_dim=rules,
+        example_kwargs=example,
+    )
+    model = case.model()
+    for length in (4, 5):
+        parts = [images_and_words((count,), length) for count in (4, 1, 3)]
+        loss = forward_backward.step_microbatches([((), part) for part in parts])
+        wanted = sum(model(**part).detach() / 3 for part in parts)
+        assert torch.allclose(loss, wanted, rtol=1e-6)
+
+
+class Scaled(nn.Module):
+    """A region, by its ``.item()``; each has a factor of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = linear(), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (self.factor if x.sum().item() > -1e9 else 1.0)
+
+
+class Namesakes(nn.Module):
+    """Two regions whose names differ by a dot, and a third one whose name ends as that of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.ModuleDict({"proj": Scaled(2.0), "proj_0": Scaled(3.0)})
+        self.enc_proj, self.head = Scaled(5.0), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.enc["proj"](x) + self.enc_proj(2 * x) + self.enc["proj_0"](x) + self.enc["proj"](3 * x)
+        return (self.head(h) - y).square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_regions_whose_names_differ_by_a_dot_are_two(tracer: str) -> None:
+    case = Case(Namesakes, vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
+    rules = {"enc.*": "whole", "enc_proj": "whole", "head": "before"}
+    wanted, _ = reference(case, [case.batch()])
+    assert_run(
+        [
+            trained(
+                case, [case.batch()], boundaries=rules, tracer=tracer, example_kwargs=case.batch(), check_capture=True
+            )
+        ],
+        wanted,
+    )

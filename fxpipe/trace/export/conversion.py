@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
+from fxpipe.graph.kept import TENSOR
 from fxpipe.graph.modes import Autocast, Modes
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program, SizeGuard
 from fxpipe.torch_compat import (
@@ -45,9 +46,6 @@ from fxpipe.trace.keeping import RegionCall
 from fxpipe.trace.patching import UNREGISTERED, patched
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import is_users
-
-TENSOR = object()
-"""Stands for a tensor among the leaves of a result."""
 
 _BOUNDARY = torch.ops.fxpipe.boundary.default
 _WHOLE = torch.ops.fxpipe.whole.default
@@ -225,6 +223,7 @@ class _Conversion:
         given = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
         args = [fx.node.map_arg(next(given[isinstance(value, Tensor)]), self._read) for value in call.values]
         call.kept.guard = guard = self._guards[call.key]
+        call.kept.of_one_type = True
         args += [self._graph.call_function(_SIZE, (self._tensor(place), dim)) for place, dim in guard.others]
         made = self._graph.create_node("call_module", call.target, tuple(args), name=call.target)
         self._regions[call.key] = made

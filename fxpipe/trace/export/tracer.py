@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, recording, words
-from fxpipe.graph.kept import KeptWhole
+from fxpipe.graph.kept import TENSOR, KeptWhole
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
@@ -32,7 +32,7 @@ from fxpipe.torch_compat import (
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.export.boundary_operator import marked
-from fxpipe.trace.export.conversion import TENSOR, Traced, modes_as_operations
+from fxpipe.trace.export.conversion import Traced, modes_as_operations
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
 from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, symbolic_lengths
 from fxpipe.trace.export.whole_operator import SizeClauses, whole

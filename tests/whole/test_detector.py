@@ -1,0 +1,151 @@
+"""A detector of one's own, built as torchvision's: images and boxes come as lists, NumPy matches them in the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import Packed, Topology
+from tests.harness import accumulate, assert_same, engine_of, replica_of
+from tests.models import Inputs
+
+CHANNELS, KINDS, STRIDE = 4, 3, 4
+
+
+class Detector(nn.Module):
+    """images: (3, height, width) each, of any sizes; targets: {"boxes": (n, 4), "labels": (n,)} each, n from 0 up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, CHANNELS, 3, stride=2, padding=1)
+        self.body = nn.Conv2d(CHANNELS, CHANNELS, 3, stride=2, padding=1)
+        self.neck = nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.head = nn.Conv2d(CHANNELS, KINDS + 4, 3, padding=1)
+
+    def prepare(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """Images padded to the largest one; ValueError for a box without an area."""
+        for target in targets:
+            if (target["boxes"][:, 2:] <= target["boxes"][:, :2]).any():
+                raise ValueError(f"a box without an area: {target['boxes'].tolist()}")
+        sizes = [-(-max(image.shape[dim] for image in images) // STRIDE) * STRIDE for dim in (1, 2)]
+        padded = images[0].new_zeros(len(images), 3, *sizes)
+        for place, image in zip(padded, images, strict=True):
+            place[:, : image.shape[1], : image.shape[2]] = (image - 0.5) / 0.25
+        return padded, [{**target, "boxes": target["boxes"] / STRIDE} for target in targets]
+
+    def losses(self, found: Tensor, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Each cell of the map is matched with the box that it lies in, the smallest of several."""
+        kinds, corners = found[:, :KINDS], found[:, KINDS:]
+        y, x = numpy.mgrid[: found.shape[2], : found.shape[3]] + 0.5
+        wanted, misses = torch.zeros_like(kinds), []
+        for row, target in enumerate(targets):
+            boxes = target["boxes"].numpy()
+            for number in numpy.argsort(-(boxes[:, 2:] - boxes[:, :2]).prod(1), kind="stable"):
+                left, top, right, bottom = boxes[number]
+                inside = torch.from_numpy((x > left) & (x < right) & (y > top) & (y < bottom))
+                wanted[row, :, inside] = 0.0
+                wanted[row, int(target["labels"][number]), inside] = 1.0
+                if inside.any():
+                    misses.append((corners[row, :, inside] - target["boxes"][number][:, None]).abs().mean())
+        classes = nn.functional.binary_cross_entropy_with_logits(kinds, wanted)
+        return {"classes": classes, "boxes": sum(misses) / len(misses) if misses else corners.sum() * 0}
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
+        batch, targets = self.prepare(images, targets)
+        features = torch.relu(self.neck(torch.relu(self.body(torch.relu(self.stem(batch))))))
+        return sum(self.losses(self.head(features), targets).values())  # type: ignore[return-value]
+
+
+CUTS = {"prepare": "whole", "losses": "whole", "body": "before", "neck": "before", "head": "before"}
+LISTS = {"images": Packed(1), "targets": Packed(1)}
+ROWS, MICROBATCHES, STEPS = 6, 3, 2
+
+
+def batch_of(step: int, replica: int = 0) -> Inputs:
+    """The second image of each has no box, and the others up to three."""
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    images, targets = [], []
+    for row in range(ROWS):
+        height, width = torch.randint(10, 24, (2,), generator=generator).tolist()
+        count = 0 if row == 1 else int(torch.randint(1, 4, (1,), generator=generator))
+        corner = torch.rand(count, 2, generator=generator) * 8
+        boxes = torch.cat([corner, corner + 4 + torch.rand(count, 2, generator=generator) * 8], 1)
+        images.append(torch.rand(3, height, width, generator=generator))
+        targets.append({"boxes": boxes, "labels": torch.randint(0, KINDS, (count,), generator=generator)})
+    return {"images": images, "targets": targets}
+
+
+def built() -> Detector:
+    torch.manual_seed(0)
+    return Detector()
+
+
+def compiled(pipe: int, data: int, **options: Any) -> fxpipe.ForwardBackward:
+    return fxpipe.compile(
+        built(),
+        Topology([("pipe", pipe), ("data", data)]),
+        boundaries=CUTS,
+        microbatches=MICROBATCHES,
+        batch_dim=LISTS,
+        example_kwargs=batch_of(0),
+        **options,
+    )
+
+
+def trained(pipe: int, data: int, zero: int) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    forward_backward = compiled(pipe, data, zero=zero)
+    replica = replica_of(forward_backward.topology) if data > 1 else 0
+    optimizer, losses = forward_backward.optimizer(torch.optim.SGD, lr=0.1), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(forward_backward(**batch_of(step, replica)))
+        optimizer.step()
+    return losses, forward_backward.state_dict(full=True), len(forward_backward.stages)
+
+
+def wanted(data: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Plain PyTorch, over micro-batches of all replicas that are cut by hand."""
+    model, losses, size = built(), [], ROWS // MICROBATCHES
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = [
+            {name: value[row : row + size] for name, value in batch_of(step, replica).items()}
+            for replica in range(data)
+            for row in range(0, ROWS, size)
+        ]
+        losses.append(accumulate(lambda _, part: model(**part), parts, [1.0] * len(parts))[0])
+        optimizer.step()
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("engine", "pipe", "data", "zero"),
+    [("local", 4, 1, 0), ("distributed", 4, 1, 0), ("distributed", 2, 2, 1)],
+)
+def test_images_and_boxes_in_lists_train_as_in_plain_pytorch(
+    engine: str, pipe: int, data: int, zero: int, request: pytest.FixtureRequest
+) -> None:
+    losses, state = wanted(data)
+    tolerance = 1e-6 if data > 1 else 0.0
+    for found, kept, stages in engine_of(engine, lambda: request.getfixturevalue("pool"))(
+        pipe * data, trained, pipe, data, zero
+    ):
+        assert stages == 4
+        for got, loss in zip(found, losses, strict=True):
+            assert_same(got, loss, "loss", tolerance)
+        for name, tensor in state.items():
+            assert_same(kept[name], tensor, name, tolerance)
+
+
+def test_what_the_region_refuses_by_itself_says_which_micro_batch() -> None:
+    forward_backward, batch = compiled(4, 1), batch_of(1)
+    batch["targets"][4] = {"boxes": torch.tensor([[3.0, 3.0, 3.0, 9.0]]), "labels": torch.tensor([0])}
+    with pytest.raises(ValueError, match="a box without an area") as error:
+        forward_backward(**batch)
+    assert any("micro-batch 2" in note for note in error.value.__notes__)
