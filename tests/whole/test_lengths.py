@@ -293,7 +293,7 @@ def dropping(sizes: Sequence[tuple[int, int]], most: int, kinds: int) -> Found:
         needed = len(set(planner.first.captures)) + 2  # the batch at hand may have micro-batches of two sizes
         assert len(planner.captures.kept) <= max(most, needed)
         known: list[Any] = [inside.agreement._settled, inside.agreement._told, inside.agreement._numbers]
-        assert all(len(table) <= kinds for table in [*known, inside._outcomes, inside._check._counts])
+        assert all(len(table) <= kinds for table in [*known, inside._outcomes, inside._check.counts._of_plan])
         numbers = {number for agreed in inside.agreement._settled.values() for number in agreed.looks}
         exchange = forward_backward._exchange
         if isinstance(exchange, WireExchange):
