@@ -121,10 +121,10 @@ def compile(
         parallelize: ``(stage_module, mesh) -> None``, applied to this rank's stages: FSDP2, tensor parallelism, ...
         stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``; under a table
             with I and W to its forward, I and W, as graphs of operators.
-        check_batches: in the first 3 calls with each kind of batch, and in every 100th of them, the inputs that two or
-            more ranks of a pipe group were given are compared by a digest, one call later: what differs is a RunError.
-            So are those of a tensor group, in the first 3 steps and every 100th; equal batches of replicas are warned
-            of. False: nothing is compared.
+        check_batches: in the first 3 calls of each capture and every 100th of them, and in the first 3 with each of the
+            first 8 kinds of batch, the inputs that two or more ranks of a pipe group were given are compared by a
+            digest, one call later: what differs is a RunError. So are those of a tensor group, in the first 3 steps and
+            every 100th; equal batches of replicas are warned of. False: nothing is compared.
         check_capture: whether the stages are run once against the model, forward and backward, on two micro-batches of
             the example, and losses, gradients and buffers compared; "auto" goes on to the next tracer where they
             differ. Forward hooks of the model run then, too; module attributes and containers in them, buffers and

@@ -1,6 +1,6 @@
-"""Foreseen: what a gather came to the last time, so that ranks need only tell each other whether all expect the same.
+"""Foreseen: what a gather will come to, so that ranks need only tell each other whether all expect the same.
 
-An all-gather of gloo takes a hop for each rank of the group, one behind another. A maximum over two numbers takes far
+An all-gather of gloo takes a hop for each rank of the group, one behind another. A maximum over a few numbers takes far
 less, and tells every rank alike whether all brought the same: where max(h) = min(h), which is −max(−h).
 """
 
@@ -11,46 +11,48 @@ from collections.abc import Sequence
 
 from fxpipe.distributed.whereabouts import ALIKE_BITS
 
-Values = tuple[int, ...]
+Values = tuple[bytes, ...]
 _KEPT = 4096
 _HASH = (1 << 32) - 1
+_MORE = (1 << 63) - 1
 _ALIKE = (1 << ALIKE_BITS) - 1
-UNKNOWN = (1 << 63) - 1, (1 << 63) - 1
-"""The words of a rank that expects nothing: with them no ranks agree."""
 
 
 class Foreseen:
-    """What items have come to. Ranks may remember different things: then they do not agree, and gather."""
+    """What messages have come to. Ranks may remember different things: then they do not agree, and gather."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[object, int], Values] = {}
+        self._values: dict[tuple[object, bytes], Values] = {}
 
-    def of(self, scope: object, item: int) -> Values | None:
-        """The values of all ranks, when this one had the same item."""
-        return self._values.get((scope, item))
+    def of(self, scope: object, mine: bytes, count: int) -> Values:
+        """What ``count`` ranks will bring, this one ``mine``: what they brought beside it the last time, or else the
+        same."""
+        return self._values.get((scope, mine)) or (mine,) * count
 
-    def keep(self, scope: object, item: int, values: Values) -> None:
+    def keep(self, scope: object, mine: bytes, values: Values) -> None:
         if len(self._values) >= _KEPT:
             self._values.clear()
-        self._values[scope, item] = values
+        self._values[scope, mine] = values
 
 
-def words(mark: int, values: Values | None) -> tuple[int, int]:
-    """What a rank brings: a hash of the call and of what it expects, with what must be alike, and both less than
-    nothing, so that the maxima tell the least and the greatest. ``mark``: as ``whereabouts.LastCall`` has it."""
-    if values is None:
-        return UNKNOWN
+def words(mark: int, values: Values) -> tuple[int, int, int, int]:
+    """What a rank brings: a hash of the call and of what it expects, with what must be alike, and more of the hash; and
+    each of both less than nothing, so that the maxima tell the least and the greatest. ``mark``: as
+    ``whereabouts.LastCall`` has it."""
     call, alike = mark >> ALIKE_BITS, mark & _ALIKE
-    told = hashlib.blake2b(repr((call, values)).encode(), digest_size=4).digest()
-    number = int.from_bytes(told, "little")
-    return number << ALIKE_BITS | alike, (_HASH - number) << ALIKE_BITS | (_ALIKE - alike if alike else 0)
+    each_once = {value: place for place, value in enumerate(dict.fromkeys(values))}  # they may be long
+    text = repr((call, list(each_once), [each_once[value] for value in values]))
+    told = hashlib.blake2b(text.encode(), digest_size=12).digest()
+    number, more = int.from_bytes(told[:4], "little"), int.from_bytes(told[4:], "little") >> 1
+    least = (_HASH - number) << ALIKE_BITS | (_ALIKE - alike if alike else 0)
+    return number << ALIKE_BITS | alike, least, more, _MORE - more
 
 
 def agree(greatest: Sequence[int]) -> bool:
     """Whether all ranks that brought words with these maxima expect the same; what must be alike is left out by some,
     who have 0 there."""
-    most, least = greatest
-    if most >> ALIKE_BITS != _HASH - (least >> ALIKE_BITS):
+    most, least, more, less = greatest
+    if most >> ALIKE_BITS != _HASH - (least >> ALIKE_BITS) or more != _MORE - less:
         return False
     alike = most & _ALIKE
     return not alike or alike == _ALIKE - (least & _ALIKE)

@@ -320,45 +320,60 @@ class DistributedTransport:
             raise PeerLost(f"a message with {self.watch.named(link.peer)}", (link.peer,), error) from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
-        group, count = self._member(self._hosts, scope), len(self._ranks[scope])
-        if count == 1:
+        group = self._member(self._hosts, scope)
+        if len(self._ranks[scope]) == 1:
             return [item]
-        # torch's all_gather_object pickles. As data, and filled up to the longest.
-        told, names = encode_for_all(item), [f"rank {rank}" for rank in self._ranks[scope]]
-        longest = max(map(check_length, self.gather_int(scope, len(told)), names))
-        mine = torch.frombuffer(bytearray(told.ljust(longest)), dtype=torch.uint8)
-        items = torch.empty(count * longest, dtype=torch.uint8, device="cpu")
-        self._together("an all-gather", scope, group, all_gather_single, items, mine)
-        return [decode(bytes_of(each), name) for each, name in zip(items.chunk(count), names, strict=True)]
+        # torch's all_gather_object pickles. As data.
+        everyone = zip(self._gathered(scope, group, encode_for_all(item)), self._names(scope), strict=True)
+        return [decode(told, name) for told, name in everyone]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         group = self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return (item,)
-        expected = self._foreseen.of(scope, item)
+        everyone = self._gathered(scope, group, item.to_bytes(8, "little", signed=True))
+        return tuple(int.from_bytes(told, "little", signed=True) for told in everyone)
+
+    def _names(self, scope: str) -> list[str]:
+        return [f"rank {rank}" for rank in self._ranks[scope]]
+
+    def _gathered(self, scope: str, group: dist.ProcessGroup, told: bytes) -> tuple[bytes, ...]:
+        """What each rank tells. Whatever that is, ranks in different calls have done the same until they know it."""
+        count = len(self._ranks[scope])
+        expected = self._foreseen.of(scope, told, count)
         greatest = torch.tensor(words(entered.mark, expected), device="cpu")
         self._together("an all-gather", scope, group, dist.all_reduce, greatest, dist.ReduceOp.MAX)
-        if expected is not None and agree(greatest.tolist()):
+        if agree(greatest.tolist()):
             return expected
-        items = torch.empty(2 * len(self._ranks[scope]), dtype=torch.int64, device="cpu")
-        mine = torch.tensor([entered.mark, item], device="cpu")
-        self._together("an all-gather", scope, group, all_gather_single, items, mine)
-        marks, values = items.view(-1, 2).T.tolist()
+        heads = self._gathered_bytes(scope, group, _head(entered.mark, told), _HEAD)
+        marks, lengths = zip(*(_numbers_of(head) for head in heads), strict=True)
         if len(set(marks)) > 1 and are_apart(marks):
             self._differ(scope, group)
-        self._foreseen.keep(scope, item, tuple(values))
-        return tuple(values)
+        longest = max(map(check_length, lengths, self._names(scope)))
+        texts = [head[_NUMBERS:] for head in heads]
+        if longest > _IN_HEAD:
+            rests = self._gathered_bytes(scope, group, told[_IN_HEAD:], longest - _IN_HEAD)
+            texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
+        values = tuple(text[:length] for text, length in zip(texts, lengths, strict=True))
+        if longest <= _IN_HEAD:
+            self._foreseen.keep(scope, told, values)
+        return values
+
+    def _gathered_bytes(self, scope: str, group: dist.ProcessGroup, told: bytes, size: int) -> list[bytes]:
+        """So many bytes of each rank, what it tells filled up to them."""
+        count = len(self._ranks[scope])
+        mine = torch.frombuffer(bytearray(told.ljust(size)), dtype=torch.uint8)
+        items = torch.empty(count * size, dtype=torch.uint8, device="cpu")
+        self._together("an all-gather", scope, group, all_gather_single, items, mine)
+        return [bytes_of(each) for each in items.chunk(count)]
 
     def _differ(self, scope: str, group: dist.ProcessGroup) -> None:
         """All ranks of the group have seen that they are not in the same call, alike, and tell each other in which."""
         told = encode_for_all((entered.name, dict(entered.alike.told()), here.handling))
         if len(told) > _LONGEST:
             told = encode_for_all((entered.name, {}, here.handling))
-        mine = torch.frombuffer(bytearray(told.ljust(_LONGEST)), dtype=torch.uint8)
-        items = torch.empty(len(self._ranks[scope]) * _LONGEST, dtype=torch.uint8, device="cpu")
-        self._together("an all-gather", scope, group, all_gather_single, items, mine)
-        chunks = zip(self._ranks[scope], items.chunk(len(self._ranks[scope])), strict=True)
-        found = {rank: decode(bytes_of(each), f"rank {rank}") for rank, each in chunks}
+        told_by = zip(self._ranks[scope], self._gathered_bytes(scope, group, told, _LONGEST), strict=True)
+        found = {rank: decode(each, f"rank {rank}") for rank, each in told_by}
         names, facts, notes = ({rank: told[part] for rank, told in found.items()} for part in range(3))
         text = f"in {entered.name}: {difference(facts, self.watch.named)}; give all ranks the same"
         if len(set(names.values())) > 1:
@@ -512,6 +527,9 @@ def _ends_later() -> Iterator[None]:
 
 _FEW = 32
 """Ranks that one tells something, each by a message of its own."""
+_HEAD, _NUMBERS = 512, 16
+"""Bytes of what all ranks of a group tell first, where they do not all foresee it, and of the two numbers in front."""
+_IN_HEAD = _HEAD - _NUMBERS
 _LONGEST = 2**16
 """Bytes in which a rank tells others in which call it is."""
 _SLICE = datetime.timedelta(seconds=SLICE_SECONDS)
@@ -540,6 +558,16 @@ def _keep_for_good(*things: object) -> None:
     """Never destroys these: gloo cannot end an operation that is under way, and its destructor waits for the end."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _head(mark: int, told: bytes) -> bytes:
+    """What is told first: the call, how long what it tells is, and its beginning."""
+    return mark.to_bytes(8, "little") + len(told).to_bytes(8, "little") + told[:_IN_HEAD]
+
+
+def _numbers_of(head: bytes) -> tuple[int, int]:
+    """The call, and how long what it tells is; a length may be anything."""
+    return int.from_bytes(head[:8], "little"), int.from_bytes(head[8:_NUMBERS], "little", signed=True)
 
 
 _open: WeakSet[DistributedTransport] = WeakSet()

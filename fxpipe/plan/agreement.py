@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from fxpipe.errors import RunError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
-from fxpipe.graph.plain_data import admitted
+from fxpipe.graph.plain_data import admitted, encode
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import read_for
 from fxpipe.plan.batch import (
@@ -103,7 +104,8 @@ class _Together(NamedTuple):
 
 
 class Agreement:
-    """Settles calls, and remembers: for a kind of batch met before, only one number per rank travels."""
+    """Settles calls, and remembers: of a kind of batch met before, and where all ranks are given the same, only a
+    number per rank travels."""
 
     def __init__(self, planner: Planner, transport: Transport) -> None:
         self._planner, self._transport, self._options = planner, transport, planner.options
@@ -163,12 +165,11 @@ class Agreement:
 
     def settle(self, offer: _Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
-        number = self._numbers.get(offer)
-        number = self._numbers[offer] = next(self._count) if number is None else number
-        key = self._transport.gather_int("pipe", number)
+        if offer not in self._numbers:
+            self._numbers[offer] = self._number(_sent(offer))
+        key = self._transport.gather_int("pipe", self._numbers[offer])
         if key not in self._told:
-            told = dataclasses.replace(offer, given=tuple(map(sendable, offer.given)))
-            self._told[key] = self._merged(self._transport.gather("pipe", told), offer)
+            self._told[key] = self._merged(self._offers(_sent(offer), key), offer)
         together = self._told[key]
         everyone = self._rows_of_everyone(together.sizes)
         rows = everyone if (key, everyone) in self._settled else None
@@ -179,6 +180,20 @@ class Agreement:
         self._settled[key, rows] = agreed
         self._drop()
         return agreed
+
+    def _number(self, told: _Offer) -> int:
+        """The same on all ranks that tell the same; below 0 of what cannot be told."""
+        try:
+            digest = hashlib.blake2b(encode(told), digest_size=7).digest()
+        except RunError:
+            return ~next(self._count)
+        return int.from_bytes(digest, "little")
+
+    def _offers(self, told: _Offer, numbers: Sequence[int]) -> Sequence[_Offer]:
+        """What all ranks tell, whose numbers these are."""
+        if len(set(numbers)) == 1 and numbers[0] >= 0:
+            return [told] * len(numbers)
+        return self._transport.gather("pipe", told)
 
     def _drop(self) -> None:
         """Drops the least recently used kinds beyond a bound, and what was captured for them alone.
@@ -381,6 +396,11 @@ class Agreement:
                 if missing:
                     who = member(self._transport, "pipe", rank)
                     raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
+
+
+def _sent(offer: _Offer) -> _Offer:
+    """As other ranks may be told it."""
+    return dataclasses.replace(offer, given=tuple(map(sendable, offer.given)))
 
 
 def _check_no_gradients(described: Sequence[Description]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from fxpipe.graph.kept import calls_kept
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.pattern import Pattern
 from fxpipe.schedules.lower import Instruction
@@ -45,6 +46,15 @@ class Plan:
     def output_rank(self) -> int:
         """The pipe rank that has the loss."""
         return self.graph.placement[self.graph.output_stage]
+
+    @cached_property
+    def fixes_loss(self) -> bool:
+        """Whether what makes the loss was captured for some shapes, and so is always of one type with the same metrics.
+
+        A region kept whole, the user's own stages, and modules that symbolic captures call, are Python that may not be.
+        """
+        captured = bool(self.captures) and all(pattern.shapes for pattern in self.captures)
+        return captured and not calls_kept(self.graph[self.graph.output_stage].module)
 
     def __str__(self) -> str:
         return f"{self.graph}\n{self.schedule}"

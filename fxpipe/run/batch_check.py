@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.plan.plan import Plan
 from fxpipe.run.batch_digest import Digest, together
 from fxpipe.run.user_warning import warn
 
 FIRST, EVERY = 3, 100
-"""Checked are the first calls with each kind of batch, and then one in so many."""
+"""Checked are the first calls of a plan, those with one of the first kinds of batch, and one in so many of a plan."""
+KINDS = 8
+"""So many: where lengths are random, each batch is of a kind of its own."""
 
 _USE_SAMPLER = "DataLoader(dataset, batch_size, sampler=topo.sampler(dataset, shuffle=True))"
 
@@ -19,6 +22,31 @@ _USE_SAMPLER = "DataLoader(dataset, batch_size, sampler=topo.sampler(dataset, sh
 def is_checked(number: int) -> bool:
     """Whether the call of that number, from 0, is checked."""
     return number < FIRST or number % EVERY == 0
+
+
+class _Counts:
+    """How many calls of each plan there were, and with each of the first kinds of batch."""
+
+    def __init__(self) -> None:
+        self._of_kind: dict[int, int] = {}
+        self._of_plan: dict[int, tuple[Plan, int]] = {}
+        """By its ``id``, which no other has as long as it is kept here."""
+
+    def is_due(self, plan: Plan, kind: int) -> bool:
+        """Whether the next call is checked; all ranks of a pipe group find alike."""
+        _, count = self._of_plan.get(id(plan), (plan, 0))
+        self._of_plan[id(plan)] = plan, count + 1
+        due = is_checked(count)
+        if kind in self._of_kind or len(self._of_kind) < KINDS:
+            of_kind = self._of_kind.get(kind, 0)
+            self._of_kind[kind] = of_kind + 1
+            due = due or of_kind < FIRST
+        return due
+
+    def keep(self, plans: Sequence[Plan]) -> None:
+        """Only these are known any more."""
+        known = set(map(id, plans))
+        self._of_plan = {key: counted for key, counted in self._of_plan.items() if key in known}
 
 
 class _Told(NamedTuple):
@@ -31,30 +59,26 @@ class _Told(NamedTuple):
 class BatchCheck:
     """Compares digests of what ranks were given, in the call after it, when they have long been made.
 
-    Checked are the first 3 calls with each kind of batch and every 100th of them, in training and in evaluation. Over
-    a pipe group the inputs that two or more ranks were given must be equal; so must, in the first 3 steps and every
-    100th, those of a tensor group. In these steps replicas whose batches are equal are warned of, once, and so, once,
-    are ranks of a pipe group that have no input in common. ``sampled``: whether ``topo.sampler`` draws the rows, so
-    that they match without having been compared.
+    Checked are the first 3 calls of each plan and every 100th of them, in training and in evaluation, and the first 3
+    with each of the first 8 kinds of batch. Over a pipe group the inputs that two or more ranks were given must be
+    equal; so must, in the first 3 steps and every 100th, those of a tensor group. In these steps replicas whose batches
+    are equal are warned of, once, and so, once, are ranks of a pipe group that have no input in common. ``sampled``:
+    whether ``topo.sampler`` draws the rows, so that they match without having been compared.
     """
 
     def __init__(self, transport: Transport, on: bool, tensor: bool, sampled: Callable[[], bool]) -> None:
         self._transport, self.on, self._tensor, self._sampled = transport, on, tensor, sampled
-        self._counts: dict[int, int] = {}
+        self.counts = _Counts()
         self._left: tuple[str, Digest, bool] | None = None  # not compared yet; and whether it is due beyond the group
         self._beyond: tuple[str, dict[str, int]] | None = None  # what the pipe group has, to be compared beyond it
         self._warned: set[str] = set()
 
-    def note(self, kind: int, step: int, training: bool, batches: Sequence[Mapping[str, Any]]) -> None:
+    def note(self, plan: Plan, kind: int, step: int, training: bool, batches: Sequence[Mapping[str, Any]]) -> None:
         """Takes the digest of a call of this kind of batch, if it is due. ``step``: how many steps were made before."""
-        count = self._counts[kind] = self._counts.get(kind, -1) + 1
+        due = self.counts.is_due(plan, kind)
         beyond = training and is_checked(step) and (self._tensor or self._transport.data_size > 1)
-        if self.on and (beyond or (is_checked(count) and len(self._transport.ranks("pipe")) > 1)):
+        if self.on and (beyond or (due and len(self._transport.ranks("pipe")) > 1)):
             self._left = (f"step {step}" if training else f"evaluate before step {step}", Digest(batches), beyond)
-
-    def forget(self, kind: int) -> None:
-        """A kind of batch is not known any more."""
-        self._counts.pop(kind, None)
 
     def compare(self, everywhere: bool) -> None:
         """Compares what an earlier call has left. A collective call of a pipe group; ``everywhere``: of all ranks.

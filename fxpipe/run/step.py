@@ -85,7 +85,8 @@ class Steps:
         self._unsummed = False  # whether the last call has left gradients that are not summed yet
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
-        self._outcomes: dict[int, StepOutcome] = {}
+        self._outcomes: dict[tuple[int, int | None], StepOutcome] = {}
+        self._trained: set[int] = set()  # the kinds, of those known, that steps were made with
         self._bound: dict[Hashable, Bound] = {}
         self._news = News(transport, state.device)
         failing.drops.append(self._news.drop)
@@ -113,10 +114,10 @@ class Steps:
         with self._failing.together(FxpipeError):
             self.agreement.check_rows(agreed, self._gradients.way.zero)
         with self._failing.together(), self._keeping_earlier_gradients():
-            known = self._outcomes.get(agreed.kind)
+            known, is_new = self._outcomes.get(self._same_loss(agreed)), agreed.kind not in self._trained
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
             runs = self._runs(agreed, shares)
-            step = self._input(agreed, batches, shares, split_evenly, training=True, proves=known is None)
+            step = self._input(agreed, batches, shares, split_evenly, training=True, proves=is_new)
             self._effects.begin()
             bound = self._bound_for(agreed, tuple(runs))
             passed("preparing")
@@ -130,10 +131,11 @@ class Steps:
             self._gradients.end(outcome.factor)
             passed("reduction")
             self._unsummed = not self.sync
-            bytes_of = self._bytes_of(agreed.plan, made) if known is None else None
+            bytes_of = self._bytes_of(agreed.plan, made) if is_new else None
             graph = agreed.plan.graph
             broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
             passed("rest")
+            self._trained.add(agreed.kind)
             self.recorder.keep(self.number, agreed.plan.schedule, [one.stopwatch for one in made])
             self.number += 1
         return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
@@ -176,17 +178,18 @@ class Steps:
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
             agreed = self.agreement.settle(offer)
         self._forget()
-        self._check.note(agreed.kind, self.number, training, given)
+        self._check.note(agreed.plan, agreed.kind, self.number, training, given)
         return agreed, self.agreement.batches(agreed, offer, given)
 
     def _forget(self) -> None:
         """Drops what is kept of kinds of batch that are not known any more; all ranks of a pipe group alike."""
         kinds, self.agreement.dropped = self.agreement.dropped, []
-        for kind in kinds:
-            self._outcomes.pop(kind, None)
-            self._check.forget(kind)
+        self._trained.difference_update(kinds)
         if kinds:
+            self._check.counts.keep(self.agreement.plans)
             plans = set(map(id, self.agreement.plans))
+            outcomes, known = self._outcomes.items(), {None, *self._trained}
+            self._outcomes = {key: one for key, one in outcomes if key[0] in plans and key[1] in known}
             self._sized &= plans
             self._bound = {key: bound for key, bound in self._bound.items() if id(bound.kind.plan) in plans}
             self._exchange.keep(self.agreement.kinds, {n for look in self.agreement.looks for n in (look, ~look)})
@@ -198,6 +201,8 @@ class Steps:
         self._exchange.keep((), ())
         self._bound.clear()
         self._sized.clear()
+        self._check.counts.keep(())
+        self._outcomes.clear()
 
     def compare_batches(self, everywhere: bool) -> None:
         """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
@@ -280,13 +285,19 @@ class Steps:
     def _executor(self, kind: BoundFor, rank: int) -> Executor:
         return Executor(kind, rank, self._exchange, self._state.device, self._gradients, self._effects)
 
+    def _same_loss(self, agreed: Agreed) -> tuple[int, int | None]:
+        """Of a call, the same for those whose losses are of one form: the ``id`` of its plan, and where that does not
+        tell all the kind of batch."""
+        is_fixed = agreed.plan.fixes_loss and self._options.parallelize is None
+        return id(agreed.plan), None if is_fixed else agreed.kind
+
     def _outcome(self, agreed: Agreed, made: Sequence[Made], known: StepOutcome | None) -> StepOutcome:
         """The loss of the step, the same on every rank."""
         rank = agreed.plan.output_rank
         at_output = next((one.loss for one in made if one.rank == rank), None)
         with label("loss"):
             outcome = conclude(self._transport, at_output, rank, self._news, known)
-        self._outcomes[agreed.kind] = outcome
+        self._outcomes[self._same_loss(agreed)] = outcome
         check_kind(outcome, self._is_sum, self._options.precision)
         self._is_sum = outcome.is_sum
         return outcome

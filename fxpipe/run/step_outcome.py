@@ -31,7 +31,7 @@ class StepOutcome:
 class News:
     """The step's loss on its way to a rank that does not make it, which listens for it from the step's beginning on.
 
-    Of a kind of batch that is known: of others it is not known yet how much there is to tell.
+    Where losses of its form are known: of others it is not known yet how much there is to tell.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -76,7 +76,7 @@ def conclude(
 
     ``step``: the losses, on the rank that has them. The parts of a mean have been weighted by their share of the whole
     step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are its gradients. ``known``: an outcome of
-    the same kind of batch; with it nothing but numbers travels.
+    the same form; with it nothing but numbers travels.
     """
     if known is None:
         gathered = transport.gather("pipe", tuple(step.kind) if step is not None else None)

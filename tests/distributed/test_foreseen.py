@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 import fxpipe.distributed.torch_transport as home
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.foreseen import _KEPT, Foreseen, agree, words
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Alike, announced
+from fxpipe.run.batch_check import KINDS
 from tests.harness import compiled
 from tests.models import CASES
 from tests.pool import Pool
@@ -23,52 +26,60 @@ CALL, OTHER = 5 << 31, 6 << 31
 MOST = (1 << 31) - 1
 
 
-def met(*brought: tuple[int, int]) -> bool:
+def of(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(bytes([number]) for number in numbers)
+
+
+def met(*brought: tuple[int, ...]) -> bool:
     """What the maxima of what ranks bring tell each of them."""
     assert all(0 <= word < 1 << 63 for words_of in brought for word in words_of)
     return agree([max(each) for each in zip(*brought, strict=True)])
 
 
 def test_ranks_agree_where_all_expect_the_same_in_the_same_call() -> None:
-    same = words(CALL, (1, 2, 3))
+    same = words(CALL, of(1, 2, 3))
     assert met(same, same, same)
-    assert not met(same, same, words(CALL, (1, 2, 4)))
-    assert not met(same, words(OTHER, (1, 2, 3)))
+    assert not met(same, same, words(CALL, of(1, 2, 4)))
+    assert not met(words(CALL, of(1, 1, 2)), words(CALL, of(1, 2, 2)))
+    assert not met(same, words(OTHER, of(1, 2, 3)))
 
 
-def test_a_rank_that_expects_nothing_agrees_with_none() -> None:
-    nothing, *others = words(CALL, None), words(CALL, (1,)), words(CALL, (2,))
-    assert not met(nothing, nothing)
-    for other in others:
-        assert not met(nothing, other)
+def test_the_maxima_tell_apart_what_the_first_of_two_hashes_does_not() -> None:
+    first, second, third = (words(CALL, of(number)) for number in range(3))
+    for other in (second, third):
+        assert not met(first, (*first[:2], *other[2:]))
+        assert not met(first, (*other[:2], *first[2:]))
 
 
 @pytest.mark.parametrize("digest", [1, 2, MOST - 1, MOST])
 def test_what_must_be_alike_is_left_out_by_ranks_that_have_none(digest: int) -> None:
-    some, none = words(CALL | digest, (1,)), words(CALL, (1,))
+    some, none = words(CALL | digest, of(1)), words(CALL, of(1))
     assert met(some, some)
     assert met(some, none, some)
     assert met(none, none)
     for other in {1, 2, MOST - 1, MOST} - {digest}:
-        assert not met(some, words(CALL | other, (1,)), none)
+        assert not met(some, words(CALL | other, of(1)), none)
 
 
 def test_they_agree_exactly_where_the_marks_and_the_values_are_alike() -> None:
     draw = random.Random(0)
     for _ in range(2000):
-        ranks = [(draw.choice([CALL, OTHER]) | draw.choice([0, 3, 4]), (draw.choice([1, 2]),)) for _ in range(3)]
+        ranks = [(draw.choice([CALL, OTHER]) | draw.choice([0, 3, 4]), of(draw.choice([1, 2]))) for _ in range(3)]
         calls, alikes = {mark >> 31 for mark, _ in ranks}, {mark & MOST for mark, _ in ranks} - {0}
         wanted = len(calls) == 1 and len(alikes) <= 1 and len({values for _, values in ranks}) == 1
         assert met(*itertools.starmap(words, ranks)) == wanted
 
 
-def test_few_are_kept() -> None:
+def test_the_same_is_expected_of_all_until_they_have_brought_something_else_and_few_are_kept() -> None:
     expected = Foreseen()
-    for item in range(_KEPT + 1):
-        expected.keep("pipe", item, (item,))
-    assert expected.of("pipe", 0) is None
-    assert expected.of("pipe", _KEPT) == (_KEPT,)
-    assert expected.of("data", _KEPT) is None
+    assert expected.of("pipe", b"a", 2) == (b"a", b"a")
+    expected.keep("pipe", b"a", (b"a", b"b"))
+    assert expected.of("pipe", b"a", 2) == (b"a", b"b")
+    assert expected.of("data", b"a", 3) == (b"a", b"a", b"a")
+    for item in range(_KEPT):
+        expected.keep("pipe", b"%d" % item, (b"0", b"1"))
+    assert expected.of("pipe", b"a", 2) == (b"a", b"a")
+    assert expected.of("pipe", b"%d" % (_KEPT - 1), 2) == (b"0", b"1")
 
 
 def gathered_again() -> tuple[list[tuple[int, ...]], list[int]]:
@@ -81,7 +92,7 @@ def gathered_again() -> tuple[list[tuple[int, ...]], list[int]]:
         taken.append(1)
         return gather(*args, **options)
 
-    items = [rank, rank, 7, rank if rank else 7, rank, 7, -rank, -rank]
+    items = [rank, rank, 7, rank if rank else 7, rank, 7, -rank, -rank, 8]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(home, "all_gather_single", counted)
         for number, item in enumerate(items):
@@ -94,11 +105,45 @@ def gathered_again() -> tuple[list[tuple[int, ...]], list[int]]:
 
 
 def test_what_came_before_is_not_gathered_again(pool: Pool) -> None:
-    rows = [(0, 1, 2), (0, 1, 2), (7, 7, 7), (7, 1, 2), (0, 1, 2), (7, 7, 7), (0, -1, -2), (0, -1, -2)]
+    rows = [(0, 1, 2), (0, 1, 2), (7, 7, 7), (7, 1, 2), (0, 1, 2), (7, 7, 7), (0, -1, -2), (0, -1, -2), (8, 8, 8)]
     for found, counts in pool.run(gathered_again, ranks=3):
         assert found == rows
-        # of (0, 1, 2) behind (7, 1, 2) ranks 1 and 2 expect the latter; of 7 rank 0 does
-        assert counts == [1, 0, 1, 1, 1, 1, 1, 0]
+        # of (0, 1, 2) behind (7, 1, 2) ranks 1 and 2 expect the latter; of 7 rank 0 does; of 8 all expect it of all
+        assert counts == [1, 0, 0, 1, 1, 1, 1, 0, 0]
+
+
+LENGTHS = [0, 1, 493, 494, 495, 1000, 70_000]
+"""Of texts, which stand in quotation marks: what is longer than the first message comes in two."""
+
+
+def gathered_texts() -> tuple[list[bool], list[int]]:
+    """Whether each gather of texts came to what all ranks brought, and how many messages the longest took."""
+    transport = connect(Topology([("pipe", 3)]))
+    rank, found, sizes = dist.get_rank(), list[bool](), list[int]()
+    gather = home.all_gather_single
+
+    def counted(items: Tensor, *args: object, **options: object) -> object:
+        sizes.append(len(items) // 3)
+        return gather(items, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, announced("call"):
+        patch.setattr(home, "all_gather_single", counted)
+        for length in LENGTHS:
+            everyone = ["é" * (length // 2 * (one == 1)) + "x" * one for one in range(3)]
+            for texts in (everyone, everyone, [everyone[1]] * 3):
+                found.append(transport.gather("pipe", texts[rank]) == texts)
+    transport.close()
+    return found, sizes
+
+
+def test_texts_of_any_length_are_gathered_and_those_of_one_message_foreseen(pool: Pool) -> None:
+    for found, sizes in pool.run(gathered_texts, ranks=3):
+        assert found == [True] * 3 * len(LENGTHS)
+        head = home._HEAD
+        rests = [length // 2 * 2 + 3 + home._NUMBERS - head for length in LENGTHS]
+        # The second of three is foreseen where the first was kept, and then rank 1 foresees another third one.
+        wanted = [[head, head] if rest <= 0 else [head, rest] * 2 for rest in rests]
+        assert sizes == [size for each in wanted for size in each]
 
 
 def settled_apart() -> str:
@@ -119,20 +164,19 @@ def test_ranks_in_different_calls_are_told_so(pool: Pool) -> None:
         assert "another" in told
 
 
-def collectives_of_steps(data: int) -> list[list[str]]:
-    """What each of two steps, of a kind of batch that has been met often, does together with other ranks."""
-    topology = Topology([("pipe", 2), ("data", data)])
-    forward_backward = compiled(CASES["two towers on 2 ranks"], topology=topology)
+def collectives_of_steps(rows: Sequence[int]) -> list[list[str]]:
+    """What each step of batches of so many rows does together with other ranks."""
+    forward_backward = compiled(CASES["two towers on 2 ranks"], topology=Topology([("pipe", 2)]))
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((dist, "all_reduce"), (dist, "broadcast"), (home, "all_gather_single")):
             patch.setattr(owner, name, partial(noted, calls, name, getattr(owner, name)))
         steps = []
-        for _ in range(6):
+        for count in rows:
             calls.clear()
-            forward_backward(**CASES["two towers on 2 ranks"].batch())
+            forward_backward(**CASES["two towers on 2 ranks"].batch(rows=count))
             steps.append(list(calls))
-    return steps[4:]
+    return steps
 
 
 def noted(calls: list[str], name: str, call: Any, *args: Any, **options: Any) -> Any:
@@ -141,4 +185,13 @@ def noted(calls: list[str], name: str, call: Any, *args: Any, **options: Any) ->
 
 
 def test_a_step_settles_by_one_small_collective_and_nothing_else(pool: Pool) -> None:
-    assert pool.run(collectives_of_steps, 1, ranks=2) == [[["all_reduce of 2"]] * 2] * 2
+    for steps in pool.run(collectives_of_steps, [12] * 6, ranks=2):
+        assert steps[4:] == [["all_reduce of 4"]] * 2
+
+
+def test_a_step_of_a_new_kind_of_batch_gathers_nothing_that_is_foreseen(pool: Pool) -> None:
+    """It settles, compares the plan and what the loss is, and is told the loss."""
+    new = [*["all_reduce of 4"] * 3, "broadcast of 2"]
+    rows = [12, *range(13, 13 + KINDS), 24, 25, 26]
+    for steps in pool.run(collectives_of_steps, rows, ranks=2):
+        assert steps[-3:] == [new] * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Topology, stage_boundary
 from fxpipe.distributed.strict_transport import current_seat, run_strict
-from fxpipe.run.batch_check import EVERY, FIRST, is_checked
+from fxpipe.run.batch_check import EVERY, FIRST, KINDS, is_checked
 from tests.pool import Pool
 
 PAIR = Topology([("pipe", 2)])
@@ -307,6 +307,47 @@ def test_each_kind_of_batch_is_checked_from_its_first() -> None:
 
     for text, _ in strictly(body, 2):
         assert "step 6: the ranks [0, 1]" in text
+        assert "'labels' of" in text
+
+
+def checked(step: fxpipe.ForwardBackward, made: list[bool], calls: Sequence[tuple[int, bool]]) -> list[bool]:
+    """Which of calls with batches of so many rows, steps or else evaluations, were checked."""
+    for rows, is_step in calls:
+        (step if is_step else step.evaluate)(images(rows, rows), labels(rows, rows))
+        made.append(step._steps._check._left is not None)
+        step._steps._check._left = None
+    return made
+
+
+def test_where_every_batch_has_another_number_of_rows_the_first_kinds_are_checked_and_then_one_call_in_so_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them run one plan; evaluations another."""
+    monkeypatch.setattr("fxpipe.run.batch_check.EVERY", 20)
+    steps = [(4 + number, True) for number in range(KINDS + 16)]
+    calls = [*steps, *[(4, True)] * 4, *[(number, False) for number in (5, 6, 5)], (4 + KINDS, True)]
+    wanted = [number < KINDS or number == 20 for number in range(KINDS + 16)] + [True, True, False, False]
+    assert len(calls) == len(wanted) + 4
+
+    def body() -> None:
+        made = list[bool]()
+        checked(compiled(PAIR)[0], made, calls)
+        assert made == [*wanted, True, True, True, False]
+
+    assert strictly(body, 2) == [("", [])] * 2
+
+
+def test_what_differs_is_found_by_the_next_call_of_its_plan_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.run.batch_check.EVERY", 16)
+
+    def body() -> None:
+        step, _ = compiled(PAIR)
+        for number in range(20):
+            rows, parted = 4 + number, this_rank() * (number > KINDS)
+            step(images(number, rows), labels(number + 100 * parted, rows))
+
+    for text, _ in strictly(body, 2):
+        assert "step 16: the ranks [0, 1]" in text
         assert "'labels' of" in text
 
 

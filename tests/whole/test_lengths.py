@@ -19,6 +19,7 @@ from fxpipe.plan import agreement, captures
 from fxpipe.run.wire_exchange import WireExchange
 from tests.harness import accumulate, assert_same, current_seat, cut, engine_of, gradients_of, replica_of, strict
 from tests.models import Inputs
+from tests.pool import Pool
 from tests.thinned import every
 
 WIDTH, PARTS = 8, 4
@@ -293,7 +294,7 @@ def dropping(sizes: Sequence[tuple[int, int]], most: int, kinds: int) -> Found:
         needed = len(set(planner.first.captures)) + 2  # the batch at hand may have micro-batches of two sizes
         assert len(planner.captures.kept) <= max(most, needed)
         known: list[Any] = [inside.agreement._settled, inside.agreement._told, inside.agreement._numbers]
-        assert all(len(table) <= kinds for table in [*known, inside._outcomes, inside._check._counts])
+        assert all(len(table) <= kinds for table in [*known, inside._outcomes, inside._check.counts._of_plan])
         numbers = {number for agreed in inside.agreement._settled.values() for number in agreed.looks}
         exchange = forward_backward._exchange
         if isinstance(exchange, WireExchange):
@@ -343,15 +344,29 @@ def refused_once(sizes: Sequence[tuple[int, int]]) -> tuple[str, Found]:
 # --- replicas, and micro-batches of one step
 
 
+OF_REPLICAS = [
+    [(8, 6), (8, 9), (9, 12), (12, 5), (8, 6), (11, 31), (7, 8), (8, 17)],
+    [(8, 6), (8, 6), (11, 7), (8, 30), (9, 6), (8, 31), (4, 9), (5, 16)],
+]
+"""(rows, words) of each step: at last micro-batches of one row."""
+
+
 @pytest.mark.parametrize("zero", every(2, [0, 1, 2]))
 def test_replicas_may_have_lengths_of_their_own(zero: int) -> None:
-    lengths = [(6, 9, 12, 5, 6), (6, 6, 7, 30, 6)]
-    runs = strict(3)(4, of_replicas, lengths, zero)
+    check_replicas(strict(3)(4, of_replicas, zero))
+
+
+def test_replicas_may_have_lengths_of_their_own_where_parameters_are_sharded(pool: Pool) -> None:
+    check_replicas(pool.run(of_replicas, 3))
+
+
+def check_replicas(runs: Sequence[tuple[list[Tensor], dict[str, Tensor]]]) -> None:
+    """They are plain PyTorch's over the micro-batches of all, by their rows."""
     plain = built(Sized)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(len(lengths[0])):
+    for step, sizes in enumerate(zip(*OF_REPLICAS, strict=True)):
         optimizer.zero_grad()
-        parts = [part for place in (0, 1) for part in cut(sized(8, lengths[place][step], place), PARTS)]
+        parts = [part for place, size in enumerate(sizes) for part in cut(sized(*size, place), PARTS)]
         loss, _ = accumulate(lambda place, part: plain(**part), parts)
         optimizer.step()
         for losses, _ in runs:
@@ -361,14 +376,14 @@ def test_replicas_may_have_lengths_of_their_own(zero: int) -> None:
             assert_same(state[name], tensor, name, 1e-6)
 
 
-def of_replicas(lengths: Sequence[Sequence[int]], zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def of_replicas(zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
     replica = replica_of(topology)
     forward_backward = compiled(Sized, topology, zero=zero)
     optimizer, losses = forward_backward.optimizer(torch.optim.SGD, lr=0.1), []
-    for length in lengths[replica]:
+    for size in OF_REPLICAS[replica]:
         optimizer.zero_grad()
-        losses.append(forward_backward(**sized(8, length, replica)))
+        losses.append(forward_backward(**sized(*size, replica)))
         optimizer.step()
     return losses, forward_backward.state_dict(full=True)
 
