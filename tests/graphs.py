@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fxpipe.schedules import SCHEDULES, build
@@ -99,11 +100,16 @@ def random_bare(seed: int, *, one_each: bool = False, frozen: bool = False, most
     return Bare(tuple(pairs), tuple(placement), tuple(backward))
 
 
-def before(graph: Bare, action: Action, halved: Collection[tuple[int, int]]) -> list[Action]:
-    """What an action waits for, from the edges; ``halved``: the (stage, micro-batch) whose backward is I and W."""
+def before(
+    graph: Bare, action: Action, halved: Collection[tuple[int, int]], ahead: Mapping[int, int] = MappingProxyType({})
+) -> list[Action]:
+    """What an action waits for, from the edges; ``halved``: the (stage, micro-batch) whose backward is I and W;
+    ``ahead``: by how many micro-batches a stage may be ahead of those that read it."""
     stage, op, j, _ = action
     if op is Op.F:
-        return [Action(source, Op.F, j) for source in graph.sources(stage)]
+        last = j - ahead.get(stage, j + 1)
+        taken = [Action(target, Op.F, last) for target in graph.targets(stage) if last >= 0]
+        return taken + [Action(source, Op.F, j) for source in graph.sources(stage)]
     if op is Op.W:
         return [Action(stage, Op.I, j)]
     later = [target for target in graph.targets(stage) if graph.backward[target]]

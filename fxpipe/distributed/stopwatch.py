@@ -107,10 +107,18 @@ class Stopwatch:
         self._moments: list[Any] = []
         self._actions: list[Action] = []
         self._started: list[list[Any]] = []  # what, its start, its end
+        self._waits = False
 
     def mark(self) -> None:
-        if self._now is not None:
+        if self._now is not None and not self._waits:
             self._moments.append(self._now())
+        self._waits = False
+
+    def wait(self) -> None:
+        """The next mark, ahead of its time: the rank waits already."""
+        if not self._waits:
+            self.mark()
+            self._waits = True
 
     def end(self, action: Action) -> None:
         if self._now is not None:

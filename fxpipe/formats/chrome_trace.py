@@ -113,7 +113,7 @@ def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
     """A flow for each dependency between ranks: from the end of what it needs to an action's start."""
     placement, number = timeline.schedule.placement, 0
     for action, span in timeline.spans.items():
-        for other in timeline.schedule.dependencies.before(action):
+        for other in timeline.schedule.dependencies.needs(action):
             if other not in timeline.spans or placement[other.stage] == placement[action.stage]:
                 continue
             began, ended = (round(time * nanoseconds) for time in timeline.spans[other])

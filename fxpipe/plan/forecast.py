@@ -210,7 +210,8 @@ class _Forecast:
 
 def most_under_way(row: Sequence[Instruction], graph: StageGraph, size: Callable[[Message], float]) -> float:
     """The most bytes of a rank's messages: of those to come, from their post until the action that takes them, and of
-    those sent, until they are known to have been received."""
+    those sent, until they are known to have been received. What a stage without backward makes for one of its own rank
+    is one, too."""
     now = most = 0.0
     coming: dict[Message, float] = {}
     for instruction in row:
@@ -221,12 +222,24 @@ def most_under_way(row: Sequence[Instruction], graph: StageGraph, size: Callable
             case Compute(action):
                 taken = [message for message in coming if _takes(action, message, graph)]
                 now -= sum(coming.pop(message) for message in taken)
+                coming |= (kept := {message: size(message) for message in _kept(action, graph)})
+                now += sum(kept.values())
             case Send(message):
                 now += size(message)
             case Release(message):
                 now -= size(message)
         most = max(most, now)
     return most
+
+
+def _kept(action: Action, graph: StageGraph) -> list[Message]:
+    """What an action makes that no backward holds, and that stays on its rank until it is taken."""
+    stage, rank = graph.stages[action.stage], graph.placement[action.stage]
+    if action.op is not Op.F or stage.has_backward:
+        return []
+    here = [edge for edge in stage.outputs if graph.placement[edge.target] == rank]
+    places = action.microbatches[:1] if stage.gathered else action.microbatches
+    return [Message(graph.edges.index(edge), Op.F, place, rank, rank) for edge in here for place in places]
 
 
 def _takes(action: Action, message: Message, graph: StageGraph) -> bool:

@@ -35,7 +35,8 @@ class Plan:
     @property
     def description(self) -> str:
         """What must be equal on all ranks, in words; ``digest`` is its hash."""
-        return "\n".join([self.program, *(" ".join(map(str, row)) for row in self.schedule.rows)])
+        ahead = [f"stage {stage} ahead by {cap}" for stage, cap in self.schedule.dependencies.ahead.items()]
+        return "\n".join([self.program, *ahead, *(" ".join(map(str, row)) for row in self.schedule.rows)])
 
     @cached_property
     def group(self) -> int:

@@ -322,7 +322,8 @@ class Planner:
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
             graph = graphs[0]
-        instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied)
+        ahead = schedule.dependencies.ahead
+        instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead)
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))

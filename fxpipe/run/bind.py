@@ -94,7 +94,7 @@ class _Binder:
             # It stands behind the action whose message tells that this one was received. Where that action is left out,
             # a later one's message may tell, or the step's end waits for it.
             case Release(message) if executor.runs(message.op, message.microbatch) and not self._is_left_out:
-                return executor.port(message).release
+                return self._release(message)
             case _:
                 return None  # a message about a micro-batch without weight, or a reduction, for which all must be over
 
@@ -102,6 +102,19 @@ class _Binder:
         executor, send = self._executor, self._executor.port(message).send
         slots, slot = executor.slots, executor.slot(executor.graph.edges[message.edge], message.op, message.microbatch)
         return lambda: send(take_out(slots, slot))
+
+    def _release(self, message: Message) -> Call:
+        """Of a stage that is held back it is waited for."""
+        executor, release = self._executor, self._executor.port(message).release
+        source = executor.graph.edges[message.edge].source
+        if message.op is not Op.F or source not in executor.table.ahead:
+            return release
+
+        def wait() -> None:
+            executor.stopwatch.wait()
+            release()
+
+        return wait
 
     def _action(self, action: Action) -> Call:
         executor = self._executor

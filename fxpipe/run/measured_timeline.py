@@ -141,7 +141,7 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
     waited: list[float] = []
     others: list[float] = []
     for action, span in spans.items():
-        before = [other for other in schedule.dependencies.before(action) if other in spans]
+        before = [other for other in schedule.dependencies.needs(action) if other in spans]
         last = max(before, key=lambda other: spans[other].end, default=None)
         if last is not None and schedule.placement[last.stage] != schedule.placement[action.stage]:
             hop = max(span.start - spans[last].end, 0.0)

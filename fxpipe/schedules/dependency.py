@@ -51,6 +51,7 @@ class Dependencies:
     """``sources``: the stages whose forward a stage's forward needs. ``targets``: the same for backward.
     ``halves``: the backwards that a table has as I and W; a gradient comes from the I there, else from the B.
     ``recomputed``: the forwards that a table has again, as R; a backward needs the R there, else the F.
+    ``ahead``: of stages without backward, by how many micro-batches each may be ahead of ``readers``: ``held_back``.
 
     A group needs what each of its micro-batches needs; a micro-batch needs the gradient of the group it is in.
     """
@@ -60,6 +61,8 @@ class Dependencies:
     halves: Collection[Half] = ()
     recomputed: Collection[Half] = ()
     groups: Groups = field(default_factory=dict)
+    ahead: Mapping[int, int] = field(default_factory=dict)
+    readers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
@@ -80,6 +83,12 @@ class Dependencies:
 
     def before(self, action: Action) -> list[Action]:
         """The actions that must have run before this one."""
+        if action.op is Op.F and action.stage in self.ahead:
+            return [*self._taken(action), *self.needs(action)]
+        return self.needs(action)
+
+    def needs(self, action: Action) -> list[Action]:
+        """Those of them whose results it is made from."""
         stage, op, microbatch, count = action
         if op is Op.F:
             sources = self.sources.get(stage, ())
@@ -97,6 +106,12 @@ class Dependencies:
         """The action that makes the gradients of a stage's inputs, for this micro-batch or the group that it is in."""
         first = group_of(self.groups, stage, microbatch)
         return Action(stage, Op.I if (stage, first) in self.halves else Op.B, first, self.groups.get(stage, 1))
+
+    def _taken(self, action: Action) -> Iterator[Action]:
+        """The forwards that take what a stage made so long ago that it may make more."""
+        last = action.microbatch - self.ahead[action.stage]
+        for reader in self.readers[action.stage] if last >= 0 else ():
+            yield Action(reader, Op.F, group_of(self.groups, reader, last), self.groups.get(reader, 1))
 
     def _forwards(self, stage: int, microbatches: range) -> list[Action]:
         """The forwards of a stage that make its values of these micro-batches."""

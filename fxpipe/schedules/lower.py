@@ -66,7 +66,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The receiver is known to have this message: free its buffer. Waiting for the send returns at once here."""
+    """Free the buffer of a send. The receiver is known to have this message, so that waiting for it returns at once; in
+    front of a forward that is held back it is waited for."""
 
     message: Message
 
@@ -94,14 +95,17 @@ def lower(
     placement: Sequence[int],
     backward: Sequence[bool],
     tied: Sequence[Sequence[int]] = (),
+    ahead: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Each rank's instructions.
 
     ``placement``: the rank of each stage. ``backward``: whether each stage has one. ``tied``: groups of stages that
-    share a parameter. A receive is posted one action ahead of the action that needs it, or earlier: never later than
-    a receive behind it in the sender's order, since messages between two ranks arrive in that order. So much memory is
-    taken for what is on its way, and for small messages, which may be posted before their place, so much as
-    ``wire_exchange.BURST`` says for each sender. What comes to no halt by these places comes to none by earlier ones.
+    share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward such a stage waits until
+    what it made so many micro-batches ago is received. A receive is posted one action ahead of the action that needs
+    it, or earlier: never later than a receive behind it in the sender's order, since messages between two ranks arrive
+    in that order. So much memory is taken for what is on its way, and for small messages, which may be posted before
+    their place, so much as ``wire_exchange.BURST`` says for each sender. What comes to no halt by these places comes to
+    none by earlier ones.
     """
     sizes = groups_of(rows)
     sent = _sends(rows, edges, placement, backward, sizes)
@@ -117,9 +121,11 @@ def lower(
     for rank, row in enumerate(rows):
         posts = _posts(arriving[rank], used_at, edges, sizes, len(row))
         releases = _releases(leaving[rank], arriving[rank], sent_at, used_at)
+        waits = _waits(leaving[rank], row, edges, ahead, releases)
         instructions: list[Instruction] = []
         for place, action in enumerate(row):
             instructions += [Receive(message) for message in posts.get(place, ())]
+            instructions += [Release(message) for message in waits.get(place, ())]
             instructions.append(Compute(action))
             instructions += [Release(message) for message in releases.get(place, ())]
             instructions += [Send(message) for message in sent[rank][place]]
@@ -231,6 +237,31 @@ def _releases(
             if first < len(answers):
                 releases.setdefault(soonest[first], []).append(message)
     return releases
+
+
+def _waits(
+    leaving: Sequence[Message],
+    row: Sequence[Action],
+    edges: Sequence[EdgeLike],
+    ahead: Mapping[int, int],
+    releases: dict[int, list[Message]],
+) -> dict[int, list[Message]]:
+    """Place in the row → sends that its action waits for, so as not to run too far ahead. A message is released once:
+    of ``releases`` those stay that stand before it."""
+    forwards = {(action.stage, action.microbatch): place for place, action in enumerate(row) if action.op is Op.F}
+    released = {message: place for place, messages in releases.items() for message in messages}
+    waits: dict[int, list[Message]] = {}
+    for message in leaving:
+        source = edges[message.edge].source
+        if message.op is not Op.F or source not in ahead:
+            continue
+        place = forwards.get((source, message.microbatch + ahead[source]))
+        if place is None or released.get(message, len(row)) < place:
+            continue
+        waits.setdefault(place, []).append(message)
+        if message in released:
+            releases[released[message]].remove(message)
+    return waits
 
 
 def _by(messages: Sequence[Message], end: Literal["sender", "receiver"]) -> dict[int, list[Message]]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from fxpipe.errors import ScheduleError
 from fxpipe.kinds import check, is_whole, shown
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.ahead import held_back
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of
 from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, in_order, nested
@@ -159,12 +160,16 @@ class Schedule:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        return Dependencies.of(self.links, self.backward, self.rows)
+        """With what stages without backward wait for, so as not to run too far ahead, at the table's own costs."""
+        from fxpipe.schedules.simulate import makespan
+
+        free = Dependencies.of(self.links, self.backward, self.rows)
+        return held_back(free, self.backward, self.microbatches, lambda held: makespan(self, held))
 
     @cached_property
     def instructions(self) -> tuple[tuple[Instruction, ...], ...]:
         """Each rank's instructions, with one message per edge of the stage graph."""
-        return lower(self.rows, self.links, self.placement, self.backward, self.tied)
+        return lower(self.rows, self.links, self.placement, self.backward, self.tied, self.dependencies.ahead)
 
     def verify(self) -> None:
         """ScheduleError if an action is missing or repeated, a dependency is broken, or the ranks would hang."""

@@ -324,6 +324,10 @@ def _figures(what: Schedule | Timeline) -> list[str]:
         if schedule.backward[stage]
     ]
     figures = [_times(timeline), f"peak in flight: {_listed(peaks) or 'nothing is differentiated'}"]
+    ahead = schedule.dependencies.ahead.items()
+    caps = [f"{schedule.name_of(stage)} {cap}" for stage, cap in sorted(ahead) if cap < schedule.microbatches]
+    if caps:
+        figures.append(f"most ahead of those that read it: {_listed(caps)}")
     if timeline.peak_bytes is not None:
         sizes = [f"rank {rank} {_bytes(size)}" for rank, size in enumerate(timeline.peak_bytes)]
         figures.append(f"peak bytes: {_listed(sizes)}")

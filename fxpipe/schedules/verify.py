@@ -1,9 +1,9 @@
 """Verify: runs a table's instructions under the strictest model of message passing that a backend may show.
 
 The model: each directed pair of ranks has one first-in-first-out queue. A send is started and not waited for, but
-holds its place in the queue until its receive has been posted (rendezvous). A compute waits for what it needs. NCCL
-behaves so; a table that passes here cannot hang there, nor on a backend that buffers. A reduction ends when all of
-its ranks have come to it.
+holds its place in the queue until its receive has been posted (rendezvous). A compute waits for what it needs, a
+release until its message was taken, as one that is not described yet may. NCCL behaves so; a table that passes here
+cannot hang there, nor on a backend that buffers. A reduction ends when all of its ranks have come to it.
 """
 
 from __future__ import annotations
@@ -247,8 +247,9 @@ class Machine:
         if isinstance(step, Compute):
             yield from (action for action in self._dependencies.before(step.action) if action not in self._done)
             yield from (message for message in self._messages_for(step.action) if message not in self._arrived)
-        elif isinstance(step, Release) and step.message not in self._arrived:
-            yield step.message
+        elif isinstance(step, Release):
+            message, user = step.message, self._user(step.message)
+            yield from (message,) if message not in self._arrived else (user,) if user not in self._done else ()
         elif isinstance(step, Reduce) and len(self._come[step]) < len(step.ranks):
             yield step
 
@@ -270,6 +271,13 @@ class Machine:
         self._arrived.update(met)
         return met
 
+    def _user(self, message: Message) -> Action:
+        """The action that takes a message, which has arrived by then, be it described or not."""
+        stage, microbatch, is_forward = user_of(message, self.edges, self._dependencies.groups)
+        if not is_forward:
+            return self._dependencies.gradient(stage, microbatch)
+        return Action(stage, Op.F, microbatch, self._dependencies.groups.get(stage, 1))
+
     def _messages_for(self, action: Action) -> Sequence[Message]:
         use = use_of(action)
         return self._awaited.get(use, ()) if use is not None else ()
@@ -280,8 +288,6 @@ class Machine:
         if isinstance(step, Reduce):
             absent = [rank for rank in step.ranks if rank not in self._come[step]]
             return [f"rank {rank} to come to the {step}" for rank in absent]
-        if isinstance(step, Release):
-            return [f"the {message}" for message in events]
         actions = [f"{event}{self._home(event)}" for event in events if isinstance(event, Action)]
         return actions or [f"the {event}{self._behind(event)}" for event in events if isinstance(event, Message)]
 

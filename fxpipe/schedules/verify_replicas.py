@@ -41,7 +41,8 @@ def verify_replicas(tables: Sequence[Schedule], shared: Collection[int]) -> None
     placement = [rank + n * ranks for n, table in enumerate(tables) for rank in table.placement]
     tied = [[stage + n * stages for stage in group] for n, table in enumerate(tables) for group in table.tied]
     backward = [flag for table in tables for flag in table.backward]
-    for rank, row in enumerate(lower(rows, links, placement, backward, tied)):
+    ahead = {s + n * stages: cap for n, table in enumerate(tables) for s, cap in table.dependencies.ahead.items()}
+    for rank, row in enumerate(lower(rows, links, placement, backward, tied, ahead)):
         meeting = tuple(range(rank % ranks, len(rows), ranks))
         instructions.append(tuple(step for one in row for step in _with_meeting(one, meeting, stages, shared)))
     machine = Machine(instructions, links, backward)

@@ -54,6 +54,18 @@ def test_edges_have_the_bytes_that_the_first_step_finds() -> None:
     assert sum(preview().graph.bytes_of.values()) == ROWS // MICROBATCHES * (4 * WIDTH + 8)
 
 
+def test_a_frozen_stage_holds_two_micro_batches_of_what_it_sends() -> None:
+    value = ROWS // MICROBATCHES * (4 * WIDTH + 8)
+    assert preview(model=Layers(frozen=True)).ranks[0].messages == 2 * value
+
+
+def test_what_a_frozen_stage_makes_for_its_own_rank_counts_until_it_is_taken() -> None:
+    """With the list schedule of 1F1B one is made and taken at a time; GPipe makes all of them first."""
+    value, alone = ROWS // MICROBATCHES * (4 * WIDTH + 8), Topology([("pipe", 1)])
+    held = {name: preview(alone, Layers(frozen=True), schedule=name).ranks[0].messages for name in ("1f1b", "gpipe")}
+    assert held == {"1f1b": value, "gpipe": MICROBATCHES * value}
+
+
 def test_messages_under_way_are_some_values_and_some_gradients() -> None:
     value = ROWS // MICROBATCHES * (4 * WIDTH + 8)
     for rank in preview().ranks:

@@ -74,6 +74,18 @@ def test_three_marks_make_a_lap_on_the_clock_that_it_is_told_on() -> None:
     assert stopwatch.laps(ahead=0.1)[0][1:] == pytest.approx((0.0, 0.1, 0.2), abs=1e-12)
 
 
+def test_a_rank_that_is_held_back_stands_ready_from_when_it_begins_to_wait() -> None:
+    stopwatch = Stopwatch(clock := Ticks())
+    for _ in range(2):
+        stopwatch.wait()
+        clock.mark()  # time goes by
+        stopwatch.wait()  # for another message
+        stopwatch.mark()
+        stopwatch.mark()
+        stopwatch.end(Action(0, Op.F, 0))
+    assert [lap[1:] for lap in stopwatch.laps()] == [(0.1, 0.3, 0.4), (0.5, 0.7, 0.8)]
+
+
 def test_a_stopwatch_without_a_clock_keeps_nothing() -> None:
     stopwatch = Stopwatch()
     stopwatch.mark()

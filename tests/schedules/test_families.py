@@ -490,7 +490,7 @@ def test_list_scheduling_takes_the_best_action_that_is_ready_as_soon_as_one_is(s
     if graph.ranks == graph.stages:
         return  # a rank for each: 1F1B's closed form
     timeline = graph.build("1f1b", m).simulate(forward=1, backward=2)
-    spans, rank_of = timeline.spans, graph.placement
+    spans, rank_of, ahead = timeline.spans, graph.placement, timeline.schedule.dependencies.ahead
     depth = [graph.depth(stage) for stage in range(graph.stages)]
     others = 0
     for action, span in spans.items():
@@ -503,7 +503,7 @@ def test_list_scheduling_takes_the_best_action_that_is_ready_as_soon_as_one_is(s
             below = op is Op.B or not graph.backward[stage] or in_flight < depth[stage]
             if j != begun[stage, op] or not below or other == action:
                 continue
-            ready = max([free, *(spans[one].end for one in before(graph, other, ()))])
+            ready = max([free, *(spans[one].end for one in before(graph, other, (), ahead))])
             keys = [(one.op is Op.F, depth[one.stage], one.microbatch) for one in (action, other)]
             assert (span.start, keys[0]) <= (ready, keys[1])
             others += 1

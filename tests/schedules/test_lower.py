@@ -35,7 +35,9 @@ def examples() -> Examples:
         for seed in seeds(60):
             graph = random_bare(seed, frozen=seed % 2 == 0)
             schedule, values = graph.build(name, 1 + seed % 6), values_of(graph.edges, seed)
-            made.append((schedule, values, lower(schedule.rows, values, schedule.placement, schedule.backward)))
+            ahead = schedule.dependencies.ahead
+            lowered = lower(schedule.rows, values, schedule.placement, schedule.backward, (), ahead)
+            made.append((schedule, values, lowered))
     return made
 
 

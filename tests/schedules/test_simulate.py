@@ -99,7 +99,7 @@ def test_every_action_starts_when_its_rank_is_free_and_its_inputs_are_here(name:
             for action in row:
                 arrivals = [
                     result.spans[other].end + comm * (graph.placement[other.stage] != rank)
-                    for other in before(graph, action, halved)
+                    for other in before(graph, action, halved, schedule.dependencies.ahead)
                 ]
                 start, end = result.spans[action]
                 assert result.since[action] == free

@@ -403,7 +403,9 @@ class Network:
 
 
 def network(schedule: Schedule, values: Sequence[Value], queue_of: QueueOf = per_directed_pair) -> Network:
-    lowered = lower(schedule.rows, values, schedule.placement, schedule.backward, schedule.tied)
+    lowered = lower(
+        schedule.rows, values, schedule.placement, schedule.backward, schedule.tied, schedule.dependencies.ahead
+    )
     return Network(lowered, values, schedule.placement, schedule.backward, queue_of)
 
 
@@ -609,7 +611,7 @@ def test_the_order_for_one_process_runs_everything_once_and_nothing_too_early(na
     for seed in seeds(40):
         graph = random_bare(seed, frozen=seed % 2 == 0)
         schedule, values = graph.build(name, 3), values_of(graph.edges, seed)
-        lowered = lower(schedule.rows, values, schedule.placement, schedule.backward)
+        lowered = lower(schedule.rows, values, schedule.placement, schedule.backward, (), schedule.dependencies.ahead)
         player = Network(lowered, values, schedule.placement, schedule.backward)
         for rank, step in execution_order(lowered, values, schedule.backward):
             assert player.is_able(rank)

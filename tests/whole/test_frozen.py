@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import StageGraph, Topology
 from fxpipe.errors import PartitionError
+from fxpipe.run import wire_exchange
 from fxpipe.schedules.action import Op
-from tests.graphs import FAMILIES
 from tests.harness import engine_of
 from tests.pool import Pool
 from tests.thinned import ALL, every, in_turn
@@ -149,16 +150,26 @@ def test_gradients_are_plain_pytorchs_and_frozen_parameters_have_none(
     assert all(backwards == expected_backwards for *_, backwards in results)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_frozen_stage_runs_ahead_of_those_behind_it(family: str) -> None:
-    """With F = 1 the i-th of its forwards ends at i + 1: nothing holds it up, and nothing is held for a backward."""
-    edges = [(0, 1), (1, 2), (2, 3)]
-    schedule = fxpipe.schedules.build(family, edges, 8, range(4), backward=(False, False, True, True))
-    timeline = schedule.simulate(forward=1, backward=2)
-    ends = [timeline.spans[action][1] for action in schedule.rows[0]]
-    assert [str(action) for action in schedule.rows[0]] == [f"0F{place}" for place in range(8)]
-    assert ends == [place + 1 for place in range(8)]
-    assert timeline.peak_in_flight[:2] == (0, 0)
+def most_under_way(parts: int) -> int:
+    """The most messages that this rank has sent and not seen received, in steps of which the first describes them."""
+    most, send = 0, wire_exchange._Wire.send
+
+    def counting(wire: wire_exchange._Wire, value: Any) -> None:
+        nonlocal most
+        send(wire, value)
+        most = max(most, len(wire._exchange.sending))
+
+    forward_backward = fxpipe.compile(built(MODELS["a frozen encoder"][0]), Topology(PIPE), microbatches=parts)
+    with patch.object(wire_exchange._Wire, "send", counting):
+        for step in range(STEPS):
+            forward_backward(batch(step).repeat(parts // ROWS, 1))
+    return most
+
+
+def test_a_frozen_stage_holds_two_of_what_it_has_sent_however_many_micro_batches_there_are(pool: Pool) -> None:
+    """Stages behind it that are trained hold their gradients' and their values' in flight, d(s) at most."""
+    first, second, *_ = pool.run(most_under_way, 24, ranks=4)
+    assert (first, second) == (2, 2)
 
 
 def frozen_stages() -> StageGraph:

@@ -80,7 +80,9 @@ def test_no_verified_table_hangs_on_the_strict_transport(part: int, monkeypatch:
         monkeypatch.setattr(wire_exchange, "BURST", draw.choice([0, 8, 20, 1000]))
         values = [link for link in schedule.links for _ in range(draw.choice([1, 1, 2]))]  # some pairs share several
         draw.shuffle(values)
-        instructions = lower(schedule.rows, values, schedule.placement, schedule.backward, schedule.tied)
+        instructions = lower(
+            schedule.rows, values, schedule.placement, schedule.backward, schedule.tied, schedule.dependencies.ahead
+        )
         taken = run_strict(lambda rank, i=instructions, v=values: play(rank, i, v), len(instructions), seed)  # type: ignore[misc]
         wanted = [sum(isinstance(step, Receive) for step in row) for row in instructions]
         assert taken == [2 * count for count in wanted], seed

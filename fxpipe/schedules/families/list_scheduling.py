@@ -9,7 +9,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.ahead import held_back
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.dependency import Dependencies
 from fxpipe.schedules.families.caps import Caps, exceeds
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
@@ -77,9 +79,17 @@ def list_schedule(
 
     It comes to no halt: take the first micro-batch that is not done. Nothing before it is in flight, so the first
     stage's forward that is missing may run; and when all forwards have run, so may the last stage's backward. What
-    W's hold keeps nothing waiting for long: they are ready.
+    W's hold keeps nothing waiting for long: they are ready. A stage without backward waits for its readers' earlier
+    micro-batches, or groups, which have run by then.
     """
-    return _Listing(problem, costs, caps, priority(problem), held, room).run()
+    split = held is not None or room is not None
+    every = ((stage, j) for stage in range(len(problem.placement)) for j in range(problem.microbatches))
+    free = dataclasses.replace(problem.dependencies, halves=frozenset(every if split else ()))
+
+    def listing(dependencies: Dependencies) -> _Listing:
+        return _Listing(problem, costs, caps, priority(problem), held, room, dependencies)
+
+    return listing(held_back(free, problem.backward, problem.microbatches, lambda one: listing(one).makespan())).run()
 
 
 class _Ranked(NamedTuple):
@@ -103,6 +113,7 @@ class _Listing:
         key: Callable[[Action], tuple[float, ...]],
         held: Caps | None,
         room: Sequence[float] | None,
+        dependencies: Dependencies,
     ) -> None:
         self.problem, self.costs, self.caps, self.key = problem, costs, caps, key
         self.held, self.room = held, room
@@ -111,11 +122,10 @@ class _Listing:
         self.gradient = Op.I if self.split else Op.B
         self.sizes = [problem.group(stage) for stage in range(len(problem.placement))]
         stages = range(len(problem.placement))
-        every = ((stage, j) for stage in stages for j in range(problem.microbatches))
-        halves = frozenset(every if self.split else ())
-        self.dependencies = dataclasses.replace(problem.dependencies, halves=halves)
-        sources = [self.dependencies.sources.get(stage, ()) for stage in stages]
-        waiting = ((Op.F, problem.targets), (self.gradient, sources))
+        self.dependencies, ahead = dependencies, dependencies.ahead
+        sources = [dependencies.sources.get(stage, ()) for stage in stages]
+        forward = [(*problem.targets[stage], *(one for one in sources[stage] if one in ahead)) for stage in stages]
+        waiting = ((Op.F, forward), (self.gradient, sources))
         self.users = {  # (stage, op) → the other ranks that wait for it
             (stage, op): {problem.placement[other] for other in others} - {problem.placement[stage]}
             for op, users in waiting
@@ -153,6 +163,11 @@ class _Listing:
             for waiting in self.waiting.pop(action, ()):
                 self._await(waiting)
         return tuple(map(tuple, rows))
+
+    def makespan(self) -> float:
+        """Of the rows that it comes to."""
+        self.run()
+        return max(self.ends.values())
 
     def _best(self, rank: int, now: float) -> Action | None:
         """The action with the least key of those that are ready and have room."""
