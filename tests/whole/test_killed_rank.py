@@ -23,10 +23,8 @@ from tests.thinned import every
 
 SECONDS = 200.0  # for all of a test, starting four processes included; transports wait for five minutes
 RANKS = 4
-OPERATION = (
-    r"waited for (an? |the )?[\w-]+ (of|over) \S+"
-    """Such as "all-reduce of 65792 elements over shard" and "1B3 of stage `b`"."""
-)
+OPERATION = r"waited for (an? |the )?[\w-]+ (of|over) \S+"
+"""Such as "all-reduce of 65792 elements over shard" and "1B3 of stage `b`"."""
 
 
 class Chain(nn.Module):
