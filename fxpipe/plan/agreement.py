@@ -177,11 +177,11 @@ class Agreement:
 
     def settle(self, offer: _Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
-        foreseen = None
-        if offer not in self._numbers:
+        is_new = offer not in self._numbers
+        if is_new:
             self._numbers[offer] = self._number(_sent(offer))
-            foreseen = self._foreseen(offer)
         number = self._numbers[offer]
+        foreseen = self._foreseen(offer) if is_new and number >= 0 else None
         key = self._transport.gather_int("pipe", number if foreseen is None else foreseen.number_with(number))
         is_foreseen = foreseen is not None and len(set(key)) == 1
         if foreseen is not None and is_foreseen:
@@ -203,7 +203,7 @@ class Agreement:
         return agreed
 
     def _number(self, told: _Offer) -> int:
-        """The same on all ranks that tell the same; below 0 of what cannot be told."""
+        """The same on all ranks that tell the same; below 0, on this rank alone, of what cannot be told."""
         try:
             digest = hashlib.blake2b(encode(told), digest_size=7).digest()
         except RunError:
