@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,6 +86,12 @@ class Plan:
     def digest(self) -> str:
         """A hash of ``description``."""
         return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+def values_of(graphs: Sequence[StageGraph]) -> list[str] | None:
+    """What each edge carries, so that one value is sent once to those on one rank. None where micro-batches have
+    captures of their own: there a value may bear the name of another one."""
+    return [edge.value for edge in graphs[0].edges] if all(graph is graphs[0] for graph in graphs) else None
 
 
 def digest_of(words: Iterable[str]) -> int:

@@ -26,7 +26,7 @@ from fxpipe.plan.groups import for_groups, places_of_rows
 from fxpipe.plan.label_count import Items
 from fxpipe.plan.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
-from fxpipe.plan.plan import Plan
+from fxpipe.plan.plan import Plan, values_of
 from fxpipe.plan.same_stages import alike, like
 from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily, is_compiled
@@ -322,8 +322,10 @@ class Planner:
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
             graph = graphs[0]
-        ahead = schedule.dependencies.ahead
-        instructions = lower(schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead)
+        ahead, values = schedule.dependencies.ahead, values_of(graphs)
+        instructions = lower(
+            schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead, values
+        )
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))

@@ -21,7 +21,7 @@ from fxpipe.graph.modes import Autocast
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.kinds import shown
-from fxpipe.plan.plan import Plan
+from fxpipe.plan.plan import Plan, values_of
 from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.finite import Extremes
 from fxpipe.run.group_inputs import GroupInputs, Joined
@@ -29,7 +29,7 @@ from fxpipe.run.recompute import Kept
 from fxpipe.run.side_effects import EffectsOf
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Half
-from fxpipe.schedules.lower import Message
+from fxpipe.schedules.lower import Message, alike
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.torch_compat import pytree
 
@@ -119,6 +119,10 @@ class Executor:
     def __post_init__(self) -> None:
         self.graph, self.table = self.kind.plan.graph, self.kind.plan.schedule.dependencies
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
+        edges = self.graph.edges
+        shared = alike(edges, self.graph.placement, values_of(self.kind.plan.graphs))
+        self._shared = {edges[one]: [edges[other] for other in group] for one, group in shared.items()}
+        self._arrives: set[tuple[Edge, int]] = set()  # what is shared, by the first edge, and taken from its message
         self.slots: list[Any] = []
         """What was made here and not used yet."""
         self._slot_of: dict[tuple[Edge, Op, int], int] = {}
@@ -162,6 +166,8 @@ class Executor:
 
     def slot(self, edge: Edge, op: Op, microbatch: int) -> int:
         """Where a value, or where ``op`` is B its gradient, lies from when it is made until it is used or sent."""
+        if op is Op.F and edge in self._shared and self.graph.placement[edge.source] == self.rank:
+            edge = self._shared[edge][0]  # it is sent once
         slot = self._slot_of.setdefault((edge, op, microbatch), len(self.slots))
         if slot == len(self.slots):
             self.slots.append(NOT_MADE)
@@ -179,10 +185,17 @@ class Executor:
         maker = self.graph.placement[edge.source if op is Op.F else edge.target]
         if maker == self.rank:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
+        shared = self._shared.get(edge, ()) if op is Op.F else ()
+        if shared and (shared[0], microbatch) in self._arrives:
+            return partial(take_out, self.slots, self.slot(edge, op, microbatch))
         maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
         made_by = partial(_in_words, self.graph, edge, maker_op, microbatch)
         port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
-        return partial(_await, port.take, made_by)
+        take = partial(_await, port.take, made_by)
+        if not shared:
+            return take
+        self._arrives.add((shared[0], microbatch))  # the first one that is bound is the first that runs
+        return partial(_hand_on, take, self.slots, [self.slot(e, op, microbatch) for e in shared if e != edge])
 
     def tell(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
         """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
@@ -205,6 +218,14 @@ def take_out(slots: list[Any], slot: int) -> Any:
     value, slots[slot] = slots[slot], NOT_MADE
     if value is NOT_MADE:
         raise LookupError(f"slot {slot} is used before it is made")
+    return value
+
+
+def _hand_on(take: Take, slots: list[Any], others: Sequence[int]) -> Any:
+    """Takes a value, for others on this rank, too."""
+    value = take()
+    for slot in others:
+        slots[slot] = value
     return value
 
 

@@ -1,8 +1,9 @@
 """Lower: rows of actions → each rank's instructions, with its sends, receives and reductions put in.
 
 A message is one value of one micro-batch on its way from a stage to another on a different rank: an activation after
-a forward, or a gradient, the other way, after a backward. Messages from one rank to another travel in the order in
-which the sender makes them; both ends know it, for it follows from the rows.
+a forward, once for all stages there that use it, or a gradient, the other way, after a backward, one from each.
+Messages from one rank to another travel in the order in which the sender makes them; both ends know it, for it follows
+from the rows.
 
 What the stage that makes a value makes of it at once is one message, its gradient too: a gathered stage is sent one
 for each micro-batch of its group, and sends as many gradients back. From one gathered stage to another there is one
@@ -11,8 +12,9 @@ for each group, numbered by its first micro-batch.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -96,19 +98,24 @@ def lower(
     backward: Sequence[bool],
     tied: Sequence[Sequence[int]] = (),
     ahead: Mapping[int, int] = MappingProxyType({}),
+    values: Sequence[Hashable] | None = None,
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Each rank's instructions.
 
     ``placement``: the rank of each stage. ``backward``: whether each stage has one. ``tied``: groups of stages that
     share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward such a stage waits until
-    what it made so many micro-batches ago is received. A receive is posted one action ahead of the action that needs
-    it, or earlier: never later than a receive behind it in the sender's order, since messages between two ranks arrive
-    in that order. So much memory is taken for what is on its way, and for small messages, which may be posted before
-    their place, so much as ``wire_exchange.BURST`` says for each sender. What comes to no halt by these places comes to
-    none by earlier ones.
+    what it made so many micro-batches ago is received. ``values``: what each edge carries, where several may carry one
+    value: to a rank it is sent once, on the edge to the stage that is the first to use it there.
+
+    A receive is posted one action ahead of the action that needs it, or earlier: never later than a receive behind it
+    in the sender's order, since messages between two ranks arrive in that order. So much memory is taken for what is on
+    its way, and for small messages, which may be posted before their place, so much as ``wire_exchange.BURST`` says for
+    each sender. What comes to no halt by these places comes to none by earlier ones.
     """
     sizes = groups_of(rows)
     sent = _sends(rows, edges, placement, backward, sizes)
+    if shared := alike(edges, placement, values):
+        sent = _once(sent, shared, rows, edges, sizes)
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
     used_at = _uses(sent_at, rows, edges, sizes)
     arriving: list[list[Message]] = [[] for _ in rows]
@@ -150,6 +157,36 @@ def _sends(
                 makes.setdefault((edge.target, op), []).append((index, Op.B, there, here))
     sizes = [groups.get(edge.source, 1) for edge in edges]
     return [[_made(makes.get((action.stage, action.op), ()), action, sizes) for action in row] for row in rows]
+
+
+def alike(
+    edges: Sequence[EdgeLike], placement: Sequence[int], values: Sequence[Hashable] | None
+) -> Mapping[int, Sequence[int]]:
+    """Edge → those that carry its value to the same other rank, itself included; where there is but one, none."""
+    found: dict[Hashable, list[int]] = {}
+    for index, (edge, value) in enumerate(zip(edges, values, strict=True) if values is not None else ()):
+        if placement[edge.source] != placement[edge.target]:
+            found.setdefault((edge.source, value, placement[edge.target]), []).append(index)
+    return {index: group for group in found.values() if len(group) > 1 for index in group}
+
+
+def _once(
+    sent: Sequence[Sequence[Sequence[Message]]],
+    shared: Mapping[int, Sequence[int]],
+    rows: Rows,
+    edges: Sequence[EdgeLike],
+    groups: Groups,
+) -> list[list[Sequence[Message]]]:
+    """The messages without those of a value that comes with another one."""
+    place = {use_of(action): place for row in rows for place, action in reversed(list(enumerate(row)))}
+
+    def is_first(message: Message) -> bool:
+        if message.op is not Op.F or message.edge not in shared:
+            return True
+        used = {place.get(user_of(message._replace(edge=e), edges, groups), math.inf): e for e in shared[message.edge]}
+        return used[min(used)] == message.edge
+
+    return [[list(filter(is_first, messages)) if messages else messages for messages in row] for row in sent]
 
 
 def _made(messages: Sequence[tuple[int, Op, int, int]], action: Action, sizes: Sequence[int]) -> Sequence[Message]:

@@ -21,6 +21,7 @@ from fxpipe.schedules.lower import (
     pairs,
 )
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.verify import execution_order
 from tests.graphs import FAMILIES, JOINED, WORKED, Value, bare, chain, gradient_of, joined, random_bare, values_of
 from tests.thinned import seeds
 
@@ -241,3 +242,17 @@ def test_what_was_sent_into_a_group_is_released_when_its_gradient_has_come() -> 
         Release(Message(0, Op.F, 0, 0, 1)),
         Release(Message(0, Op.F, 1, 0, 1)),
     )
+
+
+def test_a_value_is_sent_once_to_a_rank_and_each_stage_there_sends_a_gradient() -> None:
+    """Stage 0 feeds 1 and 2 on rank 1, of which 2 runs first in micro-batch 1, and 3 on rank 2."""
+    rows = "0F0 0F1 0B0 0B1", "1F0 2F0 2F1 1F1 2B0 1B0 2B1 1B1", "3F0 3B0 3F1 3B1"
+    parsed = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    edges = [Value(0, 1, 0), Value(0, 2, 0), Value(0, 3, 0), Value(0, 2, 1)]
+    lowered = lower(parsed, edges, (0, 1, 1, 2), (True,) * 4, values=["x", "x", "x", "y"])
+    first, second, third = ([(m.edge, m.op, m.microbatch) for m in messages(row, Send)] for row in lowered)
+    assert first == [(edge, Op.F, j) for j, edges in ((0, (0, 2, 3)), (1, (1, 2, 3))) for edge in edges]
+    assert sorted(second) == sorted((edge, Op.B, j) for edge in (0, 1, 3) for j in range(2))
+    assert third == [(2, Op.B, 0), (2, Op.B, 1)]
+    schedule_order = execution_order(lowered, edges, (True,) * 4)
+    assert len(schedule_order) == sum(map(len, lowered))

@@ -80,8 +80,10 @@ def test_no_verified_table_hangs_on_the_strict_transport(part: int, monkeypatch:
         monkeypatch.setattr(wire_exchange, "BURST", draw.choice([0, 8, 20, 1000]))
         values = [link for link in schedule.links for _ in range(draw.choice([1, 1, 2]))]  # some pairs share several
         draw.shuffle(values)
+        carried = None if seed % 2 else [draw.randrange(2) for _ in values]  # of a stage's several values two are one
+        ahead = schedule.dependencies.ahead
         instructions = lower(
-            schedule.rows, values, schedule.placement, schedule.backward, schedule.tied, schedule.dependencies.ahead
+            schedule.rows, values, schedule.placement, schedule.backward, schedule.tied, ahead, carried
         )
         taken = run_strict(lambda rank, i=instructions, v=values: play(rank, i, v), len(instructions), seed)  # type: ignore[misc]
         wanted = [sum(isinstance(step, Receive) for step in row) for row in instructions]
