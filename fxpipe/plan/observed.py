@@ -104,6 +104,7 @@ class _Observer:
         writes = [
             name for (name, tensor), version in zip(tensors, versions, strict=True) if version_of(tensor) != version
         ]
+        self._check_kept(region, dict(tensors))
         parts = self._outermost(called)
         held = [tensor for path in parts for tensor in all_tensors(self._module.get_submodule(path)).values()]
         used = [tensor for _, tensor in tensors if storage_of(tensor) in touched.reads]
@@ -117,6 +118,15 @@ class _Observer:
         """The paths of the submodules that were called, without those inside of others."""
         paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
         return tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
+
+    def _check_kept(self, region: Region, before: dict[str, Tensor]) -> None:
+        now = all_tensors(self._module)
+        other = next((name for name, tensor in now.items() if tensor is not before.get(name)), None)
+        if other is not None:
+            raise TraceError(
+                f"{region.name}, which is kept whole, sets {other} to another tensor, and a buffer keeps its memory in "
+                f"a pipeline: write into it, as self.{other.rpartition('.')[2]}.copy_() does"
+            )
 
     def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
         """``own``: the submodule itself, and those that it has called."""

@@ -232,3 +232,28 @@ def test_a_refusal_names_what_could_be_kept_whole() -> None:
     rules = {"behind": "before", "head": "before"}
     with pytest.raises(TraceError, match=r'boundaries=\{"region": "whole"\}'):
         compiled(replace(SELECTING, ranks=3), boundaries=rules, tracer="export", example_kwargs=SELECTING.batch())
+
+
+class SetsBuffer(nn.Module):
+    """Counts its calls out of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
+def test_a_buffer_that_a_region_sets_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), SetsBuffer(), nn.Linear(2, 2))
+    with pytest.raises(fxpipe.TraceError, match=r"sets 1\.calls to another tensor.*self\.calls\.copy_"):
+        fxpipe.compile(
+            model,
+            fxpipe.Topology([("pipe", 2)]),
+            boundaries={"1": "whole", "2": "before"},
+            loss_fn=lambda output, target: (output - target).mean(),
+            example_args=(torch.ones(4, 2),),
+            example_kwargs={"target": torch.ones(4, 2)},
+        )
