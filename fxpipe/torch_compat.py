@@ -327,10 +327,24 @@ def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> boo
     return bool(eval(expression, SYMPY_INTERP, {"L": asked}))
 
 
-def sizes_like_any() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def sizes_like_any() -> Iterator[None]:
     """While it is open, symbolic sizes may be 0 and 1 as any other number, unless a question is asked that tells them
-    apart."""
-    return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined, no-any-return]
+    apart: torch takes them to be positive even so, by which ``max(size, 1)`` is the size without a guard."""
+    from torch.fx.experimental import symbolic_shapes
+
+    make = symbolic_shapes.make_symbol
+
+    def symbol(prefix: Any, number: int, **known: Any) -> Any:
+        is_size = prefix is symbolic_shapes.SymT.SIZE and known.pop("positive", None)
+        return make(prefix, number, **known, **({"nonnegative": True} if is_size else {}))
+
+    symbolic_shapes.make_symbol = symbol
+    try:
+        with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            yield
+    finally:
+        symbolic_shapes.make_symbol = make
 
 
 def size_decisions() -> tuple[type, str]:
