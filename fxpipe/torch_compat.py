@@ -321,18 +321,20 @@ def size_guard(values: Sequence[Tensor]) -> str:
 
 
 def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> bool:
-    """Whether a guard holds, or a part of it, where these are asked."""
+    """Whether a guard holds, or a part of it, where these are asked; one that divides by a size of 0 does not."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-    return bool(eval(expression, SYMPY_INTERP, {"L": asked}))
+    try:
+        return bool(eval(expression, SYMPY_INTERP, {"L": asked}))
+    except ZeroDivisionError:
+        return False
 
 
 @contextlib.contextmanager
 def sizes_like_any() -> Iterator[None]:
     """While it is open, symbolic sizes may be 0 and 1 as any other number, unless a question is asked that tells them
     apart: torch takes them to be positive even so, by which ``max(size, 1)`` is the size without a guard."""
-    from torch.fx.experimental import symbolic_shapes
-
+    symbolic_shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     make = symbolic_shapes.make_symbol
 
     def symbol(prefix: Any, number: int, **known: Any) -> Any:

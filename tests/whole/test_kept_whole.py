@@ -375,3 +375,11 @@ def test_no_rows_at_all_are_not_taken_for_some(how: str, examples: tuple[Any, An
             assert batch is not examples[0]
             continue
         assert_same(loss, model(**batch).detach(), "loss", 1e-6)
+
+
+def test_what_a_region_returns_is_seen_without_the_check_too() -> None:
+    case = Case(lambda: AroundIt(""), vectors, ranks=2, microbatches=1)
+    options: Any = {"boundaries": AROUND, "example_kwargs": POSITIVE, "check_capture": False}
+    forward_backward = compiled(case, tracer="export", **options)
+    assert "not checked: check_capture=False" in str(forward_backward.stages)
+    assert_same(forward_backward(**NEGATIVE), case.model()(**NEGATIVE).detach(), "loss", 1e-6)
