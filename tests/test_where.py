@@ -62,6 +62,7 @@ plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/looks: whole/lengths
 plan/observed: whole/kept_whole
+plan/outside: whole/kept_whole
 plan/on_fakes: plan/node_costs plan/row_places
 plan/plan: plan/planner
 plan/pattern: plan/signatures

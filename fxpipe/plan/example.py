@@ -84,7 +84,7 @@ def first_pattern(planner: Planner, options: Options) -> Pattern:
 
 def _sample(planner: Planner, options: Options) -> Sample | str:
     """The example's micro-batches with their numbers; or why none are run."""
-    if not options.check_capture:
+    if not options.check_capture and (planner.captures is None or not planner.captures.whole):
         return "check_capture=False"
     if not options.has_example:
         return "no example batch"
