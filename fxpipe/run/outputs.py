@@ -63,7 +63,8 @@ def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: 
     each row. ``places``: what earlier calls have shown of where outputs have their rows.
     RunError for an output whose rows are in no dimension that could be meant.
     """
-    flat = [_flattened(output, size, rows) for output, size in zip(outputs, rows.sizes, strict=True)]
+    marked = _marked(outputs, rows)
+    flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in marked]
     if len({str(spec) for _, spec in flat}) > 1:
         raise RunError(
             "an output has another structure for each micro-batch or group of them, which cannot be put together: "
@@ -76,21 +77,48 @@ def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: 
     return pytree.tree_unflatten(joined, flat[0][1])
 
 
-def _flattened(output: Any, size: int, rows: RowsOf) -> tuple[list[Any], pytree.TreeSpec]:
-    def is_leaf(node: Any) -> bool:
-        return isinstance(node, Sum) or (is_entries(node) and len(node) == size and _has_entries(node, size, rows))
+@dataclass(frozen=True)
+class _Entries:
+    """A list with one for each row."""
 
-    leaves, spec = pytree.tree_flatten(output, is_leaf=is_leaf)
-    return leaves, spec
+    values: Any
 
 
-def _has_entries(values: Sequence[Any], size: int, rows: RowsOf) -> bool:
-    """Whether each of these is of one row."""
-    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
-    others = [tensor for tensor in tensors if not _fitting([tensor], [size], rows.along)]
-    if rows.in_lists and isinstance(values, list):
+def _marked(parts: Sequence[Any], rows: RowsOf) -> Sequence[Any]:
+    """The parts of an output, with ``_Entries`` in place of lists in it that have one for each row."""
+    if isinstance(parts[0], Sum):
+        return parts
+    if _have_entries(parts, rows):
+        return [_Entries(part) for part in parts]
+    flat = [pytree.tree_flatten(part, is_leaf=lambda node, part=part: node is not part) for part in parts]
+    (first, spec), others = flat[0], [str(spec) for _, spec in flat[1:]]
+    if spec.is_leaf() or not first or set(others) != {str(spec)}:
+        return parts
+    columns = [_marked(column, rows) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return [pytree.tree_unflatten(list(each), spec) for each in zip(*columns, strict=True)]
+
+
+def _have_entries(parts: Sequence[Any], rows: RowsOf) -> bool:
+    """Whether each of what is in these is of one row. RunError in doubt."""
+    sizes = rows.sizes
+    if not all(is_entries(part) and len(part) == size for part, size in zip(parts, sizes, strict=True)):
+        return False
+    are_dicts = all(is_mapping(value) for part in parts for value in part)
+    if not are_dicts and not rows.in_lists:
+        return False
+    leaves = [(leaf, size) for part, size in zip(parts, sizes, strict=True) for leaf in pytree.tree_leaves(part)]
+    tensors = [(leaf, size) for leaf, size in leaves if isinstance(leaf, Tensor)]
+    if any(leaf.dim() and not _fitting([leaf], [size], rows.along) for leaf, size in tensors):
         return True
-    return bool(others) and (rows.in_lists or all(map(is_mapping, values)))
+    if isinstance(parts[0], tuple) or not tensors or (are_dicts and rows.in_lists):
+        return isinstance(parts[0], list) and rows.in_lists
+    if len(parts) == 1:
+        return False
+    raise RunError(
+        f"an output has a list of {len(parts[0])} for a micro-batch of {sizes[0]} rows, in which each tensor could "
+        "have all rows, or be of one row; make them differ, with another number of micro-batches or rows; or return a "
+        "dict, or a tensor"
+    )
 
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
@@ -108,8 +136,8 @@ def from_rank(rank: int, output: Any, transport: Transport, device: torch.device
 
 def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Callable[[], int]) -> Any:
     first = column[0]
-    if is_entries(first):
-        return type(first)(entry for part in column for entry in part)
+    if isinstance(first, _Entries):
+        return type(first.values)(entry for part in column for entry in part.values)
     if isinstance(first, Sum):
         return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
     if not isinstance(first, Tensor):
@@ -162,11 +190,23 @@ def _rows_along(places: OutputRows, leaf: int, column: Sequence[Tensor], rows: R
         )
     per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
     if len(per_row) == 1 and per_row.pop()[1] == 0:
+        _check_none_beside(column, [sizes, *(each for _, each in rows.packed)])
         return 0
     raise RunError(
         f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "
         "return one row per row of the input, or a number"
     )
+
+
+def _check_none_beside(column: Sequence[Tensor], several: Sequence[Sequence[int]]) -> None:
+    """RunError where what may hold several for each row in its first dimension has rows in another one."""
+    places = [place for place in range(1, column[0].dim()) for sizes in several if _are(column, place, sizes)]
+    if places and len(column) > 1 and any(part.shape[places[0]] != 1 for part in column):
+        raise RunError(
+            f"an output of shapes {', '.join(str(list(part.shape)) for part in column)} has as many in dimension "
+            f"{places[0]} as there are rows, which are looked for in dimension 0: return it transposed, with its rows "
+            "there; or, where it has several for each row, with .unflatten(0, (-1, several))"
+        )
 
 
 def _fitting(parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> list[int]:
