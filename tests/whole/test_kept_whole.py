@@ -470,3 +470,57 @@ def test_regions_whose_names_differ_by_a_dot_are_two(tracer: str) -> None:
         ],
         wanted,
     )
+
+
+class Otherwise(nn.Module):
+    """Returns, for other values, a tensor that is unlike in ``what``."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.inner = what, linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x)
+        if x.sum().item() > 0:
+            return h
+        if self.what == "layout":
+            return h.t().contiguous().t()
+        return torch.stack([h, 2 * h], 1) if self.what == "dims" else h.detach()
+
+
+class Asks(nn.Module):
+    """Code behind a region does another thing by what that one returns, if it is to ``ask``."""
+
+    def __init__(self, what: str, ask: bool) -> None:
+        super().__init__()
+        self.what, self.ask, self.region, self.before, self.head = what, ask, Otherwise(what), linear(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.region(x)
+        if self.ask:
+            asked = {"dims": h.dim() == 3, "gradient": not (h + 1).requires_grad, "layout": not h.is_contiguous()}
+            h = 5 * h if asked[self.what] else h
+        h = h.sum(tuple(range(h.dim()))[1:-1]) if self.what == "dims" else h
+        return (self.head(self.before(x) + h) - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("dims", "shape"), ("gradient", r"whether it needs a gradient.*\n.*test_kept"), ("layout", "how it lies in mem")],
+)
+@pytest.mark.parametrize("tracer", ["export", "record"])
+def test_what_code_behind_a_region_asks_of_its_tensors_stays_so(what: str, told: str, tracer: str) -> None:
+    case = Case(lambda: Asks(what, True), vectors, stages=2, ranks=2, microbatches=2)
+    forward_backward = compiled(case, boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)
+    forward_backward(**POSITIVE)
+    with pytest.raises(RunError, match=told):
+        forward_backward(**NEGATIVE)
+
+
+@pytest.mark.parametrize("what", ["gradient", "layout"])
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_what_nobody_asks_may_be_otherwise_each_time(what: str, tracer: str) -> None:
+    case = Case(lambda: Asks(what, False), vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
+    batches = [POSITIVE, {name: torch.cat([NEGATIVE[name][:2], POSITIVE[name][:2]]) for name in POSITIVE}]
+    wanted, _ = reference(case, batches)
+    assert_run([trained(case, batches, boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)], wanted)
