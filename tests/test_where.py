@@ -61,6 +61,7 @@ plan/forecast: plan/previewed plan/memory
 plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/looks: whole/lengths
+plan/methods: whole/kept_whole
 plan/observed: whole/kept_whole
 plan/outside: whole/kept_whole
 plan/on_fakes: plan/node_costs plan/row_places

@@ -117,7 +117,7 @@ class KeptWhole(nn.Module):
         tensors, sizes = given[:count], given[count:]
         args, kwargs = self._given.filled(tensors)
         with unwritten(self.name, tensors), self.watch():
-            returned = Structure(getattr(self._owner[0], self.method)(*args, **kwargs))
+            returned = Structure(self._run(args, kwargs))
         if returned != self._returned:
             raise RunError(
                 f"{self.name}, which is kept whole, returned {returned}, but {self._returned} when the model was "
@@ -129,6 +129,24 @@ class KeptWhole(nn.Module):
         if self.guard is not None:
             self.guard.check(returned.tensors, sizes)
         return returned.tensors
+
+    @property
+    def owner(self) -> nn.Module:
+        """The submodule, or the one whose method it is."""
+        return self._owner[0]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return getattr(self.owner, self.method)(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            away = next((name for name, tensor in self.owner.named_parameters() if tensor.is_meta), None)
+            if away is None or "meta" not in str(error):
+                raise
+            raise RunError(
+                f"{self.name}, which is kept whole, failed where parameters are with other ranks, such as {away}: "
+                "a method has those that it was seen to use, and those that no other stage uses; pass an example in "
+                f"which it calls the submodules that it needs, or keep a submodule whole: {error}"
+            ) from error
 
     def _check(self, tensor: Tensor, seen: Any) -> None:
         """``seen``: a ``TensorLike``."""

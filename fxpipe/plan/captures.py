@@ -24,6 +24,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
+from fxpipe.plan.methods import unused, with_unused
 from fxpipe.plan.observed import SeenCalls, declared, observe
 from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
@@ -98,6 +99,8 @@ class Captures:
     """What is kept whole, and runs for real in every step."""
     observed: list[tuple[Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late, and on what micro-batch."""
+    unused: frozenset[str] = frozenset()
+    """The parameters and buffers that no stage of the first capture uses."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
@@ -298,8 +301,12 @@ class Captures:
             program = chain(default_passes.default() if passes is None else passes, program)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
+        graph = default_passes.split(program)
+        if self.whole:
+            self.unused = unused(graph) if first is None else self.unused
+            graph = with_unused(graph, self.unused)
         return program, Captured(
-            default_passes.split(program),
+            graph,
             _told(self.model, program),
             program.tracer,
             found.placement if found is not None else None,

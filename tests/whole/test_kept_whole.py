@@ -524,3 +524,33 @@ def test_what_nobody_asks_may_be_otherwise_each_time(what: str, tracer: str) -> 
     batches = [POSITIVE, {name: torch.cat([NEGATIVE[name][:2], POSITIVE[name][:2]]) for name in POSITIVE}]
     wanted, _ = reference(case, batches)
     assert_run([trained(case, batches, boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)], wanted)
+
+
+class Picks(nn.Module):
+    """A method that calls another submodule for other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.image, self.video, self.head = linear(), linear(), linear(), linear()
+
+    def features(self, x: Tensor) -> Tensor:
+        found: Tensor = self.image(x) if x.sum().item() > 0 else self.video(x)
+        return found
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.before(x))
+        return (self.head(h + self.features(x)) - y).square().mean()
+
+
+@pytest.mark.parametrize("returns", [None, torch.empty(2, WIDTH, device="meta")])
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_a_method_has_what_no_other_stage_uses(returns: Tensor | None, tracer: str) -> None:
+    """On its rank alone: what the example did not call would be on the meta device there."""
+    case = Case(Picks, vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
+    rules: Any = {"features": "whole" if returns is None else {"whole": returns}}
+    options: Any = {"boundaries": rules, "tracer": tracer, "example_kwargs": POSITIVE}
+    stages = list(compiled(case, **options).stages)
+    assert {"image.weight", "video.weight", "head.weight"} <= set(stages[1].tensors)
+    assert set(stages[0].tensors) == {"before.weight", "before.bias"}
+    wanted, _ = reference(case, [POSITIVE, NEGATIVE])
+    assert_run([trained(case, [POSITIVE, NEGATIVE], **options)], wanted)
