@@ -255,8 +255,8 @@ class Captures:
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
         """The stages, once they have been run against the model, with a word about it."""
-        if isinstance(sample, str):
-            told = f"not checked: {sample}"
+        if isinstance(sample, str) or sample.unchecked:
+            told = f"not checked: {sample if isinstance(sample, str) else sample.unchecked}"
         else:
             try:
                 with progress("checking the stages against the model"):
