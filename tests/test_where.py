@@ -61,6 +61,7 @@ plan/forecast: plan/previewed plan/memory
 plan/groups: whole/gathered
 plan/label_count: whole/whole_batch plan/signatures
 plan/looks: whole/lengths
+plan/methods: whole/kept_whole
 plan/observed: whole/kept_whole
 plan/outside: whole/kept_whole
 plan/on_fakes: plan/node_costs plan/row_places
@@ -112,6 +113,7 @@ trace/fake: trace/record trace/export
 trace/furthest: whole/bugs_refusals
 trace/patching: trace/symbolic trace/export
 trace/record/: trace/record trace/hidden_values trace/operations
+trace/asking: whole/kept_whole
 trace/keeping: whole/kept_whole
 trace/regions: whole/kept_whole
 trace/request: trace/every_tracer

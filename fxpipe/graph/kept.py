@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ PLAIN_LEAF = (
 """Types of what may enter or leave a region beside tensors."""
 TENSOR = object()
 """Stands for a tensor among the leaves of a value: of what a region is given, or returns; of a result."""
+
+Asked = Literal["whether it needs a gradient", "how it lies in memory"]
+"""What code may ask of a tensor beside its values, its sizes and its type."""
 
 
 @contextmanager
@@ -104,6 +107,8 @@ class KeptWhole(nn.Module):
         """What is checked of what it returns, with sizes that it is given behind its tensors."""
         self.of_one_type = False
         """Whether what comes behind it was captured for the types of what it returned."""
+        self.asked: dict[Asked, str] = {}
+        """What the code behind it has asked of tensors, and where, in traceback form."""
         self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
         """What is checked of what it changes."""
 
@@ -112,7 +117,7 @@ class KeptWhole(nn.Module):
         tensors, sizes = given[:count], given[count:]
         args, kwargs = self._given.filled(tensors)
         with unwritten(self.name, tensors), self.watch():
-            returned = Structure(getattr(self._owner[0], self.method)(*args, **kwargs))
+            returned = Structure(self._run(args, kwargs))
         if returned != self._returned:
             raise RunError(
                 f"{self.name}, which is kept whole, returned {returned}, but {self._returned} when the model was "
@@ -125,6 +130,24 @@ class KeptWhole(nn.Module):
             self.guard.check(returned.tensors, sizes)
         return returned.tensors
 
+    @property
+    def owner(self) -> nn.Module:
+        """The submodule, or the one whose method it is."""
+        return self._owner[0]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return getattr(self.owner, self.method)(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            away = next((name for name, tensor in self.owner.named_parameters() if tensor.is_meta), None)
+            if away is None or "meta" not in str(error):
+                raise
+            raise RunError(
+                f"{self.name}, which is kept whole, failed where parameters are with other ranks, such as {away}: "
+                "a method has those that it was seen to use, and those that no other stage uses; pass an example in "
+                f"which it calls the submodules that it needs, or keep a submodule whole: {error}"
+            ) from error
+
     def _check(self, tensor: Tensor, seen: Any) -> None:
         """``seen``: a ``TensorLike``."""
         told = f"{self.name}, which is kept whole, returned a tensor of shape {list(tensor.shape)}"
@@ -133,12 +156,41 @@ class KeptWhole(nn.Module):
                 f"{told} that needs a gradient, but was called without gradients when the model was captured, and this "
                 "one would be lost: return what is detached"
             )
-        if self.of_one_type and tensor.dtype != seen.dtype:
+        if not self.of_one_type:
+            return
+        if tensor.dtype != seen.dtype:
             raise RunError(
                 f"{told} and of {tensor.dtype}, but of {seen.dtype} when the model was captured, and what comes behind "
                 "it holds for that alone: return it .to() one type; where steps run inside of torch.autocast, call "
                 'compile there, too; or write tracer="symbolic", which follows types'
             )
+        if tensor.dim() != len(seen.shape) or (tensor.device.type != seen.device and seen.device != "meta"):
+            raise RunError(
+                f"{told} on {tensor.device.type}, but one of {len(seen.shape)} dimensions on {seen.device} when the "
+                "model was captured, and what comes behind it holds for that alone: return the same each time, or keep "
+                "the code whole, too, that tells them apart"
+            )
+        self._check_asked(told, tensor, seen)
+
+    def _check_asked(self, told: str, tensor: Tensor, seen: Any) -> None:
+        """RunError where another thing would be told to the code behind it than the capture was."""
+        for asked, line in self.asked.items():
+            if asked == "how it lies in memory":
+                differs = not _lies_alike(tensor, seen)
+            else:
+                differs = torch.is_grad_enabled() and tensor.requires_grad != seen.requires_grad
+            if differs:
+                raise RunError(
+                    f"{told}, and code behind it asks of a tensor {asked}, of which the capture has one answer, and "
+                    "for this one it is another: keep that code whole, too, or return tensors that are alike in that"
+                    f"\n{line}"
+                )
 
     def extra_repr(self) -> str:
         return self.name
+
+
+def _lies_alike(tensor: Tensor, seen: Any) -> bool:
+    """Whether both are contiguous, of whatever sizes, or have the same strides."""
+    was = torch.empty_strided(seen.shape, seen.stride, device="meta").is_contiguous()
+    return tensor.is_contiguous() if was else tensor.stride() == seen.stride

@@ -24,6 +24,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
+from fxpipe.plan.methods import unused, with_unused
 from fxpipe.plan.observed import SeenCalls, declared, observe
 from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
@@ -98,6 +99,8 @@ class Captures:
     """What is kept whole, and runs for real in every step."""
     observed: list[tuple[Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late, and on what micro-batch."""
+    unused: frozenset[str] = frozenset()
+    """The parameters and buffers that no stage of the first capture uses."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
@@ -270,8 +273,8 @@ class Captures:
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
         """The stages, once they have been run against the model, with a word about it."""
-        if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
-            told = f"not checked: {sample if isinstance(sample, str) else 'check_capture=False'}"
+        if isinstance(sample, str) or sample.unchecked:
+            told = f"not checked: {sample if isinstance(sample, str) else sample.unchecked}"
         else:
             try:
                 with progress("checking the stages against the model"):
@@ -316,8 +319,12 @@ class Captures:
             program = chain(default_passes.default() if passes is None else passes, program)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
+        graph = default_passes.split(program)
+        if self.whole:
+            self.unused = unused(graph) if first is None else self.unused
+            graph = with_unused(graph, self.unused)
         return program, Captured(
-            default_passes.split(program),
+            graph,
             _told(self.model, program),
             program.tracer,
             found.placement if found is not None else None,

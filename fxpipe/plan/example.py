@@ -84,12 +84,11 @@ def first_pattern(planner: Planner, options: Options) -> Pattern:
 
 def _sample(planner: Planner, options: Options) -> Sample | str:
     """The example's micro-batches with their numbers; or why none are run."""
-    if not options.check_capture and (planner.captures is None or not planner.captures.whole):
-        return "check_capture=False"
+    unchecked = "" if options.check_capture else "check_capture=False"
     if not options.has_example:
-        return "no example batch"
+        return unchecked or "no example batch"
     parts = _microbatches(planner, options)
-    return Sample(parts if planner.items is None else planner.items.given(parts), options.batch_dim)
+    return Sample(parts if planner.items is None else planner.items.given(parts), options.batch_dim, unchecked)
 
 
 def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:

@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.kept import TENSOR, KeptWhole, Structure
+from fxpipe.graph.kept import TENSOR, Asked, KeptWhole, Structure
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
+from fxpipe.trace.asking import Asking
 from fxpipe.trace.patching import aside, patched, refuse
 from fxpipe.trace.regions import Region, SeenCall
 from fxpipe.trace.request import Request
@@ -68,7 +69,7 @@ class Regions:
     def kept(self) -> Iterator[None]:
         """While it is open, each call of a region becomes one node."""
         self.calls.clear()
-        with watching(self.request.module, self.request.whole, self._call), self._unread():
+        with watching(self.request.module, self.request.whole, self._call), self._unread(), self._asked():
             yield
 
     @property
@@ -113,6 +114,15 @@ class Regions:
             "example_args= or example_kwargs=, a batch with numbers in which it is called; or, for a model on "
             f'the meta device, say what: boundaries={{"{region.name}": {{"whole": torch.empty(8, 16, device="meta")}}}}'
         )
+
+    def _asked(self) -> contextlib.AbstractContextManager[Any]:
+        """While it is open, what the code behind a call asks of tensors is a part of the capture."""
+
+        def note(asked: Asked, line: str) -> None:
+            for call in self.calls:
+                call.kept.asked.setdefault(asked, line)
+
+        return Asking(note) if self.request.whole else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _unread(self) -> Iterator[None]:

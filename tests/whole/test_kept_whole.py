@@ -518,3 +518,98 @@ def test_what_a_region_returns_is_seen_without_the_check_too() -> None:
     forward_backward = compiled(case, tracer="export", **options)
     assert "not checked: check_capture=False" in str(forward_backward.stages)
     assert_same(forward_backward(**NEGATIVE), case.model()(**NEGATIVE).detach(), "loss", 1e-6)
+
+
+class Otherwise(nn.Module):
+    """Returns, for other values, a tensor that is unlike in ``what``."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.inner = what, linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x)
+        if x.sum().item() > 0:
+            return h
+        if self.what == "layout":
+            return h.t().contiguous().t()
+        return torch.stack([h, 2 * h], 1) if self.what == "dims" else h.detach()
+
+
+class Asks(nn.Module):
+    """Code behind a region does another thing by what that one returns, if it is to ``ask``."""
+
+    def __init__(self, what: str, ask: bool) -> None:
+        super().__init__()
+        self.what, self.ask, self.region, self.before, self.head = what, ask, Otherwise(what), linear(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.region(x)
+        if self.ask:
+            asked = {"dims": h.dim() == 3, "gradient": not (h + 1).requires_grad, "layout": not h.is_contiguous()}
+            h = 5 * h if asked[self.what] else h
+        h = h.sum(tuple(range(h.dim()))[1:-1]) if self.what == "dims" else h
+        return (self.head(self.before(x) + h) - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("dims", "shape"), ("gradient", r"whether it needs a gradient.*\n.*test_kept"), ("layout", "how it lies in mem")],
+)
+@pytest.mark.parametrize("tracer", ["export", "record"])
+def test_what_code_behind_a_region_asks_of_its_tensors_stays_so(what: str, told: str, tracer: str) -> None:
+    case = Case(lambda: Asks(what, True), vectors, stages=2, ranks=2, microbatches=2)
+    forward_backward = compiled(case, boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)
+    forward_backward(**POSITIVE)
+    with pytest.raises(RunError, match=told):
+        forward_backward(**NEGATIVE)
+
+
+@pytest.mark.parametrize("what", ["gradient", "layout"])
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_what_nobody_asks_may_be_otherwise_each_time(what: str, tracer: str) -> None:
+    case = Case(lambda: Asks(what, False), vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
+    batches = [POSITIVE, {name: torch.cat([NEGATIVE[name][:2], POSITIVE[name][:2]]) for name in POSITIVE}]
+    wanted, _ = reference(case, batches)
+    assert_run([trained(case, batches, boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)], wanted)
+
+
+class Picks(nn.Module):
+    """A method that calls another submodule for other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.image, self.video, self.head = linear(), linear(), linear(), linear()
+
+    def features(self, x: Tensor) -> Tensor:
+        found: Tensor = self.image(x) if x.sum().item() > 0 else self.video(x)
+        return found
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.before(x))
+        return (self.head(h + self.features(x)) - y).square().mean()
+
+
+@pytest.mark.parametrize("returns", [None, torch.empty(2, WIDTH, device="meta")])
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_a_method_has_what_no_other_stage_uses(returns: Tensor | None, tracer: str) -> None:
+    """On its rank alone: what the example did not call would be on the meta device there."""
+    case = Case(Picks, vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
+    rules: Any = {"features": "whole" if returns is None else {"whole": returns}}
+    options: Any = {"boundaries": rules, "tracer": tracer, "example_kwargs": POSITIVE}
+    stages = list(compiled(case, **options).stages)
+    assert {"image.weight", "video.weight", "head.weight"} <= set(stages[1].tensors)
+    assert set(stages[0].tensors) == {"before.weight", "before.bias"}
+    wanted, _ = reference(case, [POSITIVE, NEGATIVE])
+    assert_run([trained(case, [POSITIVE, NEGATIVE], **options)], wanted)
+
+
+def test_a_region_is_observed_where_the_capture_is_not_checked() -> None:
+    case = replace(SELECTING, ranks=4)
+    forward_backward = compiled(case, boundaries=CUTS, example_kwargs=case.batch(), check_capture=False)
+    assert "not checked: check_capture=False" in str(forward_backward.stages)
+    model = case.model()
+    parts = [{name: tensor[place] for name, tensor in case.batch().items()} for place in torch.arange(8).split(2)]
+    batch = {name: tensor[:8] for name, tensor in case.batch().items()}
+    wanted = torch.stack([model(**part).detach() for part in parts]).mean()
+    assert_same(forward_backward(**batch), wanted, "loss", 1e-6)
