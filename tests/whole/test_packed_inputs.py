@@ -154,6 +154,26 @@ def test_evaluate_gives_rows_tokens_and_lists_as_the_whole_batch_has_them(microb
             assert_same(output, plain, name, 1e-6)
 
 
+def scores() -> tuple[list[Tensor], list[Tensor]]:
+    """Of this replica's images: those evaluated, and plain PyTorch's."""
+    topology, case = Topology([("pipe", 2), ("data", 2)]), CASES["lists"]
+    forward_backward = compiled(case, 2, topology)
+    batch = case.batch([2, 1, 3, 2], replica_of(topology))
+    del batch["targets"]
+    output = forward_backward.evaluate(**batch, outputs="all")
+    with torch.no_grad():
+        plain = built(case).eval()(**batch)
+    return [one["score"] for one in output], [one["score"] for one in plain]
+
+
+def test_a_number_of_one_row_is_not_summed_over_replicas() -> None:
+    runs = strict(0)(4, scores)
+    assert len({tuple(map(float, wanted)) for _, wanted in runs}) == 2
+    for found, wanted in runs:
+        assert all(one.dim() == 0 for one in found)
+        torch.testing.assert_close(found, wanted)
+
+
 def test_tokens_of_micro_batches_of_one_document_are_no_rows_of_one() -> None:
     """(1, tokens) of each: as many everywhere, they would go on top of each other, too."""
     batch = packed.documents([3, 3, 3, 3])
