@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -79,7 +79,8 @@ class KeptWhole(nn.Module):
     """One call of a region that is kept whole: the tensors that it is given, flat, to those that it returns, flat.
 
     ``owner``, ``method``: what runs. ``parts``: the modules that it uses. ``given``, ``returned``: what the call was
-    seen to be given, and to return; how many tensors, and what beside them, is a part of the capture.
+    seen to be given, and to return, a ``TensorLike`` for each tensor; how many, and what beside them, is a part of the
+    capture.
     """
 
     def __init__(
@@ -99,12 +100,16 @@ class KeptWhole(nn.Module):
         self._given, self._returned = given, returned
         self.guard: SizeCheck | None = None
         """What is checked of what it returns, with sizes that it is given behind its tensors."""
+        self.of_one_type = False
+        """Whether what comes behind it was captured for the types of what it returned."""
+        self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What is checked of what it changes."""
 
     def forward(self, *given: Any) -> tuple[Any, ...]:
         count = self._given.leaves.count(TENSOR)
         tensors, sizes = given[:count], given[count:]
         args, kwargs = self._given.filled(tensors)
-        with unwritten(self.name, tensors):
+        with unwritten(self.name, tensors), self.watch():
             returned = Structure(getattr(self._owner[0], self.method)(*args, **kwargs))
         if returned != self._returned:
             raise RunError(
@@ -112,9 +117,26 @@ class KeptWhole(nn.Module):
                 "captured, and what comes behind it holds for that alone: return the same containers each time, and a "
                 "tensor in place of a number, a word or None that is not always the same"
             )
+        for tensor, seen in zip(returned.tensors, self._returned.tensors, strict=True):
+            self._check(tensor, seen)
         if self.guard is not None:
             self.guard.check(returned.tensors, sizes)
         return returned.tensors
+
+    def _check(self, tensor: Tensor, seen: Any) -> None:
+        """``seen``: a ``TensorLike``."""
+        told = f"{self.name}, which is kept whole, returned a tensor of shape {list(tensor.shape)}"
+        if tensor.requires_grad and not seen.requires_grad:
+            raise RunError(
+                f"{told} that needs a gradient, but was called without gradients when the model was captured, and this "
+                "one would be lost: return what is detached"
+            )
+        if self.of_one_type and tensor.dtype != seen.dtype:
+            raise RunError(
+                f"{told} and of {tensor.dtype}, but of {seen.dtype} when the model was captured, and what comes behind "
+                "it holds for that alone: return it .to() one type; where steps run inside of torch.autocast, call "
+                'compile there, too; or write tracer="symbolic", which follows types'
+            )
 
     def extra_repr(self) -> str:
         return self.name

@@ -17,7 +17,6 @@ from fxpipe import passes as default_passes
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
@@ -26,6 +25,7 @@ from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.observed import SeenCalls, declared, observe
+from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.sizes import sizes_between, told_of_nothing
@@ -35,6 +35,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
 from fxpipe.trace.cuts_by_name import regions, resolve
+from fxpipe.trace.patching import aside
 from fxpipe.trace.regions import Region
 from fxpipe.trace.request import Place
 
@@ -184,13 +185,16 @@ class Captures:
     ) -> Captured:
         """The stages that the first tracer makes whose stages are right. ``free``: dimensions that may be symbolic."""
         accepted: list[Captured] = []
+        cuts: list[Program] = []
 
         def accept(program: Program) -> None:
             if program.tracer in self.wrong:
                 raise TraceError(self.wrong[program.tracer])
             cut, made = self._cut(program, pattern, shape)
             places = [i for i, other in enumerate(pattern.shapes) if not made.of_one_shape or other == shape]
-            accepted.append(self._checked(made, request, sample, places))
+            with aside():
+                accepted.append(self._checked(made, request, sample, places))
+            cuts.append(cut)
             self.first = self.first or cut
 
         request = Request(
@@ -226,7 +230,8 @@ class Captures:
             for path, name in seen.sets  # which only regions read, or a capture refuses
         }
         self.reads.keep(noted - own, roots, _called(program))
-        (made,) = accepted
+        (made,), (cut,) = accepted, cuts
+        watch(cut, self.reads.changed)
         return made
 
     def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> SeenCalls:
@@ -309,8 +314,7 @@ def _on_meta(model: nn.Module) -> bool:
 def _called(program: Program) -> list[nn.Module]:
     """The submodules that the program calls as they are."""
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
-    whole = [part for kept in program.opaque.values() if isinstance(kept, KeptWhole) for part in kept.parts.values()]
-    return [program.module.get_submodule(target) for target in targets - program.opaque.keys()] + whole
+    return [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
 
 
 def _told(model: nn.Module, program: Program) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -16,6 +18,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.plan.capture_check import Batch, as_in_a_step, own
+from fxpipe.plan.outside import assigns, held, persistent
 from fxpipe.plan.replay import State
 from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cutting import cutting
@@ -37,9 +40,10 @@ def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
         if region.returns is not None:
             parts = (region.path,) if region.method == "__call__" else ()
             names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
-            held = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
-            reads = dict.fromkeys(names[id(tensor)] for tensor in held)
-            found[region.name, 0] = SeenCall(_described(region, region.returns), parts, tuple(reads))
+            used = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
+            reads = dict.fromkeys(names[id(tensor)] for tensor in used)
+            returned = _described(region, region.returns, may_need_gradient=True)
+            found[region.name, 0] = SeenCall(returned, parts, tuple(reads))
     return found
 
 
@@ -94,6 +98,7 @@ class _Observer:
         self._inside = region
         state, tensors = PythonState(self._module), list(all_tensors(self._module).items())
         versions = [version_of(tensor) for _, tensor in tensors]
+        saved = [(place, held(place)) for place in persistent(self._module, [self._module])]
         called: list[nn.Module] = []
         try:
             mode = TouchedMode()
@@ -102,15 +107,25 @@ class _Observer:
         finally:
             self._inside = None
         writes = [
-            name for (name, tensor), version in zip(tensors, versions, strict=True) if version_of(tensor) != version
+            name
+            for (name, tensor), version in zip(tensors, versions, strict=True)
+            if version_of(tensor) != version or storage_of(tensor) in touched.writes
         ]
         parts = self._outermost(called)
-        held = [tensor for path in parts for tensor in all_tensors(self._module.get_submodule(path)).values()]
-        used = [tensor for _, tensor in tensors if storage_of(tensor) in touched.reads]
-        reads = dict.fromkeys(self._names[id(tensor)] for tensor in (*held, *used))
+        used = [
+            tensor
+            for name, tensor in tensors
+            if storage_of(tensor) in touched.reads or any(_is_inside(name, path) for path in parts)
+        ]
+        reads = dict.fromkeys(self._names[id(tensor)] for tensor in used)
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
         self._check_sets(region, sets, (region.path, *parts))
-        self.seen[region.name, number] = SeenCall(_described(region, result), parts, tuple(reads), tuple(writes), sets)
+        for place, before in saved:
+            if held(place) is not before:
+                raise TraceError(assigns(region.name, place[2]))
+        sets = frozenset((path, name) for path, name in sets if name != "_buffers")  # which stages follow
+        returned = _described(region, result, torch.is_grad_enabled())
+        self.seen[region.name, number] = SeenCall(returned, parts, tuple(reads), tuple(writes), sets)
         return result
 
     def _outermost(self, called: list[nn.Module]) -> tuple[str, ...]:
@@ -142,8 +157,12 @@ def _noting_calls(called: list[nn.Module]) -> Iterator[None]:
         handle.remove()
 
 
-def _described(region: Region, result: Any) -> Any:
-    """The value with a ``TensorLike`` for each tensor; TraceError for what cannot leave a region."""
+def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
+    """The value with a ``TensorLike`` for each tensor; TraceError for what cannot leave a region.
+
+    ``may_need_gradient``: whether its floats may another time: behind a branch on a value, or once what was frozen is
+    trained.
+    """
     foreign = Structure(result).foreign
     if foreign is not TENSOR:
         raise TraceError(
@@ -151,4 +170,9 @@ def _described(region: Region, result: Any) -> Any:
             "value and no container that torch.utils._pytree knows; keep a larger part whole, register it there, or "
             "return its tensors in a tuple, a list or a dict"
         )
-    return pytree.tree_map_only(Tensor, TensorLike.of, result)
+
+    def described(tensor: Tensor) -> TensorLike:
+        may = may_need_gradient and (tensor.is_floating_point() or tensor.is_complex())
+        return replace(TensorLike.of(tensor), requires_grad=tensor.requires_grad or may)
+
+    return pytree.tree_map_only(Tensor, described, result)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
-from fxpipe.trace.patching import patched
+from fxpipe.trace.patching import ASIDE, patched
 
 MOST = 16
 """States that a model may be in: what changes with every step would be captured with every step."""
@@ -46,12 +46,12 @@ class Reads:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[set[Key]]:
-        """What is read of any module while it is open."""
+        """What is read of any module while it is open, by what is not ``aside``."""
         noted: set[Key] = set()
         original = nn.Module.__getattribute__
 
         def note(module: nn.Module, name: str) -> Any:
-            if name not in _OWN and not name.startswith("__"):
+            if name not in _OWN and not name.startswith("__") and not ASIDE.get():
                 noted.add((id(object.__getattribute__(module, "__dict__")), name))
             return original(module, name)
 
@@ -104,6 +104,14 @@ class Reads:
             self._states.append({key: self._value(key) for key in self._states[self._now]})
         self._now = number
         return number
+
+    def changed(self) -> str | None:
+        """The name of what has changed since the state was last asked for."""
+        state = self._states[self._now]
+        if self._glance is not None and self._glance.state is state and self._glance.finds_nothing():
+            return None
+        key = self._changed(state)
+        return None if key is None else f"{self._tables[key[0]][0]}.{key[1]}"
 
     def _changed(self, state: dict[Key, Any]) -> Key | None:
         for key, value in state.items():

@@ -230,11 +230,23 @@ def _rows_along(places: OutputRows, leaf: Where, column: Sequence[Tensor], rows:
         )
     per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
     if len(per_row) == 1 and per_row.pop()[1] == 0:
+        _check_none_beside(column, [sizes, *(each for _, each in rows.packed)])
         return 0
     raise RunError(
         f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "
         "return one row per row of the input, or a number"
     )
+
+
+def _check_none_beside(column: Sequence[Tensor], several: Sequence[Sequence[int]]) -> None:
+    """RunError where what may hold several for each row in its first dimension has rows in another one."""
+    places = [place for place in range(1, column[0].dim()) for sizes in several if _are(column, place, sizes)]
+    if places and len(column) > 1 and any(part.shape[places[0]] != 1 for part in column):
+        raise RunError(
+            f"an output of shapes {', '.join(str(list(part.shape)) for part in column)} has as many in dimension "
+            f"{places[0]} as there are rows, which are looked for in dimension 0: return it transposed, with its rows "
+            "there; or, where it has several for each row, with .unflatten(0, (-1, several))"
+        )
 
 
 def _fitting(parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> list[int]:

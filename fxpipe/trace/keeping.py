@@ -15,7 +15,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.kept import TENSOR, KeptWhole, Structure
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
-from fxpipe.trace.patching import patched, refuse
+from fxpipe.trace.patching import aside, patched, refuse
 from fxpipe.trace.regions import Region, SeenCall
 from fxpipe.trace.request import Request
 
@@ -86,7 +86,8 @@ class Regions:
 
     def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.runs():
-            return inner(*args, **kwargs)
+            with aside():
+                return inner(*args, **kwargs)
         given = Structure((args, kwargs), self.is_value)
         if given.foreign is not TENSOR:
             raise refuse(

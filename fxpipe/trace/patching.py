@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +25,20 @@ DRAWN = (
 
 BACKWARD = torch.autograd.backward
 """As it is outside of a capture: models may have bound it before."""
+
+
+ASIDE: ContextVar[bool] = ContextVar("ASIDE", default=False)
+"""Whether the model's code runs for itself, and not to be captured: in a step it runs again."""
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """While it is open, ``ASIDE`` is true."""
+    token = ASIDE.set(True)
+    try:
+        yield
+    finally:
+        ASIDE.reset(token)
 
 
 def refuse(fact: str, instead: str) -> TraceError:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import FxpipeError, PartitionError, RunError, Topology, TraceError
-from tests.harness import Run, assert_run, compiled, engine_of, reference, trained
+from tests.harness import Run, assert_run, assert_same, compiled, engine_of, reference, trained
 from tests.models import WIDTH, Case, linear, vectors
 
 
@@ -232,3 +232,106 @@ def test_a_refusal_names_what_could_be_kept_whole() -> None:
     rules = {"behind": "before", "head": "before"}
     with pytest.raises(TraceError, match=r'boundaries=\{"region": "whole"\}'):
         compiled(replace(SELECTING, ranks=3), boundaries=rules, tracer="export", example_kwargs=SELECTING.batch())
+
+
+class Odder(nn.Module):
+    """Does in some steps, by the values of its input, what it has not done in the example."""
+
+    ema: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner, self.flag = how, linear(), False
+        self.register_buffer("ema", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x)
+        if x.sum().item() > 0:
+            return h.detach() if self.how == "detaches" else h
+        if self.how == "writes":
+            self.ema.mul_(2)
+        if self.how == "assigns":
+            self.ema = self.ema * 2
+        if self.how == "flags":
+            self.flag = True
+        return h.double() if self.how == "widens" else h
+
+
+class AroundIt(nn.Module):
+    """Code in another stage reads what the region holds."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.before, self.region, self.head = how, linear(), Odder(how), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.region(x + 0 * self.before(x))
+        h = self.head(h.float()) * (self.region.ema if self.how == "writes" else 1)
+        return h.square().mean() * (2 if self.how == "flags" and self.region.flag else 1) + y.mean()
+
+
+POSITIVE = {"x": torch.ones(4, WIDTH), "y": torch.zeros(4, WIDTH)}
+NEGATIVE = {"x": -torch.ones(4, WIDTH), "y": torch.zeros(4, WIDTH)}
+AROUND = {"region": "whole", "head": "before"}
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("writes", "region, which is kept whole, changes region.ema"),
+        ("assigns", r"assigns region.ema.*self.ema.copy_"),
+        ("flags", "changes region.flag"),
+        ("widens", "of torch.float64, but of torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_what_it_did_not_do_in_the_example_is_refused_where_others_would_not_see_it(
+    how: str, told: str, tracer: str
+) -> None:
+    case = Case(lambda: AroundIt(how), vectors, ranks=2, microbatches=2)
+    forward_backward = compiled(case, boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)
+    model = case.model()
+    assert_same(forward_backward(**POSITIVE), model(**POSITIVE).detach(), "loss", 1e-6)
+    if (how, tracer) == ("widens", "symbolic"):  # which follows types
+        assert_same(forward_backward(**NEGATIVE), model(**NEGATIVE).detach(), "loss", 1e-6)
+        return
+    with pytest.raises(RunError, match=told):
+        forward_backward(**NEGATIVE)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_a_gradient_is_not_lost_where_the_example_needed_none(tracer: str) -> None:
+    """Behind a branch on a value; and where what was frozen is trained."""
+    case = Case(lambda: AroundIt("detaches"), vectors, stages=2, ranks=2, microbatches=2)
+    wanted, _ = reference(case, [POSITIVE, NEGATIVE])
+    assert wanted.gradients[0]["region.inner.weight"] is None
+    assert wanted.gradients[1]["region.inner.weight"] is not None
+    assert_run([trained(case, [POSITIVE, NEGATIVE], boundaries=AROUND, tracer=tracer, example_kwargs=POSITIVE)], wanted)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_what_was_frozen_may_be_trained_later(tracer: str) -> None:
+    model = Case(lambda: AroundIt(""), vectors).model().requires_grad_(False)
+    model.get_submodule("head").requires_grad_(True)
+    plain = Case(lambda: AroundIt(""), vectors).model()
+    options: Any = {"boundaries": AROUND, "tracer": tracer, "example_kwargs": NEGATIVE, "microbatches": 1}
+    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), **options)
+    forward_backward(**NEGATIVE)
+    forward_backward.zero_grad()
+    model.requires_grad_(True)
+    forward_backward(**NEGATIVE)
+    plain(**NEGATIVE).backward()
+    assert_same(
+        model.get_parameter("region.inner.weight").grad, plain.get_parameter("region.inner.weight").grad, "", 1e-6
+    )
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_an_attribute_of_a_region_that_others_read_may_be_set_between_steps(tracer: str) -> None:
+    case = Case(lambda: AroundIt("flags"), vectors, ranks=2, microbatches=1)
+    model: Any = case.model()
+    options: Any = {"boundaries": AROUND, "tracer": tracer, "example_kwargs": POSITIVE, "microbatches": 1}
+    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), **options)
+    once = forward_backward(**POSITIVE)
+    model.region.flag = True
+    assert torch.equal(forward_backward(**POSITIVE), 2 * once)

@@ -362,3 +362,59 @@ def test_counts_that_do_not_fit_are_refused_on_all_ranks_alike(engine: str, requ
     for found in engine_of(engine, lambda: request.getfixturevalue("pool"))(3, refusals):
         for message, wanted_message in zip(found, REFUSED, strict=True):
             assert wanted_message in message
+
+
+class Levels(nn.Module):
+    """A list of two maps, each of which has all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        h = self.first(torch.stack(images))
+        return [h, self.second(fxpipe.stage_boundary(h))]
+
+
+class OneEach(nn.Module):
+    """A list of a dict for each row, with as many boxes in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, several: int) -> list[dict[str, Tensor]]:
+        h = self.second(fxpipe.stage_boundary(self.first(x)))
+        return [{"boxes": h[row].expand(several, 4)} for row in range(x.shape[0])]
+
+
+class Turned(OneEach):
+    """Its rows, or those of what is packed, are in the second dimension."""
+
+    def forward(self, x: Tensor, several: int) -> Any:
+        return self.second(fxpipe.stage_boundary(self.first(x))).T
+
+
+@pytest.mark.parametrize("tracer", ["export", "record"])
+def test_a_list_in_an_output_is_put_together_as_the_whole_batchs_or_refused(tracer: str) -> None:
+    for model, batch, rules, microbatches, told in [
+        (Levels, {"images": list(torch.randn(3, 4))}, {"images": Packed(1)}, 2, ""),
+        (Levels, {"images": list(torch.randn(4, 4))}, {"images": Packed(1)}, 2, ""),
+        (OneEach, {"x": torch.randn(4, 4), "several": 3}, 0, 2, ""),
+        (OneEach, {"x": torch.randn(4, 4), "several": 2}, 0, 2, "a list of 2 for a micro-batch of 2"),
+        (OneEach, {"x": torch.randn(4, 4), "several": 1}, 0, 4, "a list of 1 for a micro-batch of 1"),
+        (Turned, {"x": torch.randn(4, 4), "several": 1}, 0, 2, "as many in dimension 1 as there are rows"),
+    ]:
+        plain = model()
+        options: Any = {"batch_dim": rules, "microbatches": microbatches, "tracer": tracer, "example_kwargs": batch}
+        forward_backward = fxpipe.compile(plain, Topology([("pipe", 2)]), check_capture=False, **options)
+        if told:
+            with pytest.raises(RunError, match=told):
+                forward_backward.evaluate(**batch)
+            continue
+        output, wanted = forward_backward.evaluate(**batch), plain(**batch)
+        leaves, spec = torch.utils._pytree.tree_flatten(wanted)
+        mine, structure = torch.utils._pytree.tree_flatten(output)
+        assert structure == spec
+        for one, other in zip(mine, leaves, strict=True):
+            assert_same(one, other.detach(), "output", 1e-6)

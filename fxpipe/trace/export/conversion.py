@@ -225,6 +225,7 @@ class _Conversion:
         given = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
         args = [fx.node.map_arg(next(given[isinstance(value, Tensor)]), self._read) for value in call.values]
         call.kept.guard = guard = self._guards[call.key]
+        call.kept.of_one_type = True
         args += [self._graph.call_function(_SIZE, (self._tensor(place), dim)) for place, dim in guard.others]
         made = self._graph.create_node("call_module", call.target, tuple(args), name=call.target)
         self._regions[call.key] = made

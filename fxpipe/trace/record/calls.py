@@ -225,6 +225,7 @@ class Calls:
     def keep_region(self, call: RegionCall) -> tuple[Tensor, ...]:
         """What stands for the tensors that a call returns which is kept whole as the user has asked for."""
         recorder, reads = self._recorder, set(call.seen.reads)
+        call.kept.of_one_type = True
         frame = enter(recorder, call.region.name, None, tuple(call.values), {}, self._buffers.count)
         frame.place = replace(frame.place, stack={**frame.place.stack, call.region.path: nn.Module})
         recorder.regions += 1
