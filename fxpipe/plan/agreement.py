@@ -329,13 +329,12 @@ class Agreement:
         """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
         _check_same_call(offers, partial(member, self._transport, "pipe"), self._planner.module)
         first = offers[0]
-        told = zip(*(offer.given for offer in offers), strict=True)
-        merged = [with_own(merge(each), own) for each, own in zip(told, mine.given, strict=True)]
-        told = zip(*(offer.counts for offer in offers), strict=True)
-        counts = [merge_counts(list(map(dict, each))) for each in told]
-        each = zip(merged, counts, strict=True)
+        told = list(map(merge, zip(*(offer.given for offer in offers), strict=True)))
+        counts = [merge_counts(list(map(dict, each))) for each in zip(*(offer.counts for offer in offers), strict=True)]
+        each = zip(told, counts, strict=True)
         rows = [row_count(description, self._options.batch_dim, counted) for description, counted in each]
         has_rows = any(count is not None for count in rows)
+        merged = [with_own(description, own) for description, own in zip(told, mine.given, strict=True)]
         return _Together(tuple(offers), merged, counts, self._sizes(rows, first), has_rows)
 
     def _decide(self, together: _Together, everyone: tuple[int, ...]) -> Agreed:

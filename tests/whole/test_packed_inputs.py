@@ -418,3 +418,71 @@ def test_a_list_in_an_output_is_put_together_as_the_whole_batchs_or_refused(trac
         assert structure == spec
         for one, other in zip(mine, leaves, strict=True):
             assert_same(one, other.detach(), "output", 1e-6)
+
+
+# --- objects beside tensors, which cannot be told to other ranks
+
+
+class Held:
+    """No plain data, and no container that pytree knows."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, boxes: list[dict[str, Any]]) -> Tensor:
+        return self.linear(torch.stack([box["in"].held * box["by"] for box in boxes]))
+
+
+class Beside(nn.Module):
+    def forward(self, target: Tensor, targets: Any, y: Tensor) -> Tensor:
+        return (y - target).square().mean() + (0 if targets is None else sum(one["by"].sum() for one in targets))
+
+
+def boxes() -> list[dict[str, Any]]:
+    torch.manual_seed(3)
+    return [{"in": Held(torch.randn(4)), "by": torch.randn(1)} for _ in range(4)]
+
+
+def of_objects(rules: dict[str, Any]) -> fxpipe.ForwardBackward:
+    torch.manual_seed(0)
+    graph = fxpipe.StageGraph.from_callables(
+        {"a": Holding(), "loss": Beside()}, [("a", "loss")], {"a": ["boxes"], "loss": ["target", "targets"]}
+    )
+    return fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=2, batch_dim=rules)
+
+
+def stepped_with_objects(*rules: dict[str, Any]) -> list[str | float]:
+    """The loss, twice, or what it is refused with; rank 0 alone has the boxes, the last one the targets."""
+    found: list[str | float] = []
+    seat = current_seat()
+    rank = None if seat is None else seat.rank
+    for rule in rules:
+        forward_backward = of_objects(rule)
+        for _ in range(2):
+            try:
+                given = (boxes() if rank != 1 else None, torch.ones(4, 4), boxes() if rank != 0 else None)
+                found.append(float(forward_backward(*given)))
+            except RunError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lists_of_objects_are_cut_or_refused_on_all_ranks_alike(ranks: int) -> None:
+    one = {"boxes": Packed(1)}
+    rules: Any = one | {"targets": Packed(1)}, one | {"targets": None}, {"targets": Packed(1)}
+    runs = strict(0)(2, stepped_with_objects, *rules) if ranks == 2 else [stepped_with_objects(*rules)]
+    torch.manual_seed(0)
+    plain, beside = Holding(), sum(float(box["by"]) for box in boxes())
+    loss = float((plain(boxes()).detach() - 1).square().mean())
+    for found in runs:
+        assert found[:4] == pytest.approx([loss + beside / 2] * 2 + [loss + beside] * 2)
+        for message in found[4:]:
+            assert "'boxes' is a list of 4, and it is not clear where it has the batch's rows" in str(message)
+    assert all(found == runs[0] for found in runs)
