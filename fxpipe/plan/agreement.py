@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -16,7 +17,7 @@ from torch import nn
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
-from fxpipe.errors import RunError, ScheduleError
+from fxpipe.errors import FxpipeError, RunError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
@@ -103,6 +104,17 @@ class _Together(NamedTuple):
     """Whether any input tells how many rows there are."""
 
 
+class _GivenToAll(NamedTuple):
+    """What a call comes to if all ranks are given the same, with a plan that is there."""
+
+    together: _Together
+    plan: Plan
+
+    def number_with(self, number: int) -> int:
+        """The number of an offer, and of this plan."""
+        return digest_of([str(number), self.plan.digest])
+
+
 class Agreement:
     """Settles calls, and remembers: of a kind of batch met before, and where all ranks are given the same, only a
     number per rank travels."""
@@ -165,35 +177,55 @@ class Agreement:
 
     def settle(self, offer: _Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
-        if offer not in self._numbers:
+        is_new = offer not in self._numbers
+        if is_new:
             self._numbers[offer] = self._number(_sent(offer))
-        key = self._transport.gather_int("pipe", self._numbers[offer])
-        if key not in self._told:
-            self._told[key] = self._merged(self._offers(_sent(offer), key), offer)
+        number = self._numbers[offer]
+        foreseen = self._foreseen(offer) if is_new and number >= 0 else None
+        key = self._transport.gather_int("pipe", number if foreseen is None else foreseen.number_with(number))
+        is_foreseen = foreseen is not None and len(set(key)) == 1
+        if foreseen is not None and is_foreseen:
+            key = (number,) * len(key)
+            self._told.setdefault(key, foreseen.together)
+        elif key not in self._told:
+            key, offers = self._offers(_sent(offer), number, key)
+            if key not in self._told:
+                self._told[key] = self._merged(offers, offer)
         together = self._told[key]
         everyone = self._rows_of_everyone(together.sizes)
         rows = everyone if (key, everyone) in self._settled else None
         agreed = self._settled.pop((key, rows), None)
         if agreed is None:
-            agreed = self._decide(together, everyone)
+            agreed = self._decide(together, everyone, is_foreseen)
             rows = everyone if self._planner.is_of_shapes(agreed.pattern) else None
         self._settled[key, rows] = agreed
         self._drop()
         return agreed
 
     def _number(self, told: _Offer) -> int:
-        """The same on all ranks that tell the same; below 0 of what cannot be told."""
+        """The same on all ranks that tell the same; below 0, on this rank alone, of what cannot be told."""
         try:
             digest = hashlib.blake2b(encode(told), digest_size=7).digest()
         except RunError:
             return ~next(self._count)
         return int.from_bytes(digest, "little")
 
-    def _offers(self, told: _Offer, numbers: Sequence[int]) -> Sequence[_Offer]:
-        """What all ranks tell, whose numbers these are."""
-        if len(set(numbers)) == 1 and numbers[0] >= 0:
-            return [told] * len(numbers)
-        return self._transport.gather("pipe", told)
+    def _foreseen(self, offer: _Offer) -> _GivenToAll | None:
+        """What a call comes to if all ranks are given the same as this one; None where that is a plan yet to be made,
+        or an error."""
+        try:
+            together = self._merged([_sent(offer)] * len(self._transport.ranks("pipe")), offer)
+            plan = self._planner.held(self._pattern(together, ()))
+        except FxpipeError:
+            return None
+        return None if plan is None else _GivenToAll(together, plan)
+
+    def _offers(self, told: _Offer, number: int, brought: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[_Offer]]:
+        """What all ranks tell, and the numbers of that; of which they have ``brought`` something."""
+        if len(set(brought)) == 1 and brought[0] >= 0:
+            return brought, [told] * len(brought)
+        numbers, offers = zip(*self._transport.gather("pipe", (number, told)), strict=True)
+        return numbers, offers
 
     def _drop(self) -> None:
         """Drops the least recently used kinds beyond a bound, and what was captured for them alone.
@@ -337,8 +369,8 @@ class Agreement:
         merged = [with_own(description, own) for description, own in zip(told, mine.given, strict=True)]
         return _Together(tuple(offers), merged, counts, self._sizes(rows, first), has_rows)
 
-    def _decide(self, together: _Together, everyone: tuple[int, ...]) -> Agreed:
-        offers, merged, counts, sizes, has_rows = together
+    def _pattern(self, together: _Together, everyone: tuple[int, ...]) -> Pattern:
+        offers, merged, counts, sizes, _ = together
         first = offers[0]
         if first.split_evenly:
             merged = split_description(merged[0], self._options.batch_dim, sizes, counts[0])
@@ -346,9 +378,15 @@ class Agreement:
         if items is not None:
             merged = [items.described(description) for description in merged]
         pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
-        pattern = dataclasses.replace(pattern, everyone=everyone)
-        with phase("capture"), self._planner.or_as_before():
-            plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern))
+        return dataclasses.replace(pattern, everyone=everyone)
+
+    def _decide(self, together: _Together, everyone: tuple[int, ...], is_foreseen: bool) -> Agreed:
+        """``is_foreseen``: whether all ranks have told each other that they have the plan, and the same."""
+        offers, _, counts, sizes, has_rows = together
+        pattern = self._pattern(together, everyone)
+        with phase("capture"), contextlib.nullcontext() if is_foreseen else self._planner.or_as_before():
+            make = partial(self._planner.plan, pattern)
+            plan = plan_together(self._transport, () if is_foreseen else ("pipe",), make)
         self._open(plan)
         if len(sizes) > 1 and not has_rows:
             _check_nothing_gathered(plan)

@@ -139,6 +139,13 @@ class Captures:
             return self.of(pattern, sample)
         return found
 
+    def held(self, pattern: Pattern) -> list[Pattern] | None:
+        """The captures that ``of`` would give, by their patterns; None where it would make one."""
+        shapes = pattern.shapes or (None,) * pattern.microbatches
+        keys = [self._known(*self._family_of(pattern, shape, Family()), shape) for shape in shapes]
+        found = [key for key in keys if key is not None and self.kept[key].tracer not in self.wrong]
+        return found if len(found) == len(keys) else None
+
     def keep(self, used: Collection[Pattern]) -> None:
         """Drops all captures but these. What was seen to vary is remembered."""
         self.kept = {pattern: captured for pattern, captured in self.kept.items() if pattern in used}
@@ -161,12 +168,12 @@ class Captures:
 
     def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Pattern:
         """The pattern under which the capture for a shape is kept."""
-        shapes = () if shape is None else (shape,)
-        this = dataclasses.replace(pattern, microbatches=1, shapes=shapes, everyone=())
-        family = Family() if shape is None else self.families.setdefault(family_of(this, shape), Family())
-        for pattern_kept in (this.for_any_shape(), family.holding(shape), this):
-            if pattern_kept in self.kept:
-                return pattern_kept
+        this, family = self._family_of(pattern, shape, new := Family())
+        if shape is not None and family is new:
+            self.families[family_of(this, shape)] = new
+        known = self._known(this, family, shape)
+        if known is not None:
+            return known
         made = self._captured(pattern, shape, sample, family.free(shape))
         for name, leaf in untold(shape) if made.of_one_shape and shape is not None else ():
             raise TraceError(
@@ -179,6 +186,17 @@ class Captures:
             family.note(shape, this, made.holds_for)
             self.counts.setdefault(pattern.training, Count()).note(shape, made.fixed_sizes, made.tracer)
         return key
+
+    def _family_of(self, pattern: Pattern, shape: Description | None, new: Family) -> tuple[Pattern, Family]:
+        """The pattern of a capture for this shape alone, and its family, or else a ``new`` one."""
+        shapes = () if shape is None else (shape,)
+        this = dataclasses.replace(pattern, microbatches=1, shapes=shapes, everyone=())
+        return this, new if shape is None else self.families.get(family_of(this, shape), new)
+
+    def _known(self, this: Pattern, family: Family, shape: Description | None) -> Pattern | None:
+        """The capture that holds for a shape, by its pattern, where there is one."""
+        patterns = this.for_any_shape(), family.holding(shape), this
+        return next((pattern for pattern in patterns if pattern in self.kept), None)
 
     def _captured(
         self, pattern: Pattern, shape: Description | None, sample: Sample | str, free: frozenset[Place]

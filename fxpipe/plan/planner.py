@@ -149,7 +149,7 @@ class Planner:
 
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         """
-        known = self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
+        known = self._known(pattern)
         if known is not None:
             return known
         captured = self._captured(pattern, sample)
@@ -157,7 +157,7 @@ class Planner:
             self.shown[:] = [pattern]
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
         used = () if self.captures is None else tuple(self.captures.used)
-        same = next((plan for other, plan in self.plans.items() if used and _is_same(plan, other, used, pattern)), None)
+        same = self._same(pattern, used)
         if same is not None:
             self.plans[key] = same
             return same
@@ -169,6 +169,20 @@ class Planner:
             self._check_same_stages(plan)
         self.plans[key] = plan
         return plan
+
+    def held(self, pattern: Pattern) -> Plan | None:
+        """What ``plan`` would give; None where it would make one, or where stages are gathered. Nothing changes."""
+        if self.captures is None or self.first.graph.gathers:
+            return None
+        used = self.captures.held(pattern)
+        return self._known(pattern) or (None if used is None else self._same(pattern, tuple(used)))
+
+    def _known(self, pattern: Pattern) -> Plan | None:
+        return self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
+
+    def _same(self, pattern: Pattern, used: Sequence[Pattern]) -> Plan | None:
+        """The plan that was made from these captures."""
+        return next((plan for other, plan in self.plans.items() if used and _is_same(plan, other, used, pattern)), None)
 
     def keep(self, wanted: Collection[Plan]) -> None:
         """Drops all plans but these and the first one, and the captures that only dropped ones were made from."""

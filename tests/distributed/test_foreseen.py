@@ -21,6 +21,7 @@ from fxpipe.run.batch_check import KINDS
 from tests.harness import compiled
 from tests.models import CASES
 from tests.pool import Pool
+from tests.thinned import every
 
 CALL, OTHER = 5 << 31, 6 << 31
 MOST = (1 << 31) - 1
@@ -146,6 +147,24 @@ def test_texts_of_any_length_are_gathered_and_those_of_one_message_foreseen(pool
         assert sizes == [size for each in wanted for size in each]
 
 
+def gathered_apart(texts: Sequence[str]) -> str:
+    """Two ranks come to two calls: one gathers a number, and the other a text."""
+    transport, rank = connect(Topology([("pipe", 2)])), dist.get_rank()
+    gathers = [lambda: transport.gather_int("pipe", 3), lambda: transport.gather("pipe", texts)]
+    with pytest.raises(home.PeerLost) as error, announced(["one", "another"][rank]):
+        gathers[rank]()
+    return transport.explain(error.value)
+
+
+@pytest.mark.parametrize("length", [1, 2000])
+def test_ranks_that_gather_a_number_and_a_text_of_any_length_in_different_calls_are_told_so(
+    length: int, pool: Pool
+) -> None:
+    for told in pool.run(gathered_apart, ["x" * length], ranks=2):
+        assert "one" in told
+        assert "another" in told
+
+
 def settled_apart() -> str:
     """Two ranks come to two calls, each of which was gathered before."""
     transport = connect(Topology([("pipe", 2)]))
@@ -164,9 +183,14 @@ def test_ranks_in_different_calls_are_told_so(pool: Pool) -> None:
         assert "another" in told
 
 
-def collectives_of_steps(rows: Sequence[int]) -> list[list[str]]:
+def collectives_of_steps(rows: Sequence[int], tracer: str) -> list[list[str]]:
     """What each step of batches of so many rows does together with other ranks."""
-    forward_backward = compiled(CASES["two towers on 2 ranks"], topology=Topology([("pipe", 2)]))
+    forward_backward = compiled(
+        CASES["two towers on 2 ranks"],
+        topology=Topology([("pipe", 2)]),
+        tracer=tracer,
+        example_kwargs=CASES["two towers on 2 ranks"].batch(rows=rows[0]),
+    )
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((dist, "all_reduce"), (dist, "broadcast"), (home, "all_gather_single")):
@@ -185,13 +209,14 @@ def noted(calls: list[str], name: str, call: Any, *args: Any, **options: Any) ->
 
 
 def test_a_step_settles_by_one_small_collective_and_nothing_else(pool: Pool) -> None:
-    for steps in pool.run(collectives_of_steps, [12] * 6, ranks=2):
+    for steps in pool.run(collectives_of_steps, [12] * 6, "symbolic", ranks=2):
         assert steps[4:] == [["all_reduce of 4"]] * 2
 
 
-def test_a_step_of_a_new_kind_of_batch_gathers_nothing_that_is_foreseen(pool: Pool) -> None:
-    """It settles, compares the plan and what the loss is, and is told the loss."""
-    new = [*["all_reduce of 4"] * 3, "broadcast of 2"]
+@pytest.mark.parametrize("tracer", every(2, ["symbolic", "export"]))
+def test_a_step_of_a_new_kind_of_batch_gathers_nothing_that_is_foreseen(tracer: str, pool: Pool) -> None:
+    """It settles at once where the plan is there; only of a plan for any shape is it compared what the loss is."""
+    new = ["all_reduce of 4"] if tracer == "export" else [*["all_reduce of 4"] * 2, "broadcast of 2"]
     rows = [12, *range(13, 13 + KINDS), 24, 25, 26]
-    for steps in pool.run(collectives_of_steps, rows, ranks=2):
+    for steps in pool.run(collectives_of_steps, rows, tracer, ranks=2):
         assert steps[-3:] == [new] * 3

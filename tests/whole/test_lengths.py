@@ -263,6 +263,29 @@ def in_any_order(sizes: Sequence[tuple[int, int]]) -> Found:
     return found
 
 
+@pytest.mark.parametrize("engine", every(2, ["strict 1", "distributed"]))
+def test_ranks_may_be_given_all_inputs_in_one_step_and_what_they_need_in_another(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    """What ranks have met in one call may be new to one of them in the next."""
+    draw = random.Random(7)
+    sizes = [draw.choice([(8, 6), (8, 9), (11, 7), (8, 7), (12, 9)]) for _ in range(14)]
+    given = [[draw.random() < 0.6 for _ in range(2)] for _ in sizes]
+    runs = engine_of(engine, lambda: request.getfixturevalue("pool"))(2, given_some, sizes, given)
+    check(runs, Sized, sizes)
+
+
+def given_some(sizes: Sequence[tuple[int, int]], given: Sequence[Sequence[bool]]) -> Found:
+    forward_backward, found = compiled(Sized), []
+    rank = seat.rank if (seat := current_seat()) is not None else torch.distributed.get_rank()
+    for size, has_all in zip(sizes, given, strict=True):
+        batch, needed = sized(*size), forward_backward.required_inputs
+        forward_backward.zero_grad()
+        kept = {name: value if has_all[rank] or name in needed else None for name, value in batch.items()}
+        found.append((forward_backward(**kept), gradients_of(forward_backward.named_parameters())))
+    return found
+
+
 # --- what is dropped
 
 
