@@ -96,6 +96,7 @@ def _cut_leaf(path: str, leaf: Any, along: int, sizes: Sequence[int]) -> list[An
 
 
 def _of_size(like: TensorLike, along: int, size: int) -> TensorLike:
+    """A view of so many rows: as torch.split makes it, whose strides are those of the whole."""
     shape = list(like.shape)
     shape[along] = size
     return replace(like, shape=tuple(shape))
