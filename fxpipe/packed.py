@@ -23,8 +23,8 @@ class Packed:
     ... }
 
     A tensor is cut along ``dim``; a list or tuple into lists or tuples of its entries, whatever these hold, tensors of
-    different shapes, too. A micro-batch of whose rows none has any gets an empty tensor, or an empty list. Weights of
-    micro-batches remain those of the batch's rows.
+    different shapes and objects, too. A micro-batch of whose rows none has any gets an empty tensor, or an empty list.
+    Weights of micro-batches remain those of the batch's rows.
 
     Args:
         counts: how many each row has: a whole number, the same for all; the name of an input that holds the numbers,

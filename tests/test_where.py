@@ -80,7 +80,6 @@ run/forward_backward: whole/transparency
 run/halves: run/bind run/notes
 run/group_actions: run/bind run/group_inputs
 run/item_numbers: whole/whole_batch
-run/outputs: run/evaluate
 run/random_state: whole/save_load
 run/run_state: whole/save_load run/loading
 run/optimizer_fit: run/loading

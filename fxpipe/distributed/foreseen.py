@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from fxpipe.distributed.whereabouts import ALIKE_BITS
 
 Values = tuple[bytes, ...]
-_KEPT = 4096
+_KEPT = 1 << 15
+"""Values, of all ranks together, of some 500 bytes at most, and mostly of few."""
 _HASH = (1 << 32) - 1
 _MORE = (1 << 63) - 1
 _ALIKE = (1 << ALIKE_BITS) - 1
@@ -23,6 +24,7 @@ class Foreseen:
 
     def __init__(self) -> None:
         self._values: dict[tuple[object, bytes], Values] = {}
+        self._count = 0
 
     def of(self, scope: object, mine: bytes, count: int) -> Values:
         """What ``count`` ranks will bring, this one ``mine``: what they brought beside it the last time, or else the
@@ -30,8 +32,10 @@ class Foreseen:
         return self._values.get((scope, mine)) or (mine,) * count
 
     def keep(self, scope: object, mine: bytes, values: Values) -> None:
-        if len(self._values) >= _KEPT:
+        self._count += len(values)
+        if self._count > _KEPT:
             self._values.clear()
+            self._count = len(values)
         self._values[scope, mine] = values
 
 

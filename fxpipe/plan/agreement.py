@@ -48,7 +48,7 @@ from fxpipe.schedules.lower import pairs
 from fxpipe.schedules.verify_replicas import verify_replicas
 
 KINDS = 256
-"""Kinds of batch that are remembered: beyond them the least recently used is met as if it were new."""
+"""Kinds of batch that are remembered: beyond them the eighth that was not used for longest is met as if it were new."""
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
@@ -232,17 +232,23 @@ class Agreement:
 
         The first plan stays, and what the kind at hand needs; gradients, optimizers and buffers belong to no kind.
         """
-        if self._are_many:
-            self._planner.keep([agreed.plan for agreed in self._settled.values()])
+        if not self._are_many:
+            return
+        for _ in range(KINDS // 8 + 1 if len(self._settled) > KINDS else 0):  # or each new kind would tidy everything
+            self._drop_one()
+        self._planner.keep(self.plans)
         while self._are_many and len(self._settled) > 1:
-            self.dropped.append(self._settled.pop(next(iter(self._settled))).kind)
-            self._planner.keep([agreed.plan for agreed in self._settled.values()])
+            self._drop_one()
+            self._planner.keep(self.plans)
         if self.dropped:
             self._looks.keep(self.looks)
             self._told = {key: self._told[key] for key, _ in self._settled}
             known = set(itertools.chain(*self._told))
             for offer in [offer for offer, number in self._numbers.items() if number not in known]:
                 del self._numbers[offer]
+
+    def _drop_one(self) -> None:
+        self.dropped.append(self._settled.pop(next(iter(self._settled))).kind)
 
     @property
     def _are_many(self) -> bool:
@@ -361,13 +367,12 @@ class Agreement:
         """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
         _check_same_call(offers, partial(member, self._transport, "pipe"), self._planner.module)
         first = offers[0]
-        told = zip(*(offer.given for offer in offers), strict=True)
-        merged = [with_own(merge(each), own) for each, own in zip(told, mine.given, strict=True)]
-        told = zip(*(offer.counts for offer in offers), strict=True)
-        counts = [merge_counts(list(map(dict, each))) for each in told]
-        each = zip(merged, counts, strict=True)
+        told = list(map(merge, zip(*(offer.given for offer in offers), strict=True)))
+        counts = [merge_counts(list(map(dict, each))) for each in zip(*(offer.counts for offer in offers), strict=True)]
+        each = zip(told, counts, strict=True)
         rows = [row_count(description, self._options.batch_dim, counted) for description, counted in each]
         has_rows = any(count is not None for count in rows)
+        merged = [with_own(description, own) for description, own in zip(told, mine.given, strict=True)]
         return _Together(tuple(offers), merged, counts, self._sizes(rows, first), has_rows)
 
     def _pattern(self, together: _Together, everyone: tuple[int, ...]) -> Pattern:

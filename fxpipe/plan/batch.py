@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,14 +114,18 @@ def described(value: Any, exact: bool) -> InputDescription:
 
 def _told(leaf: Any, exact: bool) -> Any:
     """A leaf that is no tensor: its type, and if ``exact`` its value, as ``repr`` tells 1 from 1.0 and from True."""
-    name = type(leaf).__name__
+    name = leaf.told if isinstance(leaf, NotSent) else type(leaf).__name__
     return (name, repr(leaf)) if exact and isinstance(leaf, _PLAIN) else name
 
 
-class NotSent(NamedTuple):
-    """Stands for an input that holds an object which is no plain data, on ranks that were not given it."""
+@admitted
+@dataclass(frozen=True, repr=False)
+class NotSent:
+    """Stands for an object that is no plain data, on ranks that were not given it; or for an input whose containers are
+    none. ``told``: the name of its class."""
 
     what: str
+    told: str
 
     def __repr__(self) -> str:
         return f"what this rank was not given and cannot be told: {self.what}"
@@ -133,20 +137,31 @@ def sendable(description: Description) -> Description:
 
 
 def _sent(like: Any) -> Any:
+    """With ``NotSent`` in place of objects that are no plain data, or of all of it where its containers are none."""
+    if _not_sent(like) is like:
+        return like
+    return _not_sent(pytree.tree_map(_not_sent, like))
+
+
+def _not_sent(value: Any) -> Any:
     try:
-        encode(like)
+        encode(value)
     except RunError as error:
-        return NotSent(str(error))
-    return like
+        return NotSent(str(error), type(value).__name__)
+    return value
 
 
 def with_own(merged: Description, mine: Description) -> Description:
     """What ranks were given together, with this rank's own objects in place of those that could not be told."""
     own = {name: given.like for name, given in mine if given.kind != "none"}
     return tuple(
-        (name, replace(given, like=own.get(name, given.like)) if isinstance(given.like, NotSent) else given)
+        (name, replace(given, like=pytree.tree_map(_own, given.like, own[name])) if name in own else given)
         for name, given in merged
     )
+
+
+def _own(told: Any, own: Any) -> Any:
+    return own if isinstance(told, NotSent) else told
 
 
 def untold(description: Description) -> Iterator[tuple[str, Any]]:

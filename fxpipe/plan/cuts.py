@@ -52,8 +52,6 @@ def _each(
         return [given] * count
     container, leaves = given.detail
     if isinstance(given.like, NotSent):  # nothing but its tensors is known here
-        if not isinstance(rule, int):
-            raise RunError(f"input {name!r} is packed, and holds an object beside tensors: {given.like.what}")
         return [InputDescription("input", (container, tuple(part)), given.like) for part in cut(list(leaves))]
     exact = any(isinstance(leaf, tuple) for leaf in leaves)
     return [described(part, exact) for part in cut(given.like)]
@@ -98,6 +96,7 @@ def _cut_leaf(path: str, leaf: Any, along: int, sizes: Sequence[int]) -> list[An
 
 
 def _of_size(like: TensorLike, along: int, size: int) -> TensorLike:
+    """A view of so many rows: as torch.split makes it, whose strides are those of the whole."""
     shape = list(like.shape)
     shape[along] = size
     return replace(like, shape=tuple(shape))

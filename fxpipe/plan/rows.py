@@ -35,7 +35,9 @@ def entries_of(description: Description, batch_dim: BatchDim) -> dict[str, Input
     for name, given in description:
         if given.kind == "input":
             rule = rule_at(batch_dim, name)
-            if isinstance(given.like, NotSent) and not isinstance(rule, Mapping):
+            if isinstance(given.like, NotSent):
+                if isinstance(rule, Packed | Offsets | Mapping):
+                    raise RunError(f"input {name!r} is packed, and what it is made of is unknown: {given.like.what}")
                 found[name] = InputRows(rule, given.shapes, None)
             else:
                 found |= dict(_within(name, given.like, rule))
@@ -55,6 +57,8 @@ def _within(path: str, like: Any, rule: Rule) -> Iterator[tuple[str, InputRows]]
 
 def row_count(description: Description, batch_dim: BatchDim, counts: Counts | None = None) -> int | None:
     """The number of rows of a batch; None where no input tells it. ``counts``: merged; None: they are not checked.
+
+    ``description``: what ranks told, without objects of this one's, so that all refuse the same.
 
     RunError where inputs disagree, or counts do not fit what they count.
     """

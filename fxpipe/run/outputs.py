@@ -19,13 +19,25 @@ from fxpipe.plan.rows import is_entries
 from fxpipe.torch_compat import pytree
 
 
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """A list that has an entry for each row: each holds what is that row's alone, numbers too. A leaf for pytree."""
+
+    values: Sequence[Any]
+
+
+Where = tuple[int, ...]
+"""Where a value is in an output: its place in each container around it."""
+
+
 class OutputRows:
-    """In which dimension outputs have their rows, where the sizes of an earlier step have left no doubt of it."""
+    """Where outputs have their rows, where the sizes of an earlier step have left no doubt of it."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[Where, int], int] = {}
+        self._entries: dict[Where, bool] = {}
 
-    def of(self, leaf: int, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> int | None:
+    def of(self, leaf: Where, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> int | None:
         """The dimension of the rows of a leaf; None where none is. RunError in doubt."""
         fits, key = _fitting(parts, rows, along), (leaf, parts[0].dim())
         if len(fits) == 1:
@@ -40,6 +52,23 @@ class OutputRows:
             )
         return self._known[key]
 
+    def are_entries(self, where: Where, parts: Sequence[Sequence[Any]], rows: RowsOf) -> bool:
+        """Whether lists, one of each micro-batch, have an entry for each row. RunError in doubt."""
+        if len(parts) == 1:  # it is what it is
+            return _may_be_entries(parts, rows)
+        found = _are_entries(parts, rows)
+        if found is not None:
+            self._entries[where] = found
+        if where not in self._entries:
+            shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(parts[0]) if isinstance(leaf, Tensor)]
+            raise RunError(
+                f"an output is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of {rows.sizes[0]} "
+                f"rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an entry for each "
+                "row, or all rows in each of its tensors; make them differ, with another number of micro-batches or "
+                "rows; or return a dict of tensors where each has all rows"
+            )
+        return self._entries[where]
+
 
 @dataclass(frozen=True)
 class RowsOf:
@@ -47,7 +76,8 @@ class RowsOf:
     and the first; where all inputs are packed, ``along`` is empty.
 
     ``packed``: (dimension, sizes) of packed inputs, of which an output may have as many rows, such as tokens.
-    ``in_lists``: whether an input is a list with an entry for each row, so that lists are outputs' rows, too.
+    ``in_lists``: whether an input is a list with an entry for each row, so that lists of outputs may be so, too;
+    lists of dicts may always.
     """
 
     sizes: Sequence[int]
@@ -56,74 +86,81 @@ class RowsOf:
     in_lists: bool = False
 
 
-def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: OutputRows) -> Any:
+def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: OutputRows, where: Where = ()) -> Any:
     """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
 
-    A list of dicts that has as many as there are rows, and in them other tensors than with a row for each, has one for
-    each row. ``places``: what earlier calls have shown of where outputs have their rows.
-    RunError for an output whose rows are in no dimension that could be meant.
+    A list with an entry for each row is put together as one, in ``Entries``. ``places``: what earlier calls have shown
+    of where outputs have their rows. ``where`` these are in the output.
+    RunError for an output whose rows are in no place that could be meant, or in more than one.
     """
-    marked = _marked(outputs, rows)
-    flat = [pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum)) for output in marked]
+    first = outputs[0]
+    if all(map(is_entries, outputs)) and places.are_entries(where, outputs, rows):
+        return Entries(type(first)(entry for part in outputs for entry in part))
+    flat = [_children(output) for output in outputs]
     if len({str(spec) for _, spec in flat}) > 1:
         raise RunError(
             "an output has another structure for each micro-batch or group of them, which cannot be put together: "
             f"{shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors with rows"
         )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [
-        _join_leaf(column, shares, partial(_rows_along, places, n, column, rows)) for n, column in enumerate(columns)
-    ]
+    if flat[0][1].is_leaf():
+        return _join_leaf(outputs, shares, partial(_rows_along, places, where, outputs, rows))
+    columns = zip(*(children for children, _ in flat), strict=True)
+    joined = [join(column, shares, rows, places, (*where, place)) for place, column in enumerate(columns)]
     return pytree.tree_unflatten(joined, flat[0][1])
 
 
-@dataclass(frozen=True)
-class _Entries:
-    """A list with one for each row."""
-
-    values: Any
+def without_entries(output: Any) -> Any:
+    """With lists in place of ``Entries``."""
+    return pytree.tree_map_only(Entries, lambda entries: entries.values, output)
 
 
-def _marked(parts: Sequence[Any], rows: RowsOf) -> Sequence[Any]:
-    """The parts of an output, with ``_Entries`` in place of lists in it that have one for each row."""
-    if isinstance(parts[0], Sum):
-        return parts
-    if _have_entries(parts, rows):
-        return [_Entries(part) for part in parts]
-    flat = [_one_level(part) for part in parts]
-    (first, spec), others = flat[0], [str(spec) for _, spec in flat[1:]]
-    if spec.is_leaf() or not first or set(others) != {str(spec)}:
-        return parts
-    columns = [_marked(column, rows) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return [pytree.tree_unflatten(list(each), spec) for each in zip(*columns, strict=True)]
+def _children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    def is_leaf(node: Any) -> bool:
+        return node is not output or isinstance(node, Sum)
+
+    children, spec = pytree.tree_flatten(output, is_leaf=is_leaf)
+    return children, spec
 
 
-def _one_level(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
-    return leaves, spec
+def _may_be_entries(parts: Sequence[Sequence[Any]], rows: RowsOf) -> bool:
+    """Whether lists are as long as there are rows, and of a kind that is returned for each row."""
+    as_rows = [len(part) for part in parts] == list(rows.sizes)
+    return as_rows and (rows.in_lists or all(map(is_mapping, (entry for part in parts for entry in part))))
 
 
-def _have_entries(parts: Sequence[Any], rows: RowsOf) -> bool:
-    """Whether each of what is in these is of one row. RunError in doubt."""
-    sizes = rows.sizes
-    if not all(is_entries(part) and len(part) == size for part, size in zip(parts, sizes, strict=True)):
+def _are_entries(parts: Sequence[Sequence[Any]], rows: RowsOf) -> bool | None:
+    """Whether lists, one of each micro-batch, have an entry for each row; None in doubt.
+
+    Else each is a container: of one structure in all micro-batches, of tensors with their rows, or of one shape.
+    """
+    if not _may_be_entries(parts, rows):
         return False
-    are_dicts = all(is_mapping(value) for part in parts for value in part)
-    if not are_dicts and not rows.in_lists:
-        return False
-    leaves = [(leaf, size) for part, size in zip(parts, sizes, strict=True) for leaf in pytree.tree_leaves(part)]
-    tensors = [(leaf, size) for leaf, size in leaves if isinstance(leaf, Tensor)]
-    if any(leaf.dim() and not _fitting([leaf], [size], rows.along) for leaf, size in tensors):
+    if len(set(rows.sizes)) > 1 or len({str(pytree.tree_structure(part)) for part in parts}) > 1:
         return True
-    if isinstance(parts[0], tuple) or not tensors or (are_dicts and rows.in_lists):
-        return isinstance(parts[0], list) and rows.in_lists
-    if len(parts) == 1:
-        return False
-    raise RunError(
-        f"an output has a list of {len(parts[0])} for a micro-batch of {sizes[0]} rows, in which each tensor could "
-        "have all rows, or be of one row; make them differ, with another number of micro-batches or rows; or return a "
-        "dict, or a tensor"
-    )
+    columns = list(zip(*map(pytree.tree_leaves, parts), strict=True))
+    tensors = [column for column in columns if all(isinstance(one, Tensor) for one in column)]
+    tall = [column for column in tensors if all(one.dim() for one in column)]
+    if not tall:
+        return None if tensors else rows.in_lists and isinstance(parts[0], list)
+    with_rows = [column for column in tall if _have_rows(column, rows)]
+    if not with_rows:
+        return True
+    if not all(len({one.shape for one in column}) == 1 or _have_rows(column, rows) for column in tall):
+        return True
+    of_dicts = all(map(is_mapping, parts[0]))
+    if rows.in_lists and of_dicts and rows.sizes[0] == 1:  # what detectors return, if with one box for each image
+        return True
+    vary = all(len({_shapes(entry) for entry in part}) > 1 for part in parts)
+    return False if vary and len(with_rows) == len(tall) else None
+
+
+def _have_rows(column: Sequence[Tensor], rows: RowsOf) -> bool:
+    """Whether an output has its micro-batch's rows, or those of a packed input."""
+    return bool(_fitting(column, rows.sizes, rows.along)) or any(_are(column, *each) for each in rows.packed)
+
+
+def _shapes(entry: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(entry) if isinstance(leaf, Tensor))
 
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
@@ -141,8 +178,6 @@ def from_rank(rank: int, output: Any, transport: Transport, device: torch.device
 
 def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Callable[[], int]) -> Any:
     first = column[0]
-    if isinstance(first, _Entries):
-        return type(first.values)(entry for part in column for entry in part.values)
     if isinstance(first, Sum):
         return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
     if not isinstance(first, Tensor):
@@ -170,7 +205,7 @@ def _check_beside_rows(column: Sequence[Tensor], along: int) -> None:
         )
 
 
-def _rows_along(places: OutputRows, leaf: int, column: Sequence[Tensor], rows: RowsOf) -> int:
+def _rows_along(places: OutputRows, leaf: Where, column: Sequence[Tensor], rows: RowsOf) -> int:
     """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
 
     Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.

@@ -36,7 +36,7 @@ from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.group_inputs import GroupInputs
 from fxpipe.run.item_numbers import ItemNumbers
-from fxpipe.run.outputs import OutputRows, RowsOf, from_rank, join
+from fxpipe.run.outputs import OutputRows, RowsOf, from_rank, join, without_entries
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
 from fxpipe.run.shares import of_groups, shares_of, weights_of
@@ -323,7 +323,7 @@ class Steps:
             if is_of_all:
                 sizes = tuple(map(sum, zip(*self._transport.gather("data", list(sizes)), strict=True)))
             joined = join(ordered, shares, self._rows_of(agreed, sizes), self._places)
-            output = over_replicas(self._transport, joined, is_of_all)
+            output = without_entries(over_replicas(self._transport, joined, is_of_all))
         if not everywhere or self._transport.pipe_rank is None:
             return output
         return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)

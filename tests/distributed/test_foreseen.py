@@ -83,6 +83,16 @@ def test_the_same_is_expected_of_all_until_they_have_brought_something_else_and_
     assert expected.of("pipe", b"%d" % (_KEPT - 1), 2) == (b"0", b"1")
 
 
+def test_of_many_ranks_as_many_values_are_kept() -> None:
+    expected, values = Foreseen(), (b"0", *[b"1"] * 1023)
+    for item in range(_KEPT // 1024):
+        expected.keep("pipe", b"%d" % item, values)
+    assert expected.of("pipe", b"0", 1024) is values
+    expected.keep("pipe", b"one more", values)
+    assert expected.of("pipe", b"0", 1024) == (b"0",) * 1024
+    assert expected.of("pipe", b"one more", 1024) is values
+
+
 def gathered_again() -> tuple[list[tuple[int, ...]], list[int]]:
     """What each of several calls gives, and how many all-gathers it takes."""
     transport = connect(Topology([("pipe", 3)]))

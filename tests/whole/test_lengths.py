@@ -422,3 +422,13 @@ def test_micro_batches_of_one_step_may_each_have_a_length() -> None:
         assert_same(loss, wanted, "loss")
         for name, parameter in forward_backward.named_parameters():
             assert_same(parameter.grad, plain.get_parameter(name).grad, name)
+
+
+def test_beyond_the_kinds_that_are_remembered_an_eighth_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "KINDS", 16)
+    forward_backward = compiled(Sized)
+    known = []
+    for length in range(1, 21):
+        forward_backward(**sized(8, length))
+        known.append(len(forward_backward._steps.agreement.kinds))
+    assert known == [*range(1, 17), 14, 15, 16, 14]

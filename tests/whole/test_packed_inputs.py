@@ -154,6 +154,26 @@ def test_evaluate_gives_rows_tokens_and_lists_as_the_whole_batch_has_them(microb
             assert_same(output, plain, name, 1e-6)
 
 
+def scores() -> tuple[list[Tensor], list[Tensor]]:
+    """Of this replica's images: those evaluated, and plain PyTorch's."""
+    topology, case = Topology([("pipe", 2), ("data", 2)]), CASES["lists"]
+    forward_backward = compiled(case, 2, topology)
+    batch = case.batch([2, 1, 3, 2], replica_of(topology))
+    del batch["targets"]
+    output = forward_backward.evaluate(**batch, outputs="all")
+    with torch.no_grad():
+        plain = built(case).eval()(**batch)
+    return [one["score"] for one in output], [one["score"] for one in plain]
+
+
+def test_a_number_of_one_row_is_not_summed_over_replicas() -> None:
+    runs = strict(0)(4, scores)
+    assert len({tuple(map(float, wanted)) for _, wanted in runs}) == 2
+    for found, wanted in runs:
+        assert all(one.dim() == 0 for one in found)
+        torch.testing.assert_close(found, wanted)
+
+
 def test_tokens_of_micro_batches_of_one_document_are_no_rows_of_one() -> None:
     """(1, tokens) of each: as many everywhere, they would go on top of each other, too."""
     batch = packed.documents([3, 3, 3, 3])
@@ -379,7 +399,7 @@ class Turned(OneEach):
 def test_a_list_in_an_output_is_put_together_as_the_whole_batchs_or_refused(tracer: str) -> None:
     for model, batch, rules, microbatches, told in [
         (Levels, {"images": list(torch.randn(3, 4))}, {"images": Packed(1)}, 2, ""),
-        (Levels, {"images": list(torch.randn(4, 4))}, {"images": Packed(1)}, 2, "a list of 2 for a micro-batch of 2"),
+        (Levels, {"images": list(torch.randn(4, 4))}, {"images": Packed(1)}, 2, ""),
         (OneEach, {"x": torch.randn(4, 4), "several": 3}, 0, 2, ""),
         (OneEach, {"x": torch.randn(4, 4), "several": 2}, 0, 2, "a list of 2 for a micro-batch of 2"),
         (OneEach, {"x": torch.randn(4, 4), "several": 1}, 0, 4, "a list of 1 for a micro-batch of 1"),
@@ -398,3 +418,71 @@ def test_a_list_in_an_output_is_put_together_as_the_whole_batchs_or_refused(trac
         assert structure == spec
         for one, other in zip(mine, leaves, strict=True):
             assert_same(one, other.detach(), "output", 1e-6)
+
+
+# --- objects beside tensors, which cannot be told to other ranks
+
+
+class Held:
+    """No plain data, and no container that pytree knows."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, boxes: list[dict[str, Any]]) -> Tensor:
+        return self.linear(torch.stack([box["in"].held * box["by"] for box in boxes]))
+
+
+class Beside(nn.Module):
+    def forward(self, target: Tensor, targets: Any, y: Tensor) -> Tensor:
+        return (y - target).square().mean() + (0 if targets is None else sum(one["by"].sum() for one in targets))
+
+
+def boxes() -> list[dict[str, Any]]:
+    torch.manual_seed(3)
+    return [{"in": Held(torch.randn(4)), "by": torch.randn(1)} for _ in range(4)]
+
+
+def of_objects(rules: dict[str, Any]) -> fxpipe.ForwardBackward:
+    torch.manual_seed(0)
+    graph = fxpipe.StageGraph.from_callables(
+        {"a": Holding(), "loss": Beside()}, [("a", "loss")], {"a": ["boxes"], "loss": ["target", "targets"]}
+    )
+    return fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=2, batch_dim=rules)
+
+
+def stepped_with_objects(*rules: dict[str, Any]) -> list[str | float]:
+    """The loss, twice, or what it is refused with; rank 0 alone has the boxes, the last one the targets."""
+    found: list[str | float] = []
+    seat = current_seat()
+    rank = None if seat is None else seat.rank
+    for rule in rules:
+        forward_backward = of_objects(rule)
+        for _ in range(2):
+            try:
+                given = (boxes() if rank != 1 else None, torch.ones(4, 4), boxes() if rank != 0 else None)
+                found.append(float(forward_backward(*given)))
+            except RunError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lists_of_objects_are_cut_or_refused_on_all_ranks_alike(ranks: int) -> None:
+    one = {"boxes": Packed(1)}
+    rules: Any = one | {"targets": Packed(1)}, one | {"targets": None}, {"targets": Packed(1)}
+    runs = strict(0)(2, stepped_with_objects, *rules) if ranks == 2 else [stepped_with_objects(*rules)]
+    torch.manual_seed(0)
+    plain, beside = Holding(), sum(float(box["by"]) for box in boxes())
+    loss = float((plain(boxes()).detach() - 1).square().mean())
+    for found in runs:
+        assert found[:4] == pytest.approx([loss + beside / 2] * 2 + [loss + beside] * 2)
+        for message in found[4:]:
+            assert "'boxes' is a list of 4, and it is not clear where it has the batch's rows" in str(message)
+    assert all(found == runs[0] for found in runs)
