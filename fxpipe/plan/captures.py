@@ -25,7 +25,7 @@ from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.methods import unused, with_unused
-from fxpipe.plan.observed import SeenCalls, declared, observe
+from fxpipe.plan.observed import SeenCalls, declared, evaluating, observe
 from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
@@ -97,8 +97,8 @@ class Captures:
     """Of captures for steps, and for evaluations."""
     whole: tuple[Region, ...] = ()
     """What is kept whole, and runs for real in every step."""
-    observed: list[tuple[Description, SeenCalls]] = field(default_factory=list)
-    """What it was seen to do of late, and on what micro-batch."""
+    observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
+    """What it was seen to do of late: in training or not, on what micro-batch."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that no stage of the first capture uses."""
     used: list[Pattern] = field(default_factory=list)
@@ -245,11 +245,17 @@ class Captures:
         found = declared(request)
         if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
             with progress("running what is kept whole"):
-                found |= observe(request, sample.batches[pattern.shapes.index(shape)])
-            self.observed.append((shape, found))
-            del self.observed[:-OBSERVED]
+                batch = sample.batches[pattern.shapes.index(shape)]
+                found |= observe(request, batch)
+                self.observed.append((pattern.training, shape, found))
+                if pattern.training and any(module.training for module in self.model.modules()):
+                    # later, this rank has its own part of the model alone; a model may not evaluate such a batch
+                    with evaluating(self.model), contextlib.suppress(TraceError):
+                        self.observed.append((False, shape, declared(request) | observe(request, batch)))
+            del self.observed[: -2 * OBSERVED]
         elif self.observed and shape is not None:
-            (then, calls) = min(self.observed, key=lambda seen: unlike(seen[0], shape))
+            order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
+            _, then, calls = self.observed[order.index(min(order))]
             found |= {key: seen.guessed(sizes_between(then, shape)) for key, seen in calls.items()}
         return found
 
