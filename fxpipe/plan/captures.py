@@ -35,7 +35,7 @@ from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
-from fxpipe.trace.cuts_by_name import regions, resolve
+from fxpipe.trace.cuts_by_name import named, regions, resolve
 from fxpipe.trace.patching import aside
 from fxpipe.trace.regions import Region
 from fxpipe.trace.request import Place
@@ -108,7 +108,8 @@ class Captures:
     def none_yet(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
         balancing = Balancing(options, topology, device)
-        cuts, whole = resolve(model, options.boundaries), regions(model, options.boundaries)
+        boundaries = named(model, options.boundaries)
+        cuts, whole = resolve(model, boundaries), regions(model, boundaries)
         captures = Captures(model, options, topology, device, cuts, balancing, whole=whole)
         if balancing.finds_cuts and isinstance(options.schedule, Schedule):
             raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
@@ -251,7 +252,7 @@ class Captures:
                 if pattern.training and any(module.training for module in self.model.modules()):
                     # later, this rank has its own part of the model alone; a model may not evaluate such a batch
                     with evaluating(self.model), contextlib.suppress(TraceError):
-                        self.observed.append((False, shape, declared(request) | observe(request, batch)))
+                        self.observed.append((False, shape, {**declared(request), **observe(request, batch)}))
             del self.observed[: -2 * OBSERVED]
         elif self.observed and shape is not None:
             order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
