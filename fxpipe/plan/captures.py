@@ -25,7 +25,7 @@ from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.methods import unused, with_unused
-from fxpipe.plan.observed import SeenCalls, declared, observe
+from fxpipe.plan.observed import SeenCalls, declared, evaluating, observe
 from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
@@ -35,7 +35,7 @@ from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
-from fxpipe.trace.cuts_by_name import regions, resolve
+from fxpipe.trace.cuts_by_name import named, regions, resolve
 from fxpipe.trace.patching import aside
 from fxpipe.trace.regions import Region
 from fxpipe.trace.request import Place
@@ -97,8 +97,8 @@ class Captures:
     """Of captures for steps, and for evaluations."""
     whole: tuple[Region, ...] = ()
     """What is kept whole, and runs for real in every step."""
-    observed: list[tuple[Description, SeenCalls]] = field(default_factory=list)
-    """What it was seen to do of late, and on what micro-batch."""
+    observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
+    """What it was seen to do of late: in training or not, on what micro-batch."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that no stage of the first capture uses."""
     used: list[Pattern] = field(default_factory=list)
@@ -108,7 +108,8 @@ class Captures:
     def none_yet(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
         balancing = Balancing(options, topology, device)
-        cuts, whole = resolve(model, options.boundaries), regions(model, options.boundaries)
+        boundaries = named(model, options.boundaries)
+        cuts, whole = resolve(model, boundaries), regions(model, boundaries)
         captures = Captures(model, options, topology, device, cuts, balancing, whole=whole)
         if balancing.finds_cuts and isinstance(options.schedule, Schedule):
             raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
@@ -263,11 +264,17 @@ class Captures:
         found = declared(request)
         if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
             with progress("running what is kept whole"):
-                found |= observe(request, sample.batches[pattern.shapes.index(shape)])
-            self.observed.append((shape, found))
-            del self.observed[:-OBSERVED]
+                batch = sample.batches[pattern.shapes.index(shape)]
+                found |= observe(request, batch)
+                self.observed.append((pattern.training, shape, found))
+                if pattern.training and any(module.training for module in self.model.modules()):
+                    # later, this rank has its own part of the model alone; a model may not evaluate such a batch
+                    with evaluating(self.model), contextlib.suppress(TraceError):
+                        self.observed.append((False, shape, {**declared(request), **observe(request, batch)}))
+            del self.observed[: -2 * OBSERVED]
         elif self.observed and shape is not None:
-            (then, calls) = min(self.observed, key=lambda seen: unlike(seen[0], shape))
+            order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
+            _, then, calls = self.observed[order.index(min(order))]
             found |= {key: seen.guessed(sizes_between(then, shape)) for key, seen in calls.items()}
         return found
 

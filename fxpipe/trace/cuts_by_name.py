@@ -45,6 +45,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
     {'2': 'before', '4': 'before'}
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    boundaries = named(model, boundaries)
     found: dict[str, dict[Side, Gather | None]] = {}
     for name, rule in _rules(model, boundaries):
         if _is_whole(rule):
@@ -110,11 +111,17 @@ def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
     return GatheredCut(side, sides.get("before"), sides.get("after"))
 
 
+def named(model: nn.Module, boundaries: Boundaries) -> Boundaries:
+    """What a function given as ``boundaries`` returns; anything else as it is."""
+    if not callable(boundaries):
+        return boundaries
+    with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
+        return boundaries(dict(model.named_modules(remove_duplicate=False)))
+
+
 def _rules(model: nn.Module, boundaries: Any) -> Iterator[tuple[str, Any]]:
     """Pairs of name and rule, whatever form they are given in."""
-    if callable(boundaries):
-        with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
-            boundaries = boundaries(dict(model.named_modules(remove_duplicate=False)))
+    boundaries = named(model, boundaries)
     if isinstance(boundaries, str):
         boundaries = [] if boundaries == AUTO else [boundaries]
     if not isinstance(boundaries, (Mapping, Sequence, Set)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe import PartitionError
 from fxpipe.graph.boundary import Gather
 from fxpipe.trace import Cut
@@ -144,3 +145,15 @@ def test_what_a_function_does_to_its_dict_is_its_own_affair() -> None:
         return ["head"]
 
     assert resolve(Tree(), emptied) == {"head": "before"}
+
+
+def test_a_function_is_called_once() -> None:
+    calls: list[int] = []
+
+    def chosen(modules: dict[str, nn.Module]) -> list[str]:
+        calls.append(len(modules))
+        return ["1"]
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), loss_fn=lambda y, target: y.mean(), boundaries=chosen)
+    assert calls == [3]

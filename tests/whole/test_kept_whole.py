@@ -613,3 +613,37 @@ def test_a_region_is_observed_where_the_capture_is_not_checked() -> None:
     batch = {name: tensor[:8] for name, tensor in case.batch().items()}
     wanted = torch.stack([model(**part).detach() for part in parts]).mean()
     assert_same(forward_backward(**batch), wanted, "loss", 1e-6)
+
+
+class Auxiliary(nn.Module):
+    """Returns a loss of its own in training, and None in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        h = self.inner(x) if x.sum().item() > -1e9 else x
+        return h, h.mean() if self.training else None
+
+
+class WithAuxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.region, self.head = Auxiliary(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h, loss = self.region(x)
+        out = self.head(h)
+        error = (out - y).square().mean()
+        return {"loss": error if loss is None else error + loss, "out": out}
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_a_region_may_return_another_thing_in_evaluation(tracer: str) -> None:
+    case = Case(WithAuxiliary, vectors, stages=2, ranks=2, rows=8, microbatches=2, tolerance=1e-6)
+    model, batch = case.model(), case.batch()
+    forward_backward = compiled(case, boundaries=AROUND, tracer=tracer, example_kwargs=batch)
+    forward_backward(**batch)
+    assert_same(forward_backward.evaluate(**batch)["out"], model.eval()(**batch)["out"].detach(), "out", 1e-6)
+    forward_backward(**batch)
