@@ -107,7 +107,7 @@ class KeptWhole(nn.Module):
         tensors, sizes = given[:count], given[count:]
         args, kwargs = self._given.filled(tensors)
         with unwritten(self.name, tensors):
-            returned = Structure(getattr(self._owner[0], self.method)(*args, **kwargs))
+            returned = Structure(self._run(args, kwargs))
         if returned != self._returned:
             raise RunError(
                 f"{self.name}, which is kept whole, returned {returned}, but {self._returned} when the model was "
@@ -117,6 +117,18 @@ class KeptWhole(nn.Module):
         if self.guard is not None:
             self.guard.check(returned.tensors, sizes)
         return returned.tensors
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return getattr(self._owner[0], self.method)(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise RunError(
+                f"{self.name}, which is kept whole, uses what has no numbers here ({error}): parameters, it seems, "
+                "that it did not use in the run before, and that are with other stages, or none; name what it may use, "
+                f'boundaries={{"{self.name}": {{"whole": None, "uses": ["model.visual"]}}}}'
+            ) from error
 
     def extra_repr(self) -> str:
         return self.name

@@ -34,15 +34,27 @@ SeenCalls = Mapping[tuple[str, int], SeenCall]
 
 def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     """What the user has said that regions return."""
+    names = _names_of(request.module)
     found = {}
     for region in request.whole:
         if region.returns is not None:
-            parts = (region.path,) if region.method == "__call__" else ()
-            names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
-            held = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
+            parts, held = _said(request.module, region)
             reads = dict.fromkeys(names[id(tensor)] for tensor in held)
             found[region.name, 0] = SeenCall(_described(region, region.returns), parts, tuple(reads))
     return found
+
+
+def _said(model: nn.Module, region: Region) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The submodules that a region is said to use, and their tensors, with others that it is said to use."""
+    modules, tensors = dict(model.named_modules()), all_tensors(model)
+    parts = tuple(name for name in region.uses if name in modules)
+    held = [tensor for path in parts for tensor in all_tensors(modules[path]).values()]
+    return parts, held + [tensors[name] for name in region.uses if name not in modules]
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    """By a tensor's identity, the first of its names."""
+    return {id(tensor): name for name, tensor in reversed(all_tensors(model).items())}
 
 
 def observe(request: Request, batch: Batch) -> SeenCalls:
@@ -81,7 +93,7 @@ class _Observer:
         self._module = request.module
         self._inside: Region | None = None
         self._paths = {id(vars(part)): path for path, part in request.module.named_modules()}
-        self._names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
+        self._names = _names_of(request.module)
 
     def calls(self) -> SeenCalls:
         """Those that have been seen."""
@@ -119,8 +131,9 @@ class _Observer:
         writes = [
             name for (name, tensor), version in zip(tensors, versions, strict=True) if version_of(tensor) != version
         ]
-        parts = self._outermost(called)
-        held = [tensor for path in parts for tensor in all_tensors(self._module.get_submodule(path)).values()]
+        said, others = _said(self._module, region)
+        parts = self._outermost([*called, *map(self._module.get_submodule, said)])
+        held = [tensor for path in parts for tensor in all_tensors(self._module.get_submodule(path)).values()] + others
         used = [tensor for _, tensor in tensors if storage_of(tensor) in touched.reads]
         reads = dict.fromkeys(self._names[id(tensor)] for tensor in (*held, *used))
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
@@ -169,4 +182,9 @@ def _described(region: Region, result: Any) -> Any:
             "value and no container that torch.utils._pytree knows; keep a larger part whole, register it there, or "
             "return its tensors in a tuple, a list or a dict"
         )
-    return pytree.tree_map_only(Tensor, TensorLike.of, result)
+    return pytree.tree_map_only(Tensor, _trained, result)
+
+
+def _trained(tensor: Tensor) -> TensorLike:
+    """As one that needs a gradient, if any can: another micro-batch may take another branch."""
+    return replace(TensorLike.of(tensor), requires_grad=tensor.is_floating_point() or tensor.is_complex())
