@@ -434,3 +434,27 @@ def test_what_is_to_be_said_of_a_region_on_meta(boundaries: Any, error: Any, tol
         fxpipe.preview(
             on_meta(Splits), Topology([("pipe", 2)]), boundaries=rules, batch_dim=OF_IMAGES, example_kwargs=batch
         )
+
+
+# --- beside other things
+
+
+class Tied(nn.Module):
+    """A weight of the region is the head's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region, self.mid, self.head = Selects(), linear(), linear()
+        self.head.weight = self.region.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(torch.relu(self.mid(self.region(x)["rows"]))).square().mean()
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_weight_may_be_tied_in_a_region_and_outside(tracer: str) -> None:
+    case = Case(Tied, vectors, stages=3, ranks=3)
+    batches = [case.batch(number) for number in range(2)]
+    wanted, _ = reference(case, batches)
+    rules = {"region": "whole", "mid": "before", "head": "before"}
+    assert_run(strict(1)(3, _sometimes, case, batches, rules, tracer), wanted, 1e-6)
