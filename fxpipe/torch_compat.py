@@ -321,16 +321,32 @@ def size_guard(values: Sequence[Tensor]) -> str:
 
 
 def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> bool:
-    """Whether a guard holds, or a part of it, where these are asked."""
+    """Whether a guard holds, or a part of it, where these are asked; one that divides by a size of 0 does not."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-    return bool(eval(expression, SYMPY_INTERP, {"L": asked}))
+    try:
+        return bool(eval(expression, SYMPY_INTERP, {"L": asked}))
+    except ZeroDivisionError:
+        return False
 
 
-def sizes_like_any() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def sizes_like_any() -> Iterator[None]:
     """While it is open, symbolic sizes may be 0 and 1 as any other number, unless a question is asked that tells them
-    apart."""
-    return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined, no-any-return]
+    apart: torch takes them to be positive even so, by which ``max(size, 1)`` is the size without a guard."""
+    symbolic_shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    make = symbolic_shapes.make_symbol
+
+    def symbol(prefix: Any, number: int, **known: Any) -> Any:
+        is_size = prefix is symbolic_shapes.SymT.SIZE and known.pop("positive", None)
+        return make(prefix, number, **known, **({"nonnegative": True} if is_size else {}))
+
+    symbolic_shapes.make_symbol = symbol
+    try:
+        with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            yield
+    finally:
+        symbolic_shapes.make_symbol = make
 
 
 def size_decisions() -> tuple[type, str]:

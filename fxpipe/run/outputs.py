@@ -90,12 +90,17 @@ def _marked(parts: Sequence[Any], rows: RowsOf) -> Sequence[Any]:
         return parts
     if _have_entries(parts, rows):
         return [_Entries(part) for part in parts]
-    flat = [pytree.tree_flatten(part, is_leaf=lambda node, part=part: node is not part) for part in parts]
+    flat = [_one_level(part) for part in parts]
     (first, spec), others = flat[0], [str(spec) for _, spec in flat[1:]]
     if spec.is_leaf() or not first or set(others) != {str(spec)}:
         return parts
     columns = [_marked(column, rows) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     return [pytree.tree_unflatten(list(each), spec) for each in zip(*columns, strict=True)]
+
+
+def _one_level(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    return leaves, spec
 
 
 def _have_entries(parts: Sequence[Any], rows: RowsOf) -> bool:

@@ -556,17 +556,6 @@ def test_a_method_has_what_no_other_stage_uses(returns: Tensor | None, tracer: s
     assert_run([trained(case, [POSITIVE, NEGATIVE], **options)], wanted)
 
 
-def test_a_region_is_observed_where_the_capture_is_not_checked() -> None:
-    case = replace(SELECTING, ranks=4)
-    forward_backward = compiled(case, boundaries=CUTS, example_kwargs=case.batch(), check_capture=False)
-    assert "not checked: check_capture=False" in str(forward_backward.stages)
-    model = case.model()
-    parts = [{name: tensor[place] for name, tensor in case.batch().items()} for place in torch.arange(8).split(2)]
-    batch = {name: tensor[:8] for name, tensor in case.batch().items()}
-    wanted = torch.stack([model(**part).detach() for part in parts]).mean()
-    assert_same(forward_backward(**batch), wanted, "loss", 1e-6)
-
-
 class Auxiliary(nn.Module):
     """Returns a loss of its own in training, and None in evaluation."""
 
@@ -599,3 +588,51 @@ def test_a_region_may_return_another_thing_in_evaluation(tracer: str) -> None:
     forward_backward(**batch)
     assert_same(forward_backward.evaluate(**batch)["out"], model.eval()(**batch)["out"].detach(), "out", 1e-6)
     forward_backward(**batch)
+
+
+class Counts(nn.Module):
+    """Asks of the region's rows what is another thing where there are none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.region, self.head = how, Positive(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.region(x)
+        many = max(rows.shape[0], 1) if self.how == "at least 1" else float(rows.shape[0])
+        return self.head(rows).square().sum() / (many + (self.how != "at least 1")) + y.mean()
+
+
+class Positive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x[[place for place, row in enumerate(x) if row.sum().item() > 0]])
+        return h
+
+
+@pytest.mark.parametrize("how", ["at least 1", "float"])
+@pytest.mark.parametrize("examples", [(POSITIVE, NEGATIVE), (NEGATIVE, POSITIVE)])
+def test_no_rows_at_all_are_not_taken_for_some(how: str, examples: tuple[Any, Any]) -> None:
+    """Right, or an error: never what other sizes give."""
+    case = Case(lambda: Counts(how), vectors, ranks=2, microbatches=1)
+    options: Any = {"boundaries": {"region": "whole", "head": "before"}, "example_kwargs": examples[0]}
+    forward_backward, model = compiled(case, tracer="export", **options), case.model()
+    for batch in examples:
+        try:
+            loss = forward_backward(**batch)
+        except RunError as error:
+            assert "size 0 of tensor 0" in str(error)  # noqa: PT017
+            assert batch is not examples[0]
+            continue
+        assert_same(loss, model(**batch).detach(), "loss", 1e-6)
+
+
+def test_what_a_region_returns_is_seen_without_the_check_too() -> None:
+    case = Case(lambda: AroundIt(""), vectors, ranks=2, microbatches=1)
+    options: Any = {"boundaries": AROUND, "example_kwargs": POSITIVE, "check_capture": False}
+    forward_backward = compiled(case, tracer="export", **options)
+    assert "not checked: check_capture=False" in str(forward_backward.stages)
+    assert_same(forward_backward(**NEGATIVE), case.model()(**NEGATIVE).detach(), "loss", 1e-6)
