@@ -43,8 +43,6 @@ class Sample:
 
     batches: Sequence[Batch]
     batch_dim: BatchDim
-    unchecked: str = ""
-    """Why the stages are not to be checked on them, if they are not."""
 
     def two(self, places: Sequence[int]) -> tuple[Batch, Batch] | None:
         """Two that differ, the first and the last of these places if they do; None where all rows are alike."""

@@ -84,11 +84,12 @@ def first_pattern(planner: Planner, options: Options) -> Pattern:
 
 def _sample(planner: Planner, options: Options) -> Sample | str:
     """The example's micro-batches with their numbers; or why none are run."""
-    unchecked = "" if options.check_capture else "check_capture=False"
+    if not options.check_capture and (planner.captures is None or not planner.captures.whole):
+        return "check_capture=False"
     if not options.has_example:
-        return unchecked or "no example batch"
+        return "no example batch"
     parts = _microbatches(planner, options)
-    return Sample(parts if planner.items is None else planner.items.given(parts), options.batch_dim, unchecked)
+    return Sample(parts if planner.items is None else planner.items.given(parts), options.batch_dim)
 
 
 def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:

@@ -603,17 +603,6 @@ def test_a_method_has_what_no_other_stage_uses(returns: Tensor | None, tracer: s
     assert_run([trained(case, [POSITIVE, NEGATIVE], **options)], wanted)
 
 
-def test_a_region_is_observed_where_the_capture_is_not_checked() -> None:
-    case = replace(SELECTING, ranks=4)
-    forward_backward = compiled(case, boundaries=CUTS, example_kwargs=case.batch(), check_capture=False)
-    assert "not checked: check_capture=False" in str(forward_backward.stages)
-    model = case.model()
-    parts = [{name: tensor[place] for name, tensor in case.batch().items()} for place in torch.arange(8).split(2)]
-    batch = {name: tensor[:8] for name, tensor in case.batch().items()}
-    wanted = torch.stack([model(**part).detach() for part in parts]).mean()
-    assert_same(forward_backward(**batch), wanted, "loss", 1e-6)
-
-
 class Auxiliary(nn.Module):
     """Returns a loss of its own in training, and None in evaluation."""
 
