@@ -139,13 +139,12 @@ class KeptWhole(nn.Module):
         try:
             return getattr(self.owner, self.method)(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            away = next((name for name, tensor in self.owner.named_parameters() if tensor.is_meta), None)
-            if away is None or "meta" not in str(error):
+            if "meta" not in str(error):
                 raise
             raise RunError(
-                f"{self.name}, which is kept whole, failed where parameters are with other ranks, such as {away}: "
-                "a method has those that it was seen to use, and those that no other stage uses; pass an example in "
-                f"which it calls the submodules that it needs, or keep a submodule whole: {error}"
+                f"{self.name}, which is kept whole, uses what has no numbers here ({error}): parameters, it seems, "
+                "that it did not use in the run before, and that are with other stages, or none; name what it may use, "
+                f'boundaries={{"{self.name}": {{"whole": None, "uses": ["model.visual"]}}}}'
             ) from error
 
     def _check(self, tensor: Tensor, seen: Any) -> None:

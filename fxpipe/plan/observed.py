@@ -36,16 +36,29 @@ SeenCalls = Mapping[tuple[str, int], SeenCall]
 
 def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     """What the user has said that regions return."""
+    names = _names_of(request.module)
     found = {}
     for region in request.whole:
         if region.returns is not None:
-            parts = (region.path,) if region.method == "__call__" else ()
-            names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
-            used = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
+            parts, used = _said(request.module, region)
             reads = dict.fromkeys(names[id(tensor)] for tensor in used)
-            returned = _described(region, region.returns, may_need_gradient=True)
-            found[region.name, 0] = SeenCall(returned, parts, tuple(reads))
+            found[region.name, 0] = SeenCall(
+                _described(region, region.returns, may_need_gradient=True), parts, tuple(reads)
+            )
     return found
+
+
+def _said(model: nn.Module, region: Region) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The submodules that a region is said to use, and their tensors, with others that it is said to use."""
+    modules, tensors = dict(model.named_modules()), all_tensors(model)
+    parts = tuple(name for name in region.uses if name in modules)
+    held = [tensor for path in parts for tensor in all_tensors(modules[path]).values()]
+    return parts, held + [tensors[name] for name in region.uses if name not in modules]
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    """By a tensor's identity, the first of its names."""
+    return {id(tensor): name for name, tensor in reversed(all_tensors(model).items())}
 
 
 def observe(request: Request, batch: Batch) -> SeenCalls:
@@ -96,7 +109,7 @@ class _Observer:
         self._module = request.module
         self._inside: Region | None = None
         self._paths = {id(vars(part)): path for path, part in request.module.named_modules()}
-        self._names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
+        self._names = _names_of(request.module)
 
     def calls(self) -> SeenCalls:
         """Those that have been seen."""
@@ -137,13 +150,14 @@ class _Observer:
             for (name, tensor), version in zip(tensors, versions, strict=True)
             if version_of(tensor) != version or storage_of(tensor) in touched.writes
         ]
-        parts = self._outermost(called)
+        said, others = _said(self._module, region)
+        parts = self._outermost([*called, *map(self._module.get_submodule, said)])
         used = [
             tensor
             for name, tensor in tensors
             if storage_of(tensor) in touched.reads or any(_is_inside(name, path) for path in parts)
         ]
-        reads = dict.fromkeys(self._names[id(tensor)] for tensor in used)
+        reads = dict.fromkeys(self._names[id(tensor)] for tensor in (*used, *others))
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
         self._check_sets(region, sets, (region.path, *parts))
         for place, before in saved:

@@ -70,8 +70,10 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
 def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
     """What ``boundaries`` has kept whole: submodules, or methods of them, ``"model.get_rope_index"``.
 
-    ``"whole"``; or ``{"whole": what it returns}``, of tensors on any device, for a model that cannot run beforehand.
-    PartitionError for what is neither, and for a submodule that is whole inside of another.
+    ``"whole"``; or ``{"whole": what it returns}``, of tensors on any device, for a model that cannot run beforehand;
+    for a method ``"uses": names`` stands beside it, of the submodules and parameters that it uses, and beside None, of
+    those that the run before does not show. PartitionError for what is neither, and for a submodule that is whole
+    inside of another.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Region] = {}
@@ -79,25 +81,47 @@ def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
         if not _is_whole(rule):
             continue
         returns = None if isinstance(rule, str) else rule[WHOLE]
-        if not isinstance(rule, str) and len(rule) > 1:
-            other = next(key for key in rule if key != WHOLE)
+        other = next((key for key in rule if key not in (WHOLE, "uses")), None) if not isinstance(rule, str) else None
+        if other is not None:
             raise PartitionError(
                 f'boundaries= gives {other!r} beside "whole" for {name!r}; give a list of two rules, ["whole", "after"]'
             )
         owner, _, method = name.rpartition(".")
         function = getattr(type(modules[owner]), method, None) if owner in modules and name not in modules else None
         if callable(function) and name:
-            found.setdefault(name, Region(name, owner, method, returns))
+            found.setdefault(name, Region(name, owner, method, returns, _used(model, name, rule)))
             continue
         for path in _matching(modules, name):
             _check_called(path, modules[path])
-            found.setdefault(path, Region(path, path, returns=returns))
+            uses = (path,) if returns is not None else ()
+            found.setdefault(path, Region(path, path, returns=returns, uses=uses))
     whole = [region.path for region in found.values() if region.method == "__call__"]
     for path in whole:
         outer = next((other for other in whole if path.startswith(f"{other}.")), None)
         if outer is not None:
             raise PartitionError(f"boundaries= keeps {path!r} whole inside of {outer!r}, which is whole; leave it out")
     return tuple(found.values())
+
+
+def _used(model: nn.Module, name: str, rule: Any) -> tuple[str, ...]:
+    """What a method is said to use: its stage gets the parameters of that."""
+    if isinstance(rule, str) or (rule[WHOLE] is None and "uses" not in rule):
+        return ()
+    uses = [rule["uses"]] if isinstance(rule.get("uses"), str) else rule.get("uses")
+    if not isinstance(uses, (Sequence, Set)):
+        raise PartitionError(
+            f"boundaries= says what {name!r} returns, a method that is kept whole, and not what it uses: write "
+            '{"whole": ..., "uses": ["model.visual"]}, the names of the submodules and parameters that it uses, whose '
+            'stage becomes its own, or "uses": [] for none'
+        )
+    known = [path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
+    for one in uses:
+        if one not in known:
+            raise PartitionError(
+                f"boundaries= says that {name!r} uses {one!r}, which is no submodule, parameter or buffer of the model"
+                + nearest(str(one), known)
+            )
+    return tuple(uses)
 
 
 def _is_whole(rule: Any) -> bool:

@@ -109,10 +109,12 @@ class Regions:
         seen = self.request.seen.get((region.name, number)) or self.request.seen.get((region.name, 0))
         if seen is not None:
             return seen
+        uses = ', "uses": ["model.visual"]' if region.method != "__call__" else ""
         raise TraceError(
             f"{region.name} is kept whole, and what it returns is not known, since it has not run on a batch: pass "
             "example_args= or example_kwargs=, a batch with numbers in which it is called; or, for a model on "
-            f'the meta device, say what: boundaries={{"{region.name}": {{"whole": torch.empty(8, 16, device="meta")}}}}'
+            f'the meta device, say what: boundaries={{"{region.name}": {{"whole": torch.empty(8, 16, device="meta")'
+            f"{uses}}}}}"
         )
 
     def _asked(self) -> contextlib.AbstractContextManager[Any]:

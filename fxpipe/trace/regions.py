@@ -15,12 +15,14 @@ WHOLE = "whole"
 @dataclass(frozen=True)
 class Region:
     """A submodule, or a method of one, whose Python runs for real. ``returns``: what it returns, with a tensor of any
-    device for each tensor, where the user has said it."""
+    device for each tensor, where the user has said it; ``uses``: names of submodules and parameters that it is said to
+    use."""
 
     name: str
     path: str
     method: str = "__call__"
     returns: Any = None
+    uses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import FxpipeError, PartitionError, RunError, Topology, TraceError
-from tests.harness import Run, assert_run, assert_same, compiled, engine_of, reference, trained
+from tests.harness import Run, accumulate, assert_run, assert_same, compiled, engine_of, reference, strict, trained
 from tests.models import WIDTH, Case, linear, vectors
 
 
@@ -547,7 +547,7 @@ class Picks(nn.Module):
 def test_a_method_has_what_no_other_stage_uses(returns: Tensor | None, tracer: str) -> None:
     """On its rank alone: what the example did not call would be on the meta device there."""
     case = Case(Picks, vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
-    rules: Any = {"features": "whole" if returns is None else {"whole": returns}}
+    rules: Any = {"features": "whole" if returns is None else {"whole": returns, "uses": ["image"]}}
     options: Any = {"boundaries": rules, "tracer": tracer, "example_kwargs": POSITIVE}
     stages = list(compiled(case, **options).stages)
     assert {"image.weight", "video.weight", "head.weight"} <= set(stages[1].tensors)
@@ -636,3 +636,144 @@ def test_what_a_region_returns_is_seen_without_the_check_too() -> None:
     forward_backward = compiled(case, tracer="export", **options)
     assert "not checked: check_capture=False" in str(forward_backward.stages)
     assert_same(forward_backward(**NEGATIVE), case.model()(**NEGATIVE).detach(), "loss", 1e-6)
+
+
+class Sometimes(nn.Module):
+    """As a text model that sees images: zeros, which need no gradient, where there is nothing to see."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.before, self.see, self.behind, self.head = linear(), linear(), linear(), linear()
+        self.see.requires_grad_(not frozen)
+
+    def region(self, x: Tensor) -> Tensor:
+        return self.see(x) if float(x.sum()) > 0 else torch.zeros(x.shape)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        seen = self.region(x)
+        return self.head(self.behind(seen + self.before(y))).square().mean()
+
+
+SOMETIMES: Any = {"region": {"whole": None, "uses": ["see"]}, "before": "after", "behind": "before", "head": "before"}
+NOTHING, SEEN = ({"x": torch.full((4, WIDTH), number), "y": torch.ones(4, WIDTH)} for number in (-1.0, 1.0))
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+@pytest.mark.parametrize("engine", ["local", "strict 1"])
+@pytest.mark.parametrize("order", [(NOTHING, SEEN), (SEEN, NOTHING)], ids=["nothing first", "images first"])
+def test_what_a_region_returns_needs_a_gradient_in_some_steps_only(order: Any, tracer: str, engine: str) -> None:
+    case = Case(Sometimes, vectors, stages=4, ranks=4, rows=4, microbatches=2)
+    wanted, _ = reference(case, order)
+    runs = engine_of(engine, lambda: None)(4, _sometimes, case, order, SOMETIMES, tracer)  # type: ignore[arg-type, return-value]
+    assert_run(runs, wanted)
+
+
+def _sometimes(case: Case, order: Any, boundaries: Any, tracer: str) -> Run:
+    return trained(case, order, boundaries=boundaries, tracer=tracer, example_kwargs=order[0])
+
+
+class Borrows(Sometimes):
+    """Uses for some values what another stage uses, too."""
+
+    def region(self, x: Tensor) -> Tensor:
+        return self.before(x) if float(x.sum()) > 0 else torch.zeros(x.shape)
+
+
+def test_what_a_method_was_not_seen_to_use_is_there_or_to_be_named() -> None:
+    """Where no other stage uses its parameters, they are there; else never a step without them."""
+    case = Case(Sometimes, vectors, stages=4, ranks=4, rows=4, microbatches=2)
+    rules = SOMETIMES | {"region": "whole"}
+    wanted, _ = reference(case, (NOTHING, SEEN))
+    assert_run(strict(1)(4, _sometimes, case, (NOTHING, SEEN), rules, "export"), wanted)
+    with pytest.raises(RunError, match=r"\"region\": \{\"whole\": None, \"uses\": \["):
+        strict(1)(4, _sometimes, replace(case, build=Borrows), (NOTHING, SEEN), rules, "export")
+
+
+# --- on the meta device
+
+
+def on_meta(build: Any) -> Any:
+    with torch.device("meta"):
+        return build()
+
+
+TWO_IMAGES = (torch.empty(4, WIDTH, device="meta"),) * 2
+SPLITS: Any = {"features": {"whole": TWO_IMAGES, "uses": ["see"]}, "head": "before"}
+OF_IMAGES = {"grid": fxpipe.Packed("images"), "pixels": fxpipe.Packed(lambda grid: grid.prod(1), of="grid")}
+
+
+def test_a_preview_counts_what_a_region_is_said_to_return_and_to_use() -> None:
+    two, batch = Topology([("pipe", 2)]), images_and_words((2, 2, 2), 5)
+    options: Any = {"microbatches": 3, "batch_dim": OF_IMAGES, "example_kwargs": batch}
+    previewed = fxpipe.preview(on_meta(Splits), two, boundaries=SPLITS, **options)
+    assert list(previewed.graph[0].parameters) == ["see.weight", "see.bias", "embed.weight"]
+    assert previewed.ranks[0].parameters == 4 * (8 * WIDTH + WIDTH + 9 * WIDTH)
+    assert all(rank.activations is not None for rank in previewed.ranks)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_a_model_on_meta_with_a_declared_method_trains_all_that_it_uses(tracer: str) -> None:
+    batch = images_and_words((2, 2, 2), 5)
+    forward_backward = fxpipe.compile(
+        on_meta(Splits),
+        Topology([("pipe", 2)]),
+        microbatches=3,
+        tracer=tracer,
+        batch_dim=OF_IMAGES,
+        boundaries=SPLITS,
+        example_kwargs=batch,
+        init_fn=lambda module: module.reset_parameters() if isinstance(module, nn.Linear | nn.Embedding) else None,
+    )
+    plain = Splits()
+    forward_backward.load_state_dict(plain.state_dict())
+    forward_backward(**batch)
+    parts = zip(*(value.split(len(value) // 3) for value in batch.values()), strict=True)
+    accumulate(lambda _, part: plain(*part.values()), [dict(enumerate(part)) for part in parts], [1.0] * 3)  # type: ignore[arg-type]
+    found = dict(forward_backward.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert_same(found[name].grad, parameter.grad, name)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "error", "told"),
+    [
+        ({"features": "whole"}, TraceError, r'say what: boundaries=\{"features": \{"whole": torch.empty'),
+        (
+            {"features": {"whole": TWO_IMAGES}},
+            PartitionError,
+            r'not what it uses: write \{"whole": ..., "uses": \[',
+        ),
+        ({"features": {"whole": TWO_IMAGES, "uses": "sea"}}, PartitionError, 'did you mean "see"'),
+    ],
+)
+def test_what_is_to_be_said_of_a_region_on_meta(boundaries: Any, error: Any, told: str) -> None:
+    rules = {**boundaries, "head": "before"}
+    batch = images_and_words((2, 2, 2), 5)
+    with pytest.raises(error, match=told):
+        fxpipe.preview(
+            on_meta(Splits), Topology([("pipe", 2)]), boundaries=rules, batch_dim=OF_IMAGES, example_kwargs=batch
+        )
+
+
+# --- beside other things
+
+
+class Tied(nn.Module):
+    """A weight of the region is the head's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region, self.mid, self.head = Selects(), linear(), linear()
+        self.head.weight = self.region.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(torch.relu(self.mid(self.region(x)["rows"]))).square().mean()
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_weight_may_be_tied_in_a_region_and_outside(tracer: str) -> None:
+    case = Case(Tied, vectors, stages=3, ranks=3)
+    batches = [case.batch(number) for number in range(2)]
+    wanted, _ = reference(case, batches)
+    rules = {"region": "whole", "mid": "before", "head": "before"}
+    assert_run(strict(1)(3, _sometimes, case, batches, rules, tracer), wanted, 1e-6)

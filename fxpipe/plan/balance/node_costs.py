@@ -245,7 +245,7 @@ class _CostingRun:
             ) from error
         self.values[node] = faked(node.meta["val"], self.fake)
         made = _tensors(self.values[node])
-        rows = max((tensor.numel() // max(tensor.shape[-1:], default=1) for tensor in made), default=1)
+        rows = max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)
         sizes = [self.held[number].count for number in self._parameters(node)]
         flops, moved = 2.0 * rows * sum(sizes), 4.0 * sum(sizes) + sum(map(size_in_bytes, made))
         seconds = self.hardware.seconds(flops, moved, 4)

@@ -201,6 +201,7 @@ class _Tracer(fx.Tracer):
     def _keep_region(self, call: RegionCall) -> list[Any]:
         """What stands for the tensors of any shape that a call returns which is kept whole."""
         returned: Any = self.create_proxy("call_module", call.target, tuple(call.values), {})
+        returned.node.meta["val"] = tuple(call.seen.likes)  # by which it is reckoned where it cannot run
         returned.node.meta["nn_module_stack"] = call.stack(returned.node.meta.get("nn_module_stack") or {})
         return [returned[place] for place in range(len(call.seen.likes))]
 
