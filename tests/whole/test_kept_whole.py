@@ -777,3 +777,19 @@ def test_a_weight_may_be_tied_in_a_region_and_outside(tracer: str) -> None:
     wanted, _ = reference(case, batches)
     rules = {"region": "whole", "mid": "before", "head": "before"}
     assert_run(strict(1)(3, _sometimes, case, batches, rules, tracer), wanted, 1e-6)
+
+
+@pytest.mark.parametrize("engine", ["local", "strict 1"])
+def test_what_needs_a_gradient_at_times_goes_through_a_frozen_stage(engine: str) -> None:
+    def build() -> nn.Module:
+        model = Sometimes()
+        model.behind.requires_grad_(False)
+        model.before.requires_grad_(False)
+        return model
+
+    case = Case(build, vectors, stages=4, ranks=4, rows=4, microbatches=2)
+    both = {name: torch.cat([NOTHING[name][:2], SEEN[name][:2]]) for name in SEEN}
+    order = (SEEN, both, NOTHING)
+    wanted, _ = reference(case, order)
+    runs = engine_of(engine, lambda: None)(4, _sometimes, case, order, SOMETIMES, "record")  # type: ignore[arg-type, return-value]
+    assert_run(runs, wanted)
