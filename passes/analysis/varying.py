@@ -17,8 +17,9 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     """The stages, told which of them vary.
 
     That is one that holds a region which is kept whole; those behind it that make values of sizes which come out of it,
-    or of any size, where nothing is known of sizes; and those before it: it may use what they send in one step, and not
-    in the next, and then sends no gradient back.
+    or of any size, where nothing is known of sizes, or that train nothing, so that what they send needs a gradient if
+    what they are given does; and those before it: it may use what they send in one step, and not in the next, and then
+    sends no gradient back.
     """
     regions = [node for node in program.graph.nodes if is_kept(program, node)]
     found = {program.stage_of[node.name] for node in regions}
@@ -33,6 +34,12 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
             behind.add(stage.index)
             if program.tracer == "symbolic" or any(sizes[edge.value] & symbols for edge in stage.outputs):
                 found.add(stage.index)
+    unsure = {program.stage_of[node.name] for node in regions}
+    for stage in stages:
+        given = any(isinstance(entry, Edge) and entry.source in unsure for entry in stage.inputs)
+        if given and not any(parameter.requires_grad for parameter in stage.parameters.values()):
+            unsure.add(stage.index)
+    found |= unsure
     return [dataclasses.replace(stage, varies=stage.index in found) for stage in stages]
 
 

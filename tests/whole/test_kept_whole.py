@@ -417,11 +417,12 @@ def test_as_many_tensors_as_images_are_guessed_from_the_likest_micro_batch_seen(
     """Three images and three columns: the last one seen does not tell which of them a list of three goes with."""
     case = Case(Splits, vectors, stages=2, ranks=2, microbatches=3)
     example = images_and_words((1, 2, 3), WIDTH)  # as many words as a layer is wide
+    rules = {"grid": fxpipe.Packed("images"), "pixels": fxpipe.Packed(lambda grid: grid.prod(1), of="grid")}
     forward_backward = compiled(
         case,
         boundaries={"features": "whole", "head": "before"},
         tracer="export",
-        batch_dim=OF_IMAGES,
+        batch_dim=rules,
         example_kwargs=example,
     )
     model = case.model()
@@ -671,6 +672,19 @@ def _sometimes(case: Case, order: Any, boundaries: Any, tracer: str) -> Run:
     return trained(case, order, boundaries=boundaries, tracer=tracer, example_kwargs=order[0])
 
 
+class Borrows(Sometimes):
+    """Uses for some values what another stage uses, too."""
+
+    def region(self, x: Tensor) -> Tensor:
+        return self.before(x) if float(x.sum()) > 0 else torch.zeros(x.shape)
+
+
+def test_what_a_method_uses_for_some_values_and_another_stage_has_is_named() -> None:
+    case = Case(Borrows, vectors, stages=4, ranks=4, rows=4, microbatches=2)
+    with pytest.raises(RunError, match="parameters are with other ranks, such as"):
+        strict(1)(4, _sometimes, case, (NOTHING, SEEN), SOMETIMES, "export")
+
+
 # --- on the meta device
 
 
@@ -745,3 +759,19 @@ def test_a_weight_may_be_tied_in_a_region_and_outside(tracer: str) -> None:
     wanted, _ = reference(case, batches)
     rules = {"region": "whole", "mid": "before", "head": "before"}
     assert_run(strict(1)(3, _sometimes, case, batches, rules, tracer), wanted, 1e-6)
+
+
+@pytest.mark.parametrize("engine", ["local", "strict 1"])
+def test_what_needs_a_gradient_at_times_goes_through_a_frozen_stage(engine: str) -> None:
+    def build() -> nn.Module:
+        model = Sometimes()
+        model.behind.requires_grad_(False)
+        model.before.requires_grad_(False)
+        return model
+
+    case = Case(build, vectors, stages=4, ranks=4, rows=4, microbatches=2)
+    both = {name: torch.cat([NOTHING[name][:2], SEEN[name][:2]]) for name in SEEN}
+    order = (SEEN, both, NOTHING)
+    wanted, _ = reference(case, order)
+    runs = engine_of(engine, lambda: None)(4, _sometimes, case, order, SOMETIMES, "record")  # type: ignore[arg-type, return-value]
+    assert_run(runs, wanted)
