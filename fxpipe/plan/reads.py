@@ -68,8 +68,15 @@ class Reads:
         follows = {id(vars(part)) for module in live for part in module.modules()}
         wanted = [key for key in noted if key[0] in self._tables and key[0] not in follows]
         self._states[self._now] |= {key: self._value(key) for key in wanted}
-        self._buffers |= {key: self._buffer(key) for key in wanted}
+        self._buffers |= {key: self._buffer(key) for key in (*wanted, *self._saved(live))}
         self._glance = None
+
+    def _saved(self, live: Iterable[nn.Module]) -> Iterator[Key]:
+        """The buffers of these that a state dict has: a stage saves the tensors that were there."""
+        for part in (part for module in live for part in module.modules()):
+            if id(vars(part)) in self._tables:
+                names = part._buffers.keys() - part._non_persistent_buffers_set
+                yield from ((id(vars(part)), name) for name in names)
 
     @contextlib.contextmanager
     def or_as_before(self) -> Iterator[None]:
@@ -95,7 +102,7 @@ class Reads:
         self._check_buffers()
         changed = self._changed(state)
         if changed is None:
-            self._glance = _Glance(state, self._tables)
+            self._glance = _Glance(state, self._buffers, self._tables)
             return self._now
         known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
         number = next(known, len(self._states))
@@ -152,10 +159,12 @@ class _Glance:
     module, since every step asks. It may find something where nothing that matters has changed.
     """
 
-    def __init__(self, state: dict[Key, Any], tables: dict[int, tuple[str, dict[str, Any]]]) -> None:
+    def __init__(
+        self, state: dict[Key, Any], buffers: Iterable[Key], tables: dict[int, tuple[str, dict[str, Any]]]
+    ) -> None:
         self.state = state
         names_of: dict[int, list[str]] = {}
-        for place, name in state:
+        for place, name in dict.fromkeys((*state, *buffers)):
             names_of.setdefault(place, []).append(name)
         self._held: list[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]] = []
         self._absent: list[tuple[dict[str, Any], frozenset[str]]] = []

@@ -188,6 +188,29 @@ def test_other_buffers_than_were_captured_are_refused(name: str, tracer: str) ->
         forward_backward(*batch(1))
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.norm, self.above = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.above(fxpipe.stage_boundary(self.norm(self.below(x)))), y)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+def test_another_buffer_of_a_submodule_that_is_called_as_it_is_is_refused(tracer: str) -> None:
+    """The step would write the new one, and a state dict would have the old one."""
+    model = Normed()
+    options: Any = {"microbatches": 2, "tracer": tracer, "example_args": batch(0)}
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), **options)
+    for number in range(2):
+        forward_backward(*batch(number))
+        forward_backward.evaluate(*batch(number))
+    model.norm.running_mean = torch.ones(4)
+    with pytest.raises(RunError, match=r"norm\.running_mean is another buffer than when the model was captured"):
+        forward_backward(*batch(0))
+
+
 def other_forward(x: Tensor) -> Tensor:
     return x
 
