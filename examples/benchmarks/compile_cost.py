@@ -49,7 +49,7 @@ PHASES = {
     "check": ("fxpipe.plan.captures", "check"),
     "costs": ("fxpipe.plan.balance", "costs_from_shapes"),
     "search": ("fxpipe.plan.balance", "place_stages"),
-    "table": ("fxpipe.plan.planner", "build"),
+    "table": ("fxpipe.plan.tables", "build"),
     "verify": ("fxpipe.schedules.schedule", "Schedule.verify"),
     "lower": ("fxpipe.plan.planner", "lower"),
     "order": ("fxpipe.plan.planner", "execution_order"),

@@ -6,10 +6,13 @@ the square.
 
 from __future__ import annotations
 
+import importlib
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -122,3 +125,9 @@ def table(name: ScheduleName, ranks: int, a_rank: int, microbatches: int) -> obj
     edges = list(pairwise(range(stages)))
     made = build(name, edges, microbatches, placement=[stage % ranks for stage in range(stages)])
     return lower(made.rows, made.links, made.placement, made.backward), made.simulate(), str(made)
+
+
+def test_the_benchmark_of_what_compiling_takes_watches_what_there_is() -> None:
+    script = Path(__file__).parents[2] / "examples" / "benchmarks" / "compile_cost.py"
+    for module, path in runpy.run_path(str(script))["PHASES"].values():
+        assert callable(attrgetter(path)(importlib.import_module(module)))
