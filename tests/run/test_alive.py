@@ -30,7 +30,7 @@ def objects() -> int:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_as_many_objects_are_alive_after_many_steps_as_after_a_few(zero: Zero) -> None:
+def test_no_more_objects_are_alive_after_many_steps_than_after_a_few(zero: Zero) -> None:
     one = fxpipe.compile(Towers(), fxpipe.Topology([("pipe", 3)]), microbatches=4, zero=zero)
     optimizer = one.optimizer(torch.optim.AdamW, lr=1e-3)
 
@@ -43,5 +43,6 @@ def test_as_many_objects_are_alive_after_many_steps_as_after_a_few(zero: Zero) -
 
     steps(10)  # whatever is made once: bound calls, optimizer state, the batches whose digests are compared
     before = steps(10)
-    assert steps(STEPS) == before
+    grown = steps(STEPS) - before
+    assert grown < STEPS // 10, "one that each step left would be many; what earlier tests left may be freed meanwhile"
     one.close()
