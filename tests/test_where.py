@@ -33,6 +33,7 @@ distributed/grid: distributed/topology
 distributed/live_groups: distributed/topology
 distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline
+distributed/waits: distributed/torch_transport distributed/watch
 distributed/transport: distributed/strict_transport distributed/torch_transport
 formats/words: formats/svg_picture formats/html_page
 graph/gathering: run/group_inputs
@@ -71,7 +72,8 @@ plan/replay: plan/capture_check
 plan/sizes: whole/lengths plan/signatures
 plan/same_stages: plan/signatures whole/absent
 plan/tables: plan/planner plan/recomputation
-plan/together: whole/refusals
+plan/together: whole/refusals whole/gathered_options
+plan/told: whole/refusals plan/signatures
 plan/varying: whole/lengths plan/signatures
 run/actions: run/bind run/executor run/notes
 run/written_parameters: run/recompute

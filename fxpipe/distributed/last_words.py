@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -63,3 +66,20 @@ def _is_of_a_connection(error: BaseException) -> bool:
     text = str(error)
     words = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "closure")
     return isinstance(error, RuntimeError) and not isinstance(error, FxpipeError) and any(w in text for w in words)
+
+
+@contextlib.contextmanager
+def ends_later() -> Iterator[None]:
+    """A SIGTERM, by which launchers end those that are left, does so once it has been said why."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)

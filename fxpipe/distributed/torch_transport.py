@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import datetime
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -31,11 +28,13 @@ from fxpipe.distributed.collective import (
     Work,
 )
 from fxpipe.distributed.foreseen import Foreseen, agree, words
+from fxpipe.distributed.last_words import ends_later
 from fxpipe.distributed.live_groups import served_device_type
 from fxpipe.distributed.post import Ending, failed
 from fxpipe.distributed.preflight import compare_facts, difference, facts_of
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
+from fxpipe.distributed.waits import OnItsWay, SeveralWorks, SlicedWait, wait_in_slices
 from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
 from fxpipe.distributed.whereabouts import are_apart, entered, here
 from fxpipe.errors import RunError
@@ -53,88 +52,6 @@ class _PairLink(NamedTuple):
     place: int
 
 
-class _OnItsWay:
-    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for."""
-
-    __slots__ = ("_home", "_peer", "_sends", "_work", "since")
-
-    def __init__(self, home: DistributedTransport, work: dist.Work | None, peer: int, sends: bool) -> None:
-        self._home, self._work, self._peer, self._sends = home, work, peer, sends
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        self.since = time.monotonic()
-        here.waiting = self
-        try:
-            self._work.wait(*self._home.for_good)
-        except RuntimeError as error:
-            raise PeerLost(self.words(), self.ranks, error) from None
-        finally:
-            here.waiting = self._work = None
-
-    # for the watch
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return (self._peer,)
-
-    @property
-    def number(self) -> int:
-        return self._home.number
-
-    @property
-    def timeout(self) -> float:
-        return self._home.timeout
-
-    def words(self) -> str:
-        name = self._home.watch.named(self._peer)
-        if self._sends:
-            return f"{name} to take a message"
-        awaited = here.awaited
-        return f"{awaited() if awaited is not None else 'a message'} from {name}"
-
-    def end(self) -> None:
-        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
-        work = self._work
-        if work is not None and self._home.for_good:
-            with contextlib.suppress(RuntimeError):
-                work.wait(_AT_ONCE)
-
-
-class _Several:
-    """Works that are waited for together."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-class _Slices:
-    """A wait that looks up by itself whether it is to end."""
-
-    def __init__(self, home: DistributedTransport, what: Callable[[], tuple[str, Scope]]) -> None:
-        self._home, self._what, self.since = home, what, time.monotonic()
-        self.number, self.timeout = home.number, home.timeout
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return [rank for rank in self._home.ranks(self._what()[1]) if rank != self._home.rank]
-
-    def words(self) -> str:
-        return self._what()[0]
-
-    def end(self) -> None:
-        pass
-
-    def look_up(self) -> None:
-        if self._home.is_over:
-            raise PeerLost(self.words(), self.ranks)
-
-
 class DistributedTransport:
     """torch.distributed: gloo between CPUs, nccl between GPUs, gloo for what the host must know.
 
@@ -149,7 +66,7 @@ class DistributedTransport:
         # The watch ends a wait on the CPU, and knows when not to; on a GPU nobody but NCCL can.
         self._longest = datetime.timedelta(seconds=timeout * (EXTENSION + 2))
         self._timeout = datetime.timedelta(seconds=timeout) if self._on_cuda else self._longest
-        self.for_good = () if self._on_cuda else (self._longest,)
+        self.for_good: tuple[datetime.timedelta, ...] = () if self._on_cuda else (self._longest,)
         self.watch: WorldWatch = watch()
         self.number, self._explained = _next_number(), False
         self._closed = ""  # why, once it is
@@ -226,7 +143,7 @@ class DistributedTransport:
     @contextlib.contextmanager
     def _waiting(self, what: Callable[[], tuple[str, Scope]]) -> Iterator[Callable[[], None]]:
         """A wait in slices that the watch knows of; yields what is called after each."""
-        here.waiting = waiting = _Slices(self, what)
+        here.waiting = waiting = SlicedWait(self, what)
         try:
             yield waiting.look_up
         finally:
@@ -315,7 +232,7 @@ class DistributedTransport:
         """What ``dist.isend`` and ``irecv`` come to, once it is known that they may be called."""
         call = link.group.send if sends else link.group.recv
         try:
-            return _OnItsWay(self, call([buffer], link.place, 0), link.peer, sends)
+            return OnItsWay(self, call([buffer], link.place, 0), link.peer, sends)
         except RuntimeError as error:
             raise PeerLost(f"a message with {self.watch.named(link.peer)}", (link.peer,), error) from None
 
@@ -403,7 +320,7 @@ class DistributedTransport:
             return OnceAwaited(partial(self.broadcast, scope, tensor, source))
         others = [rank for rank in ranks if rank != self.rank] if ranks[source] == self.rank else [ranks[source]]
         links = [_PairLink(group, peer, dist.get_group_rank(group, peer)) for peer in others]
-        return _Several([self._start(tensor, link, sends=ranks[source] == self.rank) for link in links])
+        return SeveralWorks([self._start(tensor, link, sends=ranks[source] == self.rank) for link in links])
 
     def _together(self, what: str, scope: Scope, group: dist.ProcessGroup, call: Any, *args: Any) -> None:
         """A collective call that this rank stands still for; its failure is a PeerLost."""
@@ -412,7 +329,7 @@ class DistributedTransport:
             try:
                 work = call(*args, group=group, async_op=True)
                 if args[0].device.type == "cpu":
-                    _wait_in_slices(work, group, look_up)
+                    wait_in_slices(work, group, look_up)
                 else:
                     work.wait()
             except PeerLost:
@@ -462,7 +379,7 @@ class DistributedTransport:
             if self._closed:
                 raise RuntimeError(self._closed)
 
-        _wait_in_slices(work, group, look_up)
+        wait_in_slices(work, group, look_up)
 
     def abort(self, reason: str) -> None:
         """Tells all ranks why, then closes this rank's connections: whoever waits on one gets an error at once."""
@@ -497,7 +414,7 @@ class DistributedTransport:
                 dist.destroy_process_group(groups.pop())
 
     def explain(self, lost: PeerLost) -> str:
-        with _ends_later():
+        with ends_later():
             told: Ending = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
             self.watch.judge(self.number, told)
             message = self.watch.message(told, str(lost))
@@ -508,23 +425,6 @@ class DistributedTransport:
         return message
 
 
-@contextlib.contextmanager
-def _ends_later() -> Iterator[None]:
-    """A SIGTERM, by which launchers end those that are left, does so once it has been said why."""
-    came: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 _FEW = 32
 """Ranks that one tells something, each by a message of its own."""
 _HEAD, _NUMBERS = 512, 16
@@ -532,32 +432,6 @@ _HEAD, _NUMBERS = 512, 16
 _IN_HEAD = _HEAD - _NUMBERS
 _LONGEST = 2**16
 """Bytes in which a rank tells others in which call it is."""
-_SLICE = datetime.timedelta(seconds=SLICE_SECONDS)
-_AT_ONCE = datetime.timedelta(milliseconds=1)
-
-
-def _wait_in_slices(work: dist.Work, group: dist.ProcessGroup, look_up: Callable[[], None]) -> None:
-    """Waits for a collective of gloo, so that signals are heard, and ``look_up`` may raise to end it."""
-    try:
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():  # now, or with an error
-                    work.wait()
-                    return
-            look_up()
-    except BaseException:
-        if not work.is_completed():
-            _keep_for_good(work, group)
-        raise
-
-
-def _keep_for_good(*things: object) -> None:
-    """Never destroys these: gloo cannot end an operation that is under way, and its destructor waits for the end."""
-    for thing in things:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _head(mark: int, told: bytes) -> bytes:

@@ -7,45 +7,34 @@ import dataclasses
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.distributed.whereabouts import phase
-from fxpipe.errors import FxpipeError, RunError, ScheduleError
+from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
-from fxpipe.graph.modes import Autocast, ambient_autocast
-from fxpipe.graph.plain_data import admitted, encode
+from fxpipe.graph.modes import ambient_autocast
+from fxpipe.graph.plain_data import encode
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import read_for
-from fxpipe.plan.batch import (
-    Description,
-    bind,
-    check_calls,
-    describe,
-    merge,
-    sendable,
-    with_own,
-)
+from fxpipe.plan.batch import Description, bind, check_calls, describe
 from fxpipe.plan.captures import MOST
-from fxpipe.plan.counts import Counts, counts_of, merge_counts
-from fxpipe.plan.cuts import split, split_description
+from fxpipe.plan.counts import Counts, counts_of
+from fxpipe.plan.cuts import split
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.looks import Looks
-from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
+from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.plan import Plan, digest_of
 from fxpipe.plan.planner import Planner
-from fxpipe.plan.rows import row_count, split_rows
 from fxpipe.plan.together import plan_together
-from fxpipe.schedules.action import Action
+from fxpipe.plan.told import Offer, ToldCall
 from fxpipe.schedules.lower import pairs
-from fxpipe.schedules.verify_replicas import verify_replicas
 
 KINDS = 256
 """Kinds of batch that are remembered: beyond them the eighth that was not used for longest is met as if it were new."""
@@ -73,41 +62,14 @@ class Agreed:
     """A number for each micro-batch; those of one number, in any kind, make messages that look alike."""
 
 
-@admitted
-@dataclass(frozen=True)
-class _Offer:
-    """One rank's side of a call: what it was given, described; or what is wrong with it."""
-
-    training: bool
-    split_evenly: bool
-    flags: Flags
-    autocast: tuple[Autocast, ...]
-    """What is on around the call."""
-    given: tuple[Description, ...]
-    counts: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
-    """Of each, what is cut by a count, as far as this rank can count it."""
-    error: str = ""
-
-
 _NOT_LOOKED_AT = Flags(b"", b"")
 """Those of a call that is refused before: its error is what all ranks raise."""
-
-
-class _Together(NamedTuple):
-    """What a pipe group was told of a call: all offers, the micro-batches put together, or the batch, and its rows."""
-
-    offers: tuple[_Offer, ...]
-    merged: list[Description]
-    counts: list[Counts]
-    sizes: tuple[int, ...]
-    has_rows: bool
-    """Whether any input tells how many rows there are."""
 
 
 class _GivenToAll(NamedTuple):
     """What a call comes to if all ranks are given the same, with a plan that is there."""
 
-    together: _Together
+    told: ToldCall
     plan: Plan
 
     def number_with(self, number: int) -> int:
@@ -121,12 +83,12 @@ class Agreement:
 
     def __init__(self, planner: Planner, transport: Transport) -> None:
         self._planner, self._transport, self._options = planner, transport, planner.options
-        self._numbers: dict[_Offer, int] = {}
+        self._numbers: dict[Offer, int] = {}
         self._parameters = {id(parameter): parameter for parameter in planner.module.parameters()}
         if planner.captures is not None:
             planner.captures.reads.begin()
         self._count, self._kinds = itertools.count(), itertools.count()
-        self._told: dict[tuple[int, ...], _Together] = {}
+        self._told: dict[tuple[int, ...], ToldCall] = {}
         self._rows: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._settled: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Agreed] = {}
         """The kinds, the least recently used first: all ranks of a pipe group have them in one order. Beside what was
@@ -136,7 +98,7 @@ class Agreement:
         self.dropped: list[int] = []
         """Kinds that are not known any more, for those who keep something of each; they take them out."""
 
-    def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[_Offer, list[dict[str, Any]]]:
+    def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Offer, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
         flags = _NOT_LOOKED_AT
         try:
@@ -151,18 +113,18 @@ class Agreement:
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
         except RunError as error:
-            return _Offer(training, split_evenly, flags, (), (), error=str(error)), []
+            return Offer(training, split_evenly, flags, (), (), error=str(error)), []
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
-            return _Offer(training, split_evenly, flags, (), (), error=f"{error}{hint}"), []
+            return Offer(training, split_evenly, flags, (), (), error=f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
             _check_no_gradients(described if training else ())
             counts = tuple(tuple(counts_of(values, self._options.batch_dim).items()) for values in given)
         except RunError as error:  # which the others, who may have been given something else, raise, too
-            return _Offer(training, split_evenly, flags, (), (), error=str(error)), []
-        return _Offer(training, split_evenly, flags, ambient_autocast(), described, counts, nothing), given
+            return Offer(training, split_evenly, flags, (), (), error=str(error)), []
+        return Offer(training, split_evenly, flags, ambient_autocast(), described, counts, nothing), given
 
     def _check_parameters(self) -> None:
         """RunError where the model has others than those whose gradients and optimizers are known."""
@@ -175,34 +137,34 @@ class Agreement:
                 "without assign=True, or change the model before fxpipe.compile"
             )
 
-    def settle(self, offer: _Offer) -> Agreed:
+    def settle(self, offer: Offer) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
         is_new = offer not in self._numbers
         if is_new:
-            self._numbers[offer] = self._number(_sent(offer))
+            self._numbers[offer] = self._number(offer.sent())
         number = self._numbers[offer]
         foreseen = self._foreseen(offer) if is_new and number >= 0 else None
         key = self._transport.gather_int("pipe", number if foreseen is None else foreseen.number_with(number))
         is_foreseen = foreseen is not None and len(set(key)) == 1
         if foreseen is not None and is_foreseen:
             key = (number,) * len(key)
-            self._told.setdefault(key, foreseen.together)
+            self._told.setdefault(key, foreseen.told)
         elif key not in self._told:
-            key, offers = self._offers(_sent(offer), number, key)
+            key, offers = self._offers(offer.sent(), number, key)
             if key not in self._told:
                 self._told[key] = self._merged(offers, offer)
-        together = self._told[key]
-        everyone = self._rows_of_everyone(together.sizes)
+        told = self._told[key]
+        everyone = self._rows_of_everyone(told.sizes)
         rows = everyone if (key, everyone) in self._settled else None
         agreed = self._settled.pop((key, rows), None)
         if agreed is None:
-            agreed = self._decide(together, everyone, is_foreseen)
+            agreed = self._decide(told, everyone, is_foreseen)
             rows = everyone if self._planner.is_of_shapes(agreed.pattern) else None
         self._settled[key, rows] = agreed
         self._drop()
         return agreed
 
-    def _number(self, told: _Offer) -> int:
+    def _number(self, told: Offer) -> int:
         """The same on all ranks that tell the same; below 0, on this rank alone, of what cannot be told."""
         try:
             digest = hashlib.blake2b(encode(told), digest_size=7).digest()
@@ -210,17 +172,20 @@ class Agreement:
             return ~next(self._count)
         return int.from_bytes(digest, "little")
 
-    def _foreseen(self, offer: _Offer) -> _GivenToAll | None:
+    def _foreseen(self, offer: Offer) -> _GivenToAll | None:
         """What a call comes to if all ranks are given the same as this one; None where that is a plan yet to be made,
         or an error."""
         try:
-            together = self._merged([_sent(offer)] * len(self._transport.ranks("pipe")), offer)
-            plan = self._planner.held(self._pattern(together, ()))
+            told = self._merged([offer.sent()] * len(self._transport.ranks("pipe")), offer)
+            plan = self._planner.held(told.pattern(self._planner, ()))
         except FxpipeError:
             return None
-        return None if plan is None else _GivenToAll(together, plan)
+        return None if plan is None else _GivenToAll(told, plan)
 
-    def _offers(self, told: _Offer, number: int, brought: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[_Offer]]:
+    def _merged(self, offers: Sequence[Offer], mine: Offer) -> ToldCall:
+        return ToldCall.of(offers, mine, self._planner, partial(member, self._transport, "pipe"))
+
+    def _offers(self, told: Offer, number: int, brought: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[Offer]]:
         """What all ranks tell, and the numbers of that; of which they have ``brought`` something."""
         if len(set(brought)) == 1 and brought[0] >= 0:
             return brought, [told] * len(brought)
@@ -284,45 +249,9 @@ class Agreement:
             looks = self._looks_of(plan, agreed.pattern, self._told[key[0]])
             self._settled[key] = dataclasses.replace(agreed, plan=plan, looks=looks)
 
-    def batches(self, agreed: Agreed, offer: _Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def batches(self, agreed: Agreed, offer: Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This rank's inputs per micro-batch."""
         return split(given[0], self._options.batch_dim, agreed.sizes, agreed.counts) if offer.split_evenly else given
-
-    def check_rows(self, agreed: Agreed, zero: int) -> None:
-        """With zero=2 replicas sum after each micro-batch, with 3 behind each stage, and they gather where a stage sees
-        all replicas' rows: they must run the same row.
-
-        RunError where they do not. A collective call of the data axis.
-        """
-        gathers = agreed.plan.graph.sees_replicas
-        if (zero < 2 and not gathers) or self._transport.data_size == 1:
-            return
-        digests = agreed.plan.row_digests if zero == 2 or gathers else agreed.plan.pass_digests
-        if len(set(self._transport.gather_int("data", digests[self._transport.pipe_rank or 0]))) > 1:
-            what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
-            told = self._told_apart(agreed.plan) if gathers else ", or write zero=1"
-            raise RunError(
-                f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
-                f"{len(agreed.sizes)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
-                f"(drop_last=True in a DataLoader){told}"
-            )
-
-    def _told_apart(self, plan: Plan) -> str:
-        """Where replicas that run these tables would wait for each other; a collective call of the data axis."""
-        mine = (plan.schedule.microbatches, [" ".join(map(str, row)) for row in plan.schedule.rows])
-        tables = [
-            dataclasses.replace(
-                plan.schedule,
-                rows=tuple(tuple(map(Action.parse, row.split())) for row in rows),
-                microbatches=microbatches,
-            )
-            for microbatches, rows in self._transport.gather("data", mine)
-        ]
-        try:
-            verify_replicas(tables, {stage.index for stage in plan.graph if "global" in stage.ways})
-        except ScheduleError as error:
-            return f"; {error}"
-        return ""
 
     def required(self, plan: Plan, rank: int | None) -> tuple[str, ...]:
         """The inputs that a rank (None: all of them) must be given."""
@@ -363,59 +292,27 @@ class Agreement:
                 del self._rows[next(iter(self._rows))]
         return self._rows[key]
 
-    def _merged(self, offers: Sequence[_Offer], mine: _Offer) -> _Together:
-        """``offers``: what all ranks told, this one too; ``mine``: what it had to tell."""
-        _check_same_call(offers, partial(member, self._transport, "pipe"), self._planner.module)
-        first = offers[0]
-        told = list(map(merge, zip(*(offer.given for offer in offers), strict=True)))
-        counts = [merge_counts(list(map(dict, each))) for each in zip(*(offer.counts for offer in offers), strict=True)]
-        each = zip(told, counts, strict=True)
-        rows = [row_count(description, self._options.batch_dim, counted) for description, counted in each]
-        has_rows = any(count is not None for count in rows)
-        merged = [with_own(description, own) for description, own in zip(told, mine.given, strict=True)]
-        return _Together(tuple(offers), merged, counts, self._sizes(rows, first), has_rows)
-
-    def _pattern(self, together: _Together, everyone: tuple[int, ...]) -> Pattern:
-        offers, merged, counts, sizes, _ = together
-        first = offers[0]
-        if first.split_evenly:
-            merged = split_description(merged[0], self._options.batch_dim, sizes, counts[0])
-        items = self._planner.items
-        if items is not None:
-            merged = [items.described(description) for description in merged]
-        pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.autocast)
-        return dataclasses.replace(pattern, everyone=everyone)
-
-    def _decide(self, together: _Together, everyone: tuple[int, ...], is_foreseen: bool) -> Agreed:
+    def _decide(self, told: ToldCall, everyone: tuple[int, ...], is_foreseen: bool) -> Agreed:
         """``is_foreseen``: whether all ranks have told each other that they have the plan, and the same."""
-        offers, _, counts, sizes, has_rows = together
-        pattern = self._pattern(together, everyone)
+        pattern = told.pattern(self._planner, everyone)
         with phase("capture"), contextlib.nullcontext() if is_foreseen else self._planner.or_as_before():
             make = partial(self._planner.plan, pattern)
             plan = plan_together(self._transport, () if is_foreseen else ("pipe",), make)
         self._open(plan)
-        if len(sizes) > 1 and not has_rows:
+        if len(told.sizes) > 1 and not told.has_rows:
             _check_nothing_gathered(plan)
-        self._check_required(plan, offers)
+        self._check_required(plan, told.offers)
         has_loss = pattern.with_loss or self._options.loss_fn is None
-        joins = plan.graph.gathers and (len(sizes) > 1 or self._transport.data_size > 1)
+        joins = plan.graph.gathers and (len(told.sizes) > 1 or self._transport.data_size > 1)
         places = self._planner.row_places(plan, pattern) if joins else {}
-        looks = self._looks_of(plan, pattern, together)
-        return Agreed(next(self._kinds), pattern, plan, sizes, counts[0], places, has_loss, looks)
+        looks = self._looks_of(plan, pattern, told)
+        return Agreed(next(self._kinds), pattern, plan, told.sizes, told.counts[0], places, has_loss, looks)
 
-    def _looks_of(self, plan: Plan, pattern: Pattern, together: _Together) -> tuple[int, ...]:
+    def _looks_of(self, plan: Plan, pattern: Pattern, told: ToldCall) -> tuple[int, ...]:
         """The number of each micro-batch, by what all ranks were given of it."""
-        offers, _, counts, sizes, _ = together
-        told = list(dict.fromkeys(offer.given for offer in offers))  # most ranks were given the same
-        who = tuple(told.index(offer.given) for offer in offers)
-        if offers[0].split_evenly:
-            parts = [split_description(given[0], self._options.batch_dim, sizes, counts[0]) for given in told]
-            inputs: list[tuple[Any, ...]] = [(who, *part) for part in zip(*parts, strict=True)]
-        else:
-            inputs = [(who, *(given[place] for given in told)) for place in range(len(sizes))]
-        is_cut = offers[0].split_evenly and len(sizes) > 1
+        is_cut = told.offers[0].split_evenly and len(told.sizes) > 1
         fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=())
-        return self._looks.of(plan, (fixed, is_cut), inputs)
+        return self._looks.of(plan, (fixed, is_cut), told.inputs(self._options.batch_dim))
 
     def _open(self, plan: Plan) -> None:
         """Opens queues between ranks that have sent each other nothing before. A collective call of a pipe group."""
@@ -424,13 +321,7 @@ class Agreement:
             self._transport.open_more(sorted(new))
             self._pairs |= new
 
-    def _sizes(self, rows: Sequence[int | None], call: _Offer) -> tuple[int, ...]:
-        if not call.split_evenly:
-            return tuple(1 if count is None else count for count in rows)
-        wanted = self._planner.microbatches
-        return split_rows(rows[0], wanted if call.training else min(wanted, rows[0] or wanted))
-
-    def _check_required(self, plan: Plan, offers: Sequence[_Offer]) -> None:
+    def _check_required(self, plan: Plan, offers: Sequence[Offer]) -> None:
         for rank, offer in enumerate(offers):
             needed = self.required(plan, rank if self._transport.pipe_rank is not None else None)
             for description in offer.given:
@@ -439,11 +330,6 @@ class Agreement:
                 if missing:
                     who = member(self._transport, "pipe", rank)
                     raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
-
-
-def _sent(offer: _Offer) -> _Offer:
-    """As other ranks may be told it."""
-    return dataclasses.replace(offer, given=tuple(map(sendable, offer.given)))
 
 
 def _check_no_gradients(described: Sequence[Description]) -> None:
@@ -464,48 +350,3 @@ def _check_nothing_gathered(plan: Plan) -> None:
             f"stage {gathered[0]!r} runs once for a group of micro-batches, but no input of this batch is cut into "
             "them: each has all of it, and a group would have it several times; see batch_dim=, or write microbatches=1"
         )
-
-
-def _check_same_call(offers: Sequence[_Offer], named: Callable[[int], str], model: nn.Module) -> None:
-    first = offers[0]
-    for rank, offer in enumerate(offers):
-        if offer.error:
-            raise RunError(offer.error if len(offers) == 1 else f"{named(rank)}: {offer.error}")
-    for rank, offer in enumerate(offers):
-        alike = offer.training == first.training and offer.split_evenly == first.split_evenly
-        if offer.autocast != first.autocast:
-            raise RunError(
-                f"{named(0)} and {named(rank)} call under different autocast, {list(first.autocast)} and "
-                f"{list(offer.autocast)}; enter the same on every rank"
-            )
-        if not alike or len(offer.given) != len(first.given):
-            raise RunError(
-                f"{named(0)} and {named(rank)} make different calls, with {len(first.given)} and {len(offer.given)} "
-                "batches; all ranks of a pipe group make the same ones: none under `if rank == 0`"
-            )
-        if offer.flags != first.flags:
-            raise RunError(f"{named(0)} and {named(rank)} {_told(first.flags, offer.flags, model)}")
-
-
-def _told(one: Flags, other: Flags, model: nn.Module) -> str:
-    """How the models of two ranks differ, by what is known of their modules and parameters."""
-    if (len(one.training), len(one.trainable)) != (len(other.training), len(other.trainable)):
-        sizes = [f"{len(each.training)} modules with {len(each.trainable)} parameters" for each in (one, other)]
-        return f"have models of their own, of {' and '.join(sizes)}; build the same model on every rank"
-    kinds: Any = [("training flag", one.training, other.training, model.named_modules())]
-    kinds += [("requires_grad", one.trainable, other.trainable, model.named_parameters())]
-    flags = (
-        (flag, *pair, name)
-        for flag, mine, its, named in kinds
-        for *pair, (name, _) in zip(mine, its, named, strict=True)
-    )
-    flag, mine, its, name = next((each for each in flags if each[1] != each[2]), ("", 0, 0, ""))
-    if not flag:
-        return (
-            "differ in what forward reads of the model's Python, an attribute or a hook; change the model that was "
-            "given to compile alike on every rank"
-        )
-    return (
-        f"differ in the {flag} of {name or 'the model'!r}, {bool(mine)} and {bool(its)}; set it on every rank alike, "
-        "in the model that was given to compile"
-    )

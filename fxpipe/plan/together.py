@@ -1,16 +1,20 @@
-"""Together: a plan is made on every rank, and is the same on all of them, or every rank raises."""
+"""Together: a plan is made on every rank, and is the same on all of them, or every rank raises. Replicas of it may run
+tables of their own, unless they meet in them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from fxpipe.distributed.transport import Transport, member
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, ScheduleError
 from fxpipe.options import Options
 from fxpipe.plan.example import with_first_plan
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.verify_replicas import verify_replicas
 
 _EVERYONE = ("pipe", "data")
 
@@ -95,3 +99,41 @@ def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[st
         f"in\n  {first}: {lines[0]}\n  {other}: {lines[1]}\nbuild the same model and ask for the same schedule on "
         "every rank"
     )
+
+
+def check_rows(transport: Transport, plan: Plan, zero: int) -> None:
+    """With zero=2 replicas sum after each micro-batch, with 3 behind each stage, and they gather where a stage sees all
+    replicas' rows: they must run the same row.
+
+    RunError where they do not. A collective call of the data axis.
+    """
+    gathers = plan.graph.sees_replicas
+    if (zero < 2 and not gathers) or transport.data_size == 1:
+        return
+    digests = plan.row_digests if zero == 2 or gathers else plan.pass_digests
+    if len(set(transport.gather_int("data", digests[transport.pipe_rank or 0]))) > 1:
+        what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
+        told = _told_apart(transport, plan) if gathers else ", or write zero=1"
+        raise RunError(
+            f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
+            f"{len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
+            f"(drop_last=True in a DataLoader){told}"
+        )
+
+
+def _told_apart(transport: Transport, plan: Plan) -> str:
+    """Where replicas that run these tables would wait for each other; a collective call of the data axis."""
+    mine = (plan.schedule.microbatches, [" ".join(map(str, row)) for row in plan.schedule.rows])
+    tables = [
+        dataclasses.replace(
+            plan.schedule,
+            rows=tuple(tuple(map(Action.parse, row.split())) for row in rows),
+            microbatches=microbatches,
+        )
+        for microbatches, rows in transport.gather("data", mine)
+    ]
+    try:
+        verify_replicas(tables, {stage.index for stage in plan.graph if "global" in stage.ways})
+    except ScheduleError as error:
+        return f"; {error}"
+    return ""

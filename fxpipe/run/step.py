@@ -28,6 +28,7 @@ from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.rows import entries_of, is_entries, pieces_of
 from fxpipe.plan.sizes import with_sizes
+from fxpipe.plan.together import check_rows
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.bind import Bound, bind
 from fxpipe.run.exchange import Exchange
@@ -112,7 +113,7 @@ class Steps:
         with self._failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self._failing.together(FxpipeError):
-            self.agreement.check_rows(agreed, self._gradients.way.zero)
+            check_rows(self._transport, agreed.plan, self._gradients.way.zero)
         with self._failing.together(), self._keeping_earlier_gradients():
             known, is_new = self._outcomes.get(self._same_loss(agreed)), agreed.kind not in self._trained
             self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
@@ -161,7 +162,7 @@ class Steps:
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")
-                self.agreement.check_rows(agreed, 0)
+                check_rows(self._transport, agreed.plan, 0)
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
