@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.caps import Caps, caps, round_trip_caps
 from fxpipe.schedules.families.gathered import fastest
-from fxpipe.schedules.families.list_scheduling import PRIORITIES, Priority, list_schedule
+from fxpipe.schedules.families.list_scheduling import PRIORITIES, list_schedule
 from fxpipe.schedules.families.one_f_one_b import with_caps
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.shortest import Choice, Maker, shortest, shortest_within_limits
@@ -32,7 +33,7 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
     limits = caps(problem)
     lean, usual = (tuple(map(min, wanted, limits)) for wanted in (round_trip_caps(problem), problem.depth))
     tried = tuple(dict.fromkeys([lean, usual, limits]))
-    makers = [maker for held in tried for maker in _makers(held)]
+    makers = [maker for held in tried for maker in _makers(problem.costs, held)]
     few = _with_fewer_microbatches(problem)
     if few is not problem:
         makers = [partial(with_caps, caps=usual), shortest(few, makers, problem.costs).maker]
@@ -43,26 +44,23 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
 
 def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Choice | None:
     """The shortest with backwards in halves; None where all hold too much, as a W may that needs more than its I."""
-    makers = [partial(_split, caps=held, priority=one) for held in tried for one in PRIORITIES.values()]
+    costs, room = problem.costs, problem.memory
+    makers = [
+        partial(list_schedule, costs=costs, caps=held, priority=one, room=room)
+        for held in tried
+        for one in PRIORITIES.values()
+    ]
     if few is problem:
         return shortest_within_limits(problem, makers)
     best = shortest_within_limits(few, makers)
     return best and shortest_within_limits(problem, [best.maker])
 
 
-def _makers(held: Caps) -> Iterator[Maker]:
+def _makers(costs: Costs, held: Caps) -> Iterator[Maker]:
     """Tables that hold no more than this: 1F1B first, which is often good enough, then one for each priority."""
     yield partial(with_caps, caps=held)
     for priority in PRIORITIES.values():
-        yield partial(_listed, caps=held, priority=priority)
-
-
-def _listed(problem: Problem, caps: Caps, priority: Priority) -> tuple[Row, ...]:
-    return list_schedule(problem, problem.costs, caps, priority)
-
-
-def _split(problem: Problem, caps: Caps, priority: Priority) -> tuple[Row, ...]:
-    return list_schedule(problem, problem.costs, caps, priority, room=problem.memory)
+        yield partial(list_schedule, costs=costs, caps=held, priority=priority)
 
 
 def _with_fewer_microbatches(problem: Problem) -> Problem:

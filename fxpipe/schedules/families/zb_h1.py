@@ -11,10 +11,12 @@ there as at the deepest stage that is trained, D in all; a stage of depth d is D
 
 from __future__ import annotations
 
+from functools import partial
+
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
-from fxpipe.schedules.families.list_scheduling import PRIORITIES, Priority, backward_first, list_schedule
+from fxpipe.schedules.families.list_scheduling import PRIORITIES, backward_first, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.shortest import Maker, shortest
 from fxpipe.schedules.schedule import Row
@@ -32,7 +34,10 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
         return interleaved_groups(problem, split=True)
     if problem.costs.are_alike:
         return in_halves(problem)
-    return shortest(problem, [in_halves, *map(_at_costs, PRIORITIES.values())], problem.costs).rows
+    limits = (_deepest(problem),) * len(problem.placement)  # what ZB-H1 holds at any stage
+    at_costs = partial(list_schedule, costs=problem.costs, caps=limits, held=limits)
+    makers: list[Maker] = [in_halves, *(partial(at_costs, priority=one) for one in PRIORITIES.values())]
+    return shortest(problem, makers, problem.costs).rows
 
 
 def in_halves(problem: Problem) -> tuple[Row, ...]:
@@ -42,16 +47,6 @@ def in_halves(problem: Problem) -> tuple[Row, ...]:
         return tuple(_row(problem, stage, deepest) for (stage,) in problem.stages_of)
     stages = len(problem.placement)
     return list_schedule(problem, Costs.of(stages), problem.depth, backward_first, held=(deepest,) * stages)
-
-
-def _at_costs(priority: Priority) -> Maker:
-    """List schedules that hold no more than ZB-H1 does, at any stage D."""
-
-    def made(problem: Problem) -> tuple[Row, ...]:
-        limits = (_deepest(problem),) * len(problem.placement)
-        return list_schedule(problem, problem.costs, limits, priority, held=limits)
-
-    return made
 
 
 def _deepest(problem: Problem) -> int:
