@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph
@@ -33,7 +32,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.fsdp import FsdpUnit, accumulating, finish_setup
-from fxpipe.sharding.gradients import GradientsBase, OptimizerPieces
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces
 
 
 def fully_sharded(
@@ -66,7 +65,7 @@ def fully_sharded(
     return FullyShardedGradients(held, units, mesh, transport, owners, precision)
 
 
-class FullyShardedGradients(GradientsBase):
+class FullyShardedGradients(Gradients):
     """``Gradients`` of a rank whose parameters are sharded."""
 
     def __init__(
@@ -273,15 +272,6 @@ class FullyShardedGradients(GradientsBase):
                 "element-wise optimizer such as AdamW"
             )
         return OptimizerPieces(0, tuple(piece for piece in self.pieces() if piece.name in wanted))
-
-    def publish(self, claim: OptimizerPieces) -> None:
-        """Nothing: the next call gathers what it needs."""
-
-    def watch(self, stopwatch: Stopwatch) -> None:
-        """What is waited for here is not told apart from computing."""
-
-    def close(self) -> None:
-        """Nothing is under way."""
 
     def clear(self) -> None:
         super().clear()

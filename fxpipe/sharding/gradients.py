@@ -7,11 +7,11 @@ ParallelGradients       the DTensors that ``parallelize`` has made, beside a red
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,77 +35,15 @@ class OptimizerPieces:
     pieces: tuple[Piece, ...]
 
 
-class Gradients(Protocol):
+class Gradients(ABC):
     """All gradients of one rank.
 
     A call: ``begin``; ``settle(stage)`` ahead of each forward, ``before`` and ``after`` around each backward, one that
     is left out included; ``flush``, ``end``. In a forward-only call ``settle`` stands inside of ``evaluating``.
-    """
 
-    way: GradientSums
-
-    @property
-    def shards(self) -> bool:
-        """Whether the ranks of a shard group have different pieces."""
-
-    def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
-        """A call begins that runs this row of the graphs' stages. ``sync``: whether gradients are summed in it, the
-        same on all ranks. ``scales``: whether they will be multiplied by a factor, once it is known."""
-
-    def watch(self, stopwatch: Stopwatch) -> None:
-        """``stopwatch``: what times the sums of this call."""
-
-    def settle(self, stage: int | None = None) -> None:
-        """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
-
-    def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """What stands in the places of a stage's parameters in a call, once it was settled, and gets the gradients."""
-
-    def before(self, action: Action) -> None:
-        """A backward begins, or the second half of one; of a micro-batch without weight, it is left out. What a first
-        half makes of gradients comes unannounced, before the second's."""
-
-    def after(self, action: Action) -> None:
-        """It is over."""
-
-    def flush(self) -> None:
-        """All backwards are over: starts what is left."""
-
-    def drop(self) -> None:
-        """The call has failed, in one process, where one can go on: what earlier calls have left is there as it was,
-        where it was set aside. What this one has made of those gradients is without its factor, and dropped."""
-
-    def end(self, factor: Tensor | None) -> None:
-        """Sums are done when it returns. ``factor``: what this call's gradients are multiplied by; None for 1."""
-
-    def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> AbstractContextManager[None]:
-        """A forward-only call."""
-
-    def clear(self) -> None:
-        """Drops all gradients, those not summed yet included."""
-
-    def close(self) -> None:
-        """Leaves the parameters alone."""
-
-    def pieces(self) -> list[Piece]:
-        """This rank's part of all parameters."""
-
-    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
-        """These parameters, for one optimizer to step, which takes them from any that had them before.
-
-        ``whole``: each parameter is stepped by one rank of the shard group, which has all of it. RunError where that,
-        or moving them now, cannot be.
-        """
-
-    def publish(self, claim: OptimizerPieces) -> None:
-        """Its pieces have been stepped: starts bringing them to the ranks that use them."""
-
-
-class GradientsBase:
-    """What the kinds have in common: parameters of this rank's own, by name, that lie in no bucket.
-
-    What earlier calls have left in their ``.grad`` is kept out of a call that sums or scales, and added at its end.
-    ``tied``: owners → names, as ``Ownership`` has them.
+    ``own``: the parameters of this rank alone, by name, that lie in no bucket. What earlier calls have left in their
+    ``.grad`` is kept out of a call that sums or scales, and added at its end. ``tied``: owners → names, as
+    ``Ownership`` has them.
     """
 
     def __init__(
@@ -124,14 +62,82 @@ class GradientsBase:
 
     @property
     def shards(self) -> bool:
+        """Whether the ranks of a shard group have different pieces."""
         return self.way.sharded and self.way.shards > 1
 
+    # a call
+
+    @abstractmethod
+    def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
+        """A call begins that runs this row of the graphs' stages. ``sync``: whether gradients are summed in it, the
+        same on all ranks. ``scales``: whether they will be multiplied by a factor, once it is known."""
+
+    def watch(self, stopwatch: Stopwatch) -> None:  # noqa: B027
+        """``stopwatch``: what times the sums of this call, where they can be told apart from computing."""
+
+    @abstractmethod
+    def settle(self, stage: int | None = None) -> None:
+        """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
+
+    def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """What stands in the places of a stage's parameters in a call, once it was settled, and gets the gradients."""
+        return parameters
+
+    @abstractmethod
+    def before(self, action: Action) -> None:
+        """A backward begins, or the second half of one; of a micro-batch without weight, it is left out. What a first
+        half makes of gradients comes unannounced, before the second's."""
+
+    @abstractmethod
+    def after(self, action: Action) -> None:
+        """It is over."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """All backwards are over: starts what is left."""
+
+    def drop(self) -> None:
+        """The call has failed, in one process, where one can go on: what earlier calls have left is there as it was,
+        where it was set aside. What this one has made of those gradients is without its factor, and dropped."""
+        if self._is_aside:
+            for name, parameter in self._own.items():
+                parameter.grad = self._earlier.get(name)
+        self._earlier, self._is_aside = {}, False
+
+    @abstractmethod
+    def end(self, factor: Tensor | None) -> None:
+        """Sums are done when it returns. ``factor``: what this call's gradients are multiplied by; None for 1."""
+
+    def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> AbstractContextManager[None]:
+        """A forward-only call."""
+        return nullcontext()
+
     def clear(self) -> None:
+        """Drops all gradients, those not summed yet included."""
         for parameter in self._own.values():
             parameter.grad = None
 
+    def close(self) -> None:  # noqa: B027
+        """Leaves the parameters alone."""
+
+    # for an optimizer
+
     def pieces(self) -> list[Piece]:
+        """This rank's part of all parameters."""
         return [self._piece(name, parameter) for name, parameter in self._own.items()]
+
+    @abstractmethod
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
+        """These parameters, for one optimizer to step, which takes them from any that had them before.
+
+        ``whole``: each parameter is stepped by one rank of the shard group, which has all of it. RunError where that,
+        or moving them now, cannot be.
+        """
+
+    def publish(self, claim: OptimizerPieces) -> None:  # noqa: B027
+        """Its pieces have been stepped: starts bringing them to the ranks that use them, where no call gathers them."""
+
+    # what the kinds have in common
 
     def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
         data, counts = parameter.detach(), self._is_first_owner(name)
@@ -139,17 +145,6 @@ class GradientsBase:
 
     def _is_first_owner(self, name: str) -> bool:
         return name not in self._owners or self._owners[name][0] == self._transport.pipe_rank
-
-    # in a call
-
-    def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return parameters
-
-    def drop(self) -> None:
-        if self._is_aside:
-            for name, parameter in self._own.items():
-                parameter.grad = self._earlier.get(name)
-        self._earlier, self._is_aside = {}, False
 
     def _set_earlier_aside(self, wanted: bool = True) -> None:
         """``wanted``: False where this call's gradients may be added as they come."""

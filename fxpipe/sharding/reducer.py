@@ -13,10 +13,8 @@ marks that there is one: an expanded NaN, which nobody takes for a gradient.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +32,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.bucket_layout import Item, Kind, lay_out
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import FlatBucket, Piece
-from fxpipe.sharding.gradients import GradientsBase, OptimizerPieces, WhoUsed, last_backwards
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, WhoUsed, last_backwards
 
 FIRST_BUCKET_MB = 1.0
 """The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
@@ -51,7 +49,7 @@ class Shared:
     owners: tuple[int, ...]
 
 
-class Reducer(GradientsBase):
+class Reducer(Gradients):
     """``Gradients`` of parameters that a rank holds whole.
 
     ``shared``: the parameters that others hold, too, in the order in which their gradients come. ``alone``: the rest.
@@ -256,9 +254,6 @@ class Reducer(GradientsBase):
             used = self._asked.wait()
             for bucket in self._live:
                 bucket.present = [slot.name in used for slot in bucket.layout.slots]
-
-    def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def clear(self) -> None:
         super().clear()

@@ -15,7 +15,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.fsdp_gradients import FullyShardedGradients
-from fxpipe.sharding.gradients import Gradients, GradientsBase, WhoUsed
+from fxpipe.sharding.gradients import Gradients, WhoUsed
 from fxpipe.sharding.parallelize.gradients import ParallelGradients
 from fxpipe.sharding.reducer import Reducer
 
@@ -36,9 +36,9 @@ WAYS = {(0, 2): False, (1, 2): True, (1, 1): False, (3, 2): True}
 """(zero, ranks of a shard group) → whether they have different pieces."""
 
 
-def base(names: Iterable[str] = ("a", "b", "c"), zero: int = 0, shards: int = 1) -> GradientsBase:
+def base(names: Iterable[str] = ("a", "b", "c"), zero: int = 0, shards: int = 1) -> Gradients:
     own = {name: nn.Parameter(torch.zeros(2)) for name in names}
-    return GradientsBase(own, LocalTransport(), GradientSums(zero, shards, 0, 1), {})
+    return Reducer([], own, LocalTransport(), GradientSums(zero, shards, 0, 1), capacity=1)
 
 
 @pytest.mark.parametrize(("zero", "shards"), WAYS)

@@ -22,7 +22,7 @@ from fxpipe.parameters.dtensors import is_dtensor, ranks_of
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action
 from fxpipe.sharding.flat_bucket import Piece
-from fxpipe.sharding.gradients import GradientsBase, OptimizerPieces, WhoUsed, last_backwards
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, WhoUsed, last_backwards
 from fxpipe.sharding.parallelize.stage_copy import StageCopy
 from fxpipe.sharding.reducer import Reducer
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fxpipe.sharding.fsdp import FsdpStage
 
 
-class ParallelGradients(GradientsBase):
+class ParallelGradients(Gradients):
     """``Gradients`` of a rank some of whose parameters are DTensors.
 
     ``parameters``: these, by name. ``sharded``: what FSDP2 manages, by stage. ``copies``: the modules that run.
