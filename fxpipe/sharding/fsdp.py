@@ -83,12 +83,14 @@ class FsdpUnit(_FsdpModules):
         if precision is not None and floating:
             policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         self.shell: FSDPModule = fully_shard(shell, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
-        self._all_gather = _AllGather(transport, f"parameters {what}")
+        self._all_gather = _Through(transport, "all_gather", "gather", f"parameters {what}", waits=False)
         self.shell.set_custom_all_gather(cast(Any, self._all_gather))
-        self.shell.set_custom_reduce_scatter(cast(Any, _ReduceScatter(transport, f"gradients {what}")))
+        scatter = _Through(transport, "reduce_scatter", "shard", f"gradients {what}")
+        self.shell.set_custom_reduce_scatter(cast(Any, scatter))
         super().__init__([self.shell])
         if mesh.size(0) > 1:
-            self.shell.set_all_reduce_hook(_AllReduce(transport, f"gradients {what}"))
+            # the sum of a shard over the nodes, which FSDP2 calls behind its reduce-scatter
+            self.shell.set_all_reduce_hook(_Through(transport, "all_reduce", "replica", f"gradients {what}"))
         self.shards = dict(zip(self.names, self.parameters, strict=True))
         for shard, old in zip(self.parameters, parameters.values(), strict=True):
             vars(shard).update(vars(old))
@@ -124,47 +126,30 @@ class FsdpUnit(_FsdpModules):
 
 
 class _Through:
-    """A collective of FSDP2's, through the transport, so that it is ordered, counted and aborted like all others."""
+    """A collective of FSDP2's, through the transport, so that it is ordered, counted and aborted like all others.
 
-    def __init__(self, transport: Transport, what: str) -> None:
-        self._transport, self._what = transport, what
+    ``waits``: FSDP2 uses the result at once; else it runs beside the caller, and who needs it waits.
+    """
+
+    def __init__(self, transport: Transport, operation: str, scope: str, what: str, waits: bool = True) -> None:
+        self._transport, self._operation, self._scope = transport, operation, scope
+        self._what, self._waits = what, waits
         self._work: Work | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    def _start(self, *step: Any) -> None:
-        self._work = self._transport.start([Collective(*step)], self._what)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor | None = None, **options: Any) -> None:
+        """``options``: its group, what it sums by and whether it waits, which are the transport's to say."""
+        step = Collective(self._operation, self._scope, output_tensor, input_tensor)
+        self._work = self._transport.start([step], self._what)
+        if self._waits:
+            self.wait()
 
     def wait(self) -> None:
         if self._work is not None:  # none where a shard group is one rank
             self._work.wait()
         self._work = None
-
-
-class _AllGather(_Through):
-    """Beside the caller; the unit waits for it."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self._start("all_gather", "gather", output_tensor, input_tensor)
-
-
-class _ReduceScatter(_Through):
-    """FSDP2 uses the result at once, so it is waited for here."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        self._start("reduce_scatter", "shard", output_tensor, input_tensor)
-        self.wait()
-
-
-class _AllReduce(_Through):
-    """The sum of a shard over the nodes, which FSDP2 calls behind its reduce-scatter."""
-
-    def __call__(self, shard: Tensor) -> None:
-        self._start("all_reduce", "replica", shard)
-        self.wait()
 
 
 def finish_setup(units: Sequence[FsdpUnit]) -> None:
