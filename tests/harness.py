@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.distributed.strict_transport import current_seat, run_strict
 from tests.models import Callables, Case, Inputs
 from tests.pool import Pool
+from tests.strict_transport import current_seat, run_strict
 
 Engine = Callable[..., list[Any]]
 """``engine(ranks, fn, *args)`` → what ``fn(*args)`` returned, by rank; one result where one process plays all."""

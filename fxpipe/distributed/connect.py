@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
 from fxpipe.distributed.last_words import install
 from fxpipe.distributed.processes import TIMEOUT, init
-from fxpipe.distributed.strict_transport import StrictTransport, current_seat
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.torch_transport import NO_OPTIONS, DistributedTransport
 from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.errors import TopologyError
 
+_thread = threading.local()
+
+
+def seat_thread(processes: int, transport: Callable[[Topology], Transport]) -> None:
+    """Makes this thread a rank by itself, of that many: ``connect`` in it is ``transport``. For a test's transport."""
+    _thread.seat = processes, transport
+
 
 def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, str] = NO_OPTIONS) -> Transport:
-    """The transport of this process, or of this thread of a strict world. Starts torch.distributed where it must.
+    """The transport of this process, or of a thread that is a rank by itself. Starts torch.distributed where it must.
 
     One process alone plays every pipe rank. ``timeout``: seconds that any wait may take. ``options``: what, in words,
     must be the same on all ranks. TopologyError where the number of processes is another than the topology's.
     """
-    seat = current_seat()
+    seat: tuple[int, Callable[[Topology], Transport]] | None = getattr(_thread, "seat", None)
     if seat is not None:
-        _check_size(topology, seat.world.size)
-        return StrictTransport(seat, topology)
+        processes, transport = seat
+        _check_size(topology, processes)
+        return transport(topology)
     init(timeout)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalTransport()

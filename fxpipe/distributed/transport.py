@@ -1,8 +1,8 @@
 """Transport: how tensors move between the ranks of a pipe group and of a data group.
 
-A transport moves bytes and agrees on small objects; it knows nothing of stages. There are three: ``LocalTransport``
-(one process plays every pipe rank), and in files of their own ``DistributedTransport`` (torch.distributed, one process
-a rank) and ``StrictTransport``, which behaves as NCCL does, without NCCL.
+A transport moves bytes and agrees on small objects; it knows nothing of stages. There are two: ``LocalTransport`` (one
+process plays every pipe rank), and in a file of its own ``DistributedTransport`` (torch.distributed, one process a
+rank). The tests have a third, ``StrictTransport``, which behaves as NCCL does, without NCCL.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import HostClock, Stopwatch
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Moved, Traffic
 from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.pool import Pool
+from tests.strict_transport import run_strict
 from tests.work import steps
 
 

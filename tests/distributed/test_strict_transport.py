@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.distributed.collective import PeerLost
 from fxpipe.distributed.connect import connect
-from fxpipe.distributed.strict_transport import StrictWorld, current_seat, run_strict
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError, TopologyError
+from tests.strict_transport import StrictWorld, current_seat, run_strict
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ import fxpipe
 from fxpipe.distributed import torch_transport
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.connect import connect
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.distributed.whereabouts import announced
 from tests.pool import Pool
+from tests.strict_transport import run_strict
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 

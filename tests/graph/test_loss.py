@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.graph.loss import StepLoss, read_loss
+from tests.strict_transport import run_strict
 
 CPU = torch.device("cpu")
 

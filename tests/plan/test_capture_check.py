@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError, stage_boundary
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.plan import capture_check
 from tests.harness import assert_same, replica_of
 from tests.models import WIDTH, linear, vectors
+from tests.strict_transport import run_strict
 
 TWO = fxpipe.Topology([("pipe", 2)])
 

@@ -14,11 +14,11 @@ from torch._dynamo.testing import CompileCounter
 
 import fxpipe
 from fxpipe import RunError, StageGraph, Topology, stage_boundary
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.graph.deferred import Deferred
 from fxpipe.plan.joint_graph import InHalves
 from tests.harness import replica_of
 from tests.pool import Pool
+from tests.strict_transport import run_strict
 
 EAGER: Callable[..., Any] = partial(torch.compile, backend="aot_eager")
 

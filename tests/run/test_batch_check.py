@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.distributed.strict_transport import current_seat, run_strict
 from fxpipe.run.batch_check import EVERY, FIRST, KINDS, is_checked
 from tests.pool import Pool
+from tests.strict_transport import current_seat, run_strict
 
 PAIR = Topology([("pipe", 2)])
 TRIPLE = Topology([("pipe", 3)])

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.run.actions import BackwardAction, ForwardAction, LeftOut
 from fxpipe.run.bind import Bound
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Receive, Reduce, Release, Send
+from tests.strict_transport import run_strict
 
 MICROBATCHES = 4
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import Engine, engine_of, replica_of
+from tests.strict_transport import run_strict
 from tests.thinned import every, in_turn
 from tests.whole.test_bugs_data_axis import refusals
 

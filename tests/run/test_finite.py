@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.distributed.strict_transport import current_seat, run_strict
 from fxpipe.run.finite import Extremes
 from tests.harness import engine_of, replica_of
 from tests.pool import Pool
+from tests.strict_transport import current_seat, run_strict
 from tests.thinned import ALL, every
 
 THREE = fxpipe.Topology([("pipe", 3)])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fxpipe import RunError, Topology
-from fxpipe.distributed.strict_transport import StrictTransport, current_seat, run_strict
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.graph.gathering import Places
 from fxpipe.run.group_inputs import SCOPE, GroupInputs
 from fxpipe.torch_compat import pytree
+from tests.strict_transport import StrictTransport, current_seat, run_strict
 
 ALL = range(3)
 ROWS = (2, 3, 2)

@@ -18,7 +18,6 @@ import fxpipe.distributed.stopwatch
 import fxpipe.run.measured_timeline
 from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
 from fxpipe.distributed.stopwatch import ACTIONS, Course, Elapsed, Lap, Reduced, Stopwatch
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.run.measured_timeline import Recording, Round, mean_costs, offset_between, timeline_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules import Costs, Problem, build, with_costs
@@ -27,6 +26,7 @@ from fxpipe.schedules.schedule import Reduction
 from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
 from tests.pool import Pool
+from tests.strict_transport import run_strict
 from tests.thinned import ALL, every, in_turn
 
 NAME = "two towers, text first"

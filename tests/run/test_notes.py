@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed.collective import PeerLost
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.errors import noted, told
 from tests.harness import engine_of
+from tests.strict_transport import run_strict
 
 TWO = fxpipe.Topology([("pipe", 2)])
 GIVEN = "\n  x: float32 [2, 4] on cpu\n  decoder: float32 [2, 4] on cpu"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.run.own_memory import give_own_memory, without_gradient
+from tests.strict_transport import run_strict
 
 MICROBATCHES = 4
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.distributed.collective import Work
 from fxpipe.distributed.connect import connect
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.errors import RunError
@@ -30,6 +29,7 @@ from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import pytree
 from tests.harness import engine_of
 from tests.messages import ByMessage
+from tests.strict_transport import run_strict
 
 CPU = torch.device("cpu")
 every_seed = pytest.mark.parametrize("seed", range(8))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import RunError
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.flat_bucket import Piece
+from tests.strict_transport import run_strict
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
 

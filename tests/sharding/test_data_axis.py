@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.distributed.strict_transport import current_seat, run_strict
 from tests.harness import cut, replica_of
 from tests.pool import Pool
+from tests.strict_transport import current_seat, run_strict
 from tests.thinned import ALL, every, in_turn, pairwise
 
 VOCABULARY, WIDTH, HIDDEN, ROWS, LENGTH = 11, 7, 13, 6, 3

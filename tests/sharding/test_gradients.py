@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fxpipe.distributed.connect import connect
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.sharding.data_axis import GradientSums
@@ -18,6 +17,7 @@ from fxpipe.sharding.fsdp_gradients import FullyShardedGradients
 from fxpipe.sharding.gradients import Gradients, WhoUsed
 from fxpipe.sharding.parallelize.gradients import ParallelGradients
 from fxpipe.sharding.reducer import Reducer
+from tests.strict_transport import run_strict
 
 KINDS = [Reducer, ParallelGradients, FullyShardedGradients]
 

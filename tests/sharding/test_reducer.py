@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.distributed.broadcast import broadcast
 from fxpipe.distributed.connect import connect
-from fxpipe.distributed.strict_transport import run_strict
 from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.sharding.flat_bucket import Piece
+from tests.strict_transport import run_strict
 from tests.thinned import ALL, every
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.distributed.strict_transport import run_strict
+from tests.strict_transport import run_strict
 
 TWO = fxpipe.Topology([("pipe", 2)])
 

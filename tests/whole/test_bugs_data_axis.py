@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import replica_of
 from tests.pool import Pool
+from tests.strict_transport import run_strict
 from tests.thinned import every, in_turn, pairwise
 
 PAIR = Topology([("pipe", 1), ("data", 2)])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import RunError, TraceError, stage_boundary
-from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import assert_same, gradients_of
+from tests.strict_transport import run_strict
 
 every_tracer = pytest.mark.parametrize("tracer", ["export", "record"])
 TWO = fxpipe.Topology([("pipe", 2)])

@@ -15,8 +15,8 @@ from torch.autograd import backward
 
 import fxpipe
 from fxpipe import Topology, TraceError, stage_boundary
-from fxpipe.distributed.strict_transport import run_strict
 from tests.harness import Run, assert_run, assert_same, gradients_of, local, trained
+from tests.strict_transport import run_strict
 from tests.thinned import every
 from tests.whole.test_bugs_data_axis import refusals
 

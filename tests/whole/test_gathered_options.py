@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import RunError, Topology, stage_boundary
-from fxpipe.distributed.strict_transport import StrictTransport
 from tests.harness import engine_of, gradients_of, local, replica_of, strict
 from tests.pool import Pool
+from tests.strict_transport import StrictTransport
 from tests.whole.gathered import Contrastive, LocalLoss, OverReplicas, batch, by_hand, cut, model, store_all
 from tests.whole.test_gathered import assert_alike, on_the_whole_batch
 

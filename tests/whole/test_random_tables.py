@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fxpipe import Op, Schedule, ScheduleError, Topology
-from fxpipe.distributed.strict_transport import StrictTransport, current_seat, run_strict
 from fxpipe.run import wire_exchange
 from fxpipe.run.wire_exchange import WireExchange
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
 from fxpipe.schedules.schedule import Link
 from tests.graphs import FAMILIES, random_bare
 from tests.messages import ByMessage
+from tests.strict_transport import StrictTransport, current_seat, run_strict
 from tests.thinned import ALL
 
 TABLES, CYCLES, PARTS = (10_000, 1_000, 20) if ALL else (400, 100, 2)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.distributed.strict_transport import run_strict
 from tests.pool import Pool
+from tests.strict_transport import run_strict
 from tests.thinned import every
 
 

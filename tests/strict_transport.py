@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.distributed.collective import Collective, PeerLost, Scope, Work
+from fxpipe.distributed.connect import seat_thread
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
 from fxpipe.errors import RunError
@@ -57,7 +58,8 @@ def run_strict(function: Callable[[int], T], ranks: int, seed: int = 0) -> list[
 
     def body(rank: int) -> None:
         torch.set_num_threads(threads_per_kernel)  # OpenMP keeps this per thread, and it changes bits
-        _seat.seat = Seat(world, rank)
+        seat = _seat.seat = Seat(world, rank)
+        seat_thread(ranks, partial(StrictTransport, seat))
         try:
             world.enter(rank)
             results[rank] = function(rank)
