@@ -39,7 +39,7 @@ from fxpipe.run.rank_state import base_seed, make_rank_state, open_groups, take_
 from fxpipe.run.user_warning import warn
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.sharding.optimizer_state import states_of
+from fxpipe.sharding.optimizer_class import states_of
 from fxpipe.trace.cuts_by_name import Boundaries
 
 if TYPE_CHECKING:

@@ -103,6 +103,7 @@ schedules/no_gc: schedules/families
 sharding/flat_bucket: sharding/reducer
 sharding/fsdp: sharding/fully_sharded sharding/parallelize
 sharding/fsdp_gradients: sharding/fully_sharded
+sharding/optimizer_class: sharding/distributed_optimizer
 sharding/optimizer_state: sharding/distributed_optimizer whole/resume whole/bugs_checkpoint
 sharding/parallelize/: sharding/parallelize
 sharding/parameter_groups: sharding/distributed_optimizer

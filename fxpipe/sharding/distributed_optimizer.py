@@ -22,19 +22,21 @@ from torch import Tensor
 from fxpipe.distributed.transport import Transport, failing_together, member
 from fxpipe.distributed.whereabouts import announced, phase
 from fxpipe.errors import CheckpointError, FxpipeError, RunError
-from fxpipe.kinds import is_number, shown
+from fxpipe.kinds import shown
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision, merged
 from fxpipe.sharding.clip import gradient_of
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces
-from fxpipe.sharding.optimizer_state import (
+from fxpipe.sharding.optimizer_class import (
     OptimizerMaker,
-    TargetStates,
-    check_saves_all,
-    read_state_dict,
-    refuse_torchs_helpers,
+    check_class,
+    check_numbers,
+    class_of,
+    is_elementwise,
+    made_by,
 )
+from fxpipe.sharding.optimizer_state import TargetStates, check_saves_all, read_state_dict, refuse_torchs_helpers
 from fxpipe.sharding.parameter_groups import (
     check_replicas,
     comparable,
@@ -44,61 +46,6 @@ from fxpipe.sharding.parameter_groups import (
     whole_groups,
 )
 from fxpipe.sharding.stepped_piece import Target, originals_of, target_of
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
-)
-"""Those that step each element by itself, so that a rank can step any part of a tensor. Others get whole tensors."""
-
-REFUSED = {
-    torch.optim.LBFGS: "takes the parameters of the whole model as one vector, and calls for its loss again and again",
-    torch.optim.SparseAdam: "steps sparse gradients alone, and those of a bucket are dense",
-}
-
-
-def is_elementwise(cls: OptimizerMaker) -> bool:
-    """Whether this very class is known to step each element by itself."""
-    return _class_of(cls) in ELEMENTWISE
-
-
-def check_class(cls: OptimizerMaker, copies: bool) -> None:
-    """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
-    made = _class_of(cls)
-    if not callable(made):
-        like = f"; write torch.optim.{made}" if isinstance(made, str) and hasattr(torch.optim, made) else ""
-        raise RunError(f"cls is {shown(made)}; it is a class of optimizers, such as torch.optim.AdamW{like}")
-    for refused, why in REFUSED.items():
-        if isinstance(made, type) and issubclass(made, refused) and (copies or refused is torch.optim.LBFGS):
-            raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")
-
-
-def _made(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """``cls(groups, **kw)``. What it refuses is the user's, and is told with what it was given."""
-    given = "".join(f", {name}={shown(value)}" for name, value in kw.items())
-    called = f"{getattr(_class_of(cls), '__name__', cls)}(params{given})"
-    try:
-        made = cls(groups, **kw)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        raise RunError(f"{called} failed: {error}") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise RunError(f"{called} made {shown(made)}, which is no torch.optim.Optimizer")
-    for group in made.param_groups:
-        _check_numbers(RunError, group, made.defaults)
-    return made
-
-
-def _check_numbers(kind: type[FxpipeError], group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ``kind`` where a group has no number under a name under which ``known`` has one."""
-    for name, value in ((name, group.get(name, 0)) for name in known if is_number(known[name])):
-        if isinstance(value, (str, type(None))) or (is_number(value) and value != value):
-            raise kind(f"a parameter group has {name}={shown(value)}; it is a number")
-
-
-def _class_of(cls: OptimizerMaker) -> Any:
-    while isinstance(cls, functools.partial):
-        cls = cls.func
-    return cls
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -118,7 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         held, whole: this rank's and the whole model's parameters, under all their names.
         precision: steps masters of this type. offload: steps on the CPU, with masters and state there.
         originals: parameters before they were rounded, by name, for the masters; it lets go of those that it makes.
-        elementwise: whether ``cls`` steps each element by itself; None: whether it is known to, see ``ELEMENTWISE``.
+        elementwise: whether ``cls`` steps each element by itself; None: whether ``optimizer_class`` knows it to.
         steppers: parameter → who steps it, of the model's optimizers: the one that was made last.
         alone: refuses what is called from inside of a call.
         cause: what is known of why a step is left out, the same on every rank; called by all of them.
@@ -169,11 +116,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._alone = alone
         self._steppers = {} if steppers is None else steppers
         self._replaced = ""  # a parameter that a later optimizer steps
-        self._given_to_all = {"cls": getattr(_class_of(cls), "__name__", ""), **kw}
+        self._given_to_all = {"cls": getattr(class_of(cls), "__name__", ""), **kw}
         super().__init__(self._resolved(params), {})
         self._targets = self._claim(self.param_groups)
         given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
-        self._inner = settle_foreach(_made(cls, given, kw))
+        self._inner = settle_foreach(made_by(cls, given, kw))
         self._is_lazy = not self._inner.state
         self.state, self.defaults = self._inner.state, self._inner.defaults
         self._exchange(self._inner.param_groups, self.param_groups)
@@ -448,7 +395,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved, found = read_state_dict(state_dict, self._group_names, self._all)
         own = [options_of(group) for group in self.param_groups]
         for mine, new in zip(own, found, strict=True):
-            _check_numbers(CheckpointError, new, mine)
+            check_numbers(CheckpointError, new, mine)
         options = [{**mine, **new} for mine, new in zip(own, found, strict=True)]  # those not saved as they are
         loaded = [
             (target, self._states.load(name, saved.get(name, {}), new, mine, target, self._is_lazy))

@@ -16,22 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxpipe.errors import CheckpointError, RunError, nearest
+from fxpipe.errors import CheckpointError, nearest
 from fxpipe.kinds import Expected, check, is_list, is_mapping, list_of, shown
 from fxpipe.parameters.dtensors import is_dtensor, local
+from fxpipe.sharding.optimizer_class import Entry, OptimizerMaker, initial_state, is_initial
 from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.sharding.slices import Slice, memory_order
 from fxpipe.sharding.stepped_piece import Target
 from fxpipe.torch_compat import pytree, version_of
 
-OptimizerMaker = Callable[..., torch.optim.Optimizer]
-"""A class of optimizers, or what stands for one: ``cls(groups, **kw)``."""
-
 MASTER = "master"
 """The key of a parameter in the type that it is stepped in."""
-
-Entry = dict[str, Any]
-"""What an optimizer keeps of one parameter, by its own keys."""
 
 
 class Loaded(NamedTuple):
@@ -114,70 +109,6 @@ class TargetStates:
 def _version_of(value: Tensor) -> int:
     """How often a tensor, or this rank's part of it, has been written to."""
     return version_of(value.local if isinstance(value, Slice) else local(value))
-
-
-def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor) -> Entry:
-    """The state of a tensor like this one that has never been stepped, under the names that a first step gives it.
-
-    Optimizers make their state in the first step, which for a gradient of 0 leaves zeros; what counts steps, or has
-    decayed in it, is set back. What such a step draws, the random state does not show. Integers have none.
-    """
-    if not (like.is_floating_point() or like.is_complex()):
-        return {}
-    scratch = torch.zeros_like(like)
-    optimizer = make([{**options, "params": [scratch]}])
-    if not optimizer.state:
-        zeros = torch.zeros_like(scratch)
-        scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
-        device = like.device
-        with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
-            optimizer.step()
-    state: Entry = dict(optimizer.state[scratch])
-    for key, value in {"step": 0, "mu_product": 1, "eta": options.get("lr")}.items():  # the last two: NAdam, ASGD
-        if isinstance(state.get(key), Tensor):
-            state[key].fill_(value)
-        elif key in state:
-            state[key] = value
-    return state
-
-
-def states_of(optimizer: str | OptimizerMaker) -> float:
-    """How many numbers an optimizer keeps of each that it steps, counted on a matrix: Adam two.
-
-    ``optimizer``: a class of torch.optim by its name, in any case, or what makes one. RunError where it is none.
-    """
-    make: Any = optimizer
-    if isinstance(optimizer, str):
-        known = {name.lower(): one for name, one in vars(torch.optim).items() if _is_optimizer(one)}
-        if optimizer.lower() not in known:
-            raise RunError(f"optimizer is {shown(optimizer)}, which torch.optim has not{nearest(optimizer, known)}")
-        make = known[optimizer.lower()]
-    if not callable(make):
-        raise RunError(f'optimizer is {shown(make)}; write a name such as "adamw", or a class of optimizers')
-    like = torch.zeros(64, 64)
-    try:
-        entry = initial_state(make, {}, like)
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise RunError(f"optimizer={shown(make)} cannot step a matrix of zeros: {error}") from error
-    kept = [leaf for leaf in pytree.tree_leaves(entry) if isinstance(leaf, Tensor) and leaf.ndim]
-    return sum(leaf.nbytes for leaf in kept) / like.nbytes
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-
-
-def is_initial(entry: Entry, initial: Entry) -> bool:
-    """Whether a state is that of a parameter that was never stepped."""
-    values, form = pytree.tree_flatten(entry)
-    starts, wanted = pytree.tree_flatten(initial)
-    return form == wanted and all(map(_equal, values, starts))
-
-
-def _equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return value.shape == other.shape and bool((value == other).all())
-    return not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other)
 
 
 def _shown(name: str, value: Tensor, target: Target) -> Tensor:

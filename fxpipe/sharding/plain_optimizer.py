@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError
-from fxpipe.sharding.optimizer_state import Entry, check_saves_all, initial_state, is_initial
+from fxpipe.sharding.optimizer_class import Entry, initial_state, is_initial
+from fxpipe.sharding.optimizer_state import check_saves_all
 from fxpipe.sharding.parameter_groups import options_of
 
 

@@ -22,9 +22,10 @@ from fxpipe.errors import CheckpointError, RunError
 from fxpipe.graph.plain_data import decode, encode
 from fxpipe.precision import Precision, cast_parameters
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.distributed_optimizer import ELEMENTWISE, DistributedOptimizer, is_elementwise
+from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import OptimizerPieces
+from fxpipe.sharding.optimizer_class import ELEMENTWISE, is_elementwise
 from fxpipe.sharding.parameter_groups import comparable, resolve_groups
 from fxpipe.sharding.slices import Slice
 

@@ -1,0 +1,139 @@
+"""Optimizer class: what a class of torch.optim, or what stands for one, says of how it steps and what it keeps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import FxpipeError, RunError, nearest
+from fxpipe.kinds import is_number, shown
+from fxpipe.torch_compat import pytree
+
+OptimizerMaker = Callable[..., torch.optim.Optimizer]
+"""A class of optimizers, or what stands for one: ``cls(groups, **kw)``."""
+
+Entry = dict[str, Any]
+"""What an optimizer keeps of one parameter, by its own keys."""
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+)
+"""Those that step each element by itself, so that a rank can step any part of a tensor. Others get whole tensors."""
+
+REFUSED = {
+    torch.optim.LBFGS: "takes the parameters of the whole model as one vector, and calls for its loss again and again",
+    torch.optim.SparseAdam: "steps sparse gradients alone, and those of a bucket are dense",
+}
+
+
+def is_elementwise(cls: OptimizerMaker) -> bool:
+    """Whether this very class is known to step each element by itself."""
+    return class_of(cls) in ELEMENTWISE
+
+
+def check_class(cls: OptimizerMaker, copies: bool) -> None:
+    """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
+    made = class_of(cls)
+    if not callable(made):
+        like = f"; write torch.optim.{made}" if isinstance(made, str) and hasattr(torch.optim, made) else ""
+        raise RunError(f"cls is {shown(made)}; it is a class of optimizers, such as torch.optim.AdamW{like}")
+    for refused, why in REFUSED.items():
+        if isinstance(made, type) and issubclass(made, refused) and (copies or refused is torch.optim.LBFGS):
+            raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")
+
+
+def made_by(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """``cls(groups, **kw)``. What it refuses is the user's, and is told with what it was given."""
+    given = "".join(f", {name}={shown(value)}" for name, value in kw.items())
+    called = f"{getattr(class_of(cls), '__name__', cls)}(params{given})"
+    try:
+        made = cls(groups, **kw)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        raise RunError(f"{called} failed: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise RunError(f"{called} made {shown(made)}, which is no torch.optim.Optimizer")
+    for group in made.param_groups:
+        check_numbers(RunError, group, made.defaults)
+    return made
+
+
+def check_numbers(kind: type[FxpipeError], group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raises ``kind`` where a group has no number under a name under which ``known`` has one."""
+    for name, value in ((name, group.get(name, 0)) for name in known if is_number(known[name])):
+        if isinstance(value, (str, type(None))) or (is_number(value) and value != value):
+            raise kind(f"a parameter group has {name}={shown(value)}; it is a number")
+
+
+def class_of(cls: OptimizerMaker) -> Any:
+    while isinstance(cls, functools.partial):
+        cls = cls.func
+    return cls
+
+
+def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor) -> Entry:
+    """The state of a tensor like this one that has never been stepped, under the names that a first step gives it.
+
+    Optimizers make their state in the first step, which for a gradient of 0 leaves zeros; what counts steps, or has
+    decayed in it, is set back. What such a step draws, the random state does not show. Integers have none.
+    """
+    if not (like.is_floating_point() or like.is_complex()):
+        return {}
+    scratch = torch.zeros_like(like)
+    optimizer = make([{**options, "params": [scratch]}])
+    if not optimizer.state:
+        zeros = torch.zeros_like(scratch)
+        scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+        device = like.device
+        with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
+            optimizer.step()
+    state: Entry = dict(optimizer.state[scratch])
+    for key, value in {"step": 0, "mu_product": 1, "eta": options.get("lr")}.items():  # the last two: NAdam, ASGD
+        if isinstance(state.get(key), Tensor):
+            state[key].fill_(value)
+        elif key in state:
+            state[key] = value
+    return state
+
+
+def states_of(optimizer: str | OptimizerMaker) -> float:
+    """How many numbers an optimizer keeps of each that it steps, counted on a matrix: Adam two.
+
+    ``optimizer``: a class of torch.optim by its name, in any case, or what makes one. RunError where it is none.
+    """
+    make: Any = optimizer
+    if isinstance(optimizer, str):
+        known = {name.lower(): one for name, one in vars(torch.optim).items() if _is_optimizer(one)}
+        if optimizer.lower() not in known:
+            raise RunError(f"optimizer is {shown(optimizer)}, which torch.optim has not{nearest(optimizer, known)}")
+        make = known[optimizer.lower()]
+    if not callable(make):
+        raise RunError(f'optimizer is {shown(make)}; write a name such as "adamw", or a class of optimizers')
+    like = torch.zeros(64, 64)
+    try:
+        entry = initial_state(make, {}, like)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise RunError(f"optimizer={shown(make)} cannot step a matrix of zeros: {error}") from error
+    kept = [leaf for leaf in pytree.tree_leaves(entry) if isinstance(leaf, Tensor) and leaf.ndim]
+    return sum(leaf.nbytes for leaf in kept) / like.nbytes
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+
+
+def is_initial(entry: Entry, initial: Entry) -> bool:
+    """Whether a state is that of a parameter that was never stepped."""
+    values, form = pytree.tree_flatten(entry)
+    starts, wanted = pytree.tree_flatten(initial)
+    return form == wanted and all(map(_equal, values, starts))
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.shape == other.shape and bool((value == other).all())
+    return not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other)
