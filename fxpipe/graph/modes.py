@@ -1,4 +1,4 @@
-"""Modes: gradients on or off, and autocast, as they stand where an operation runs."""
+"""Modes: gradients on or off, and autocast, as they stand where an operation runs; and a model's evaluation mode."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 DEVICES = ("cpu", "cuda")
 """The types of device whose autocast is followed."""
@@ -35,11 +36,11 @@ class Modes:
     region: int = 0
 
 
-def ambient_autocast(devices: Sequence[str] = DEVICES) -> tuple[Autocast, ...]:
+def ambient_autocast() -> tuple[Autocast, ...]:
     """Autocast as it is now on each type of device where it is on."""
     return tuple(
         Autocast(device, True, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-        for device in devices
+        for device in DEVICES
         if torch.is_autocast_enabled(device)
     )
 
@@ -51,6 +52,18 @@ def within(autocast: Sequence[Autocast]) -> Iterator[None]:
         for region in autocast:
             stack.enter_context(torch.autocast(region.device, region.dtype, region.enabled, cache_enabled=region.cache))
         yield
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While it is open, the model is in evaluation mode."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
 
 
 class _Entered(threading.local):

@@ -17,6 +17,7 @@ from fxpipe import passes as default_passes
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
+from fxpipe.graph.modes import evaluating
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
@@ -25,7 +26,7 @@ from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.methods import unused, with_unused
-from fxpipe.plan.observed import SeenCalls, declared, evaluating, observe
+from fxpipe.plan.observed import SeenCalls, declared, observe
 from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads

@@ -77,18 +77,6 @@ def observe(request: Request, batch: Batch) -> SeenCalls:
     return observer.calls()
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """While it is open, the model is in evaluation mode."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
 class _Observer:
     def __init__(self, request: Request) -> None:
         self._seen: dict[tuple[str, int], SeenCall] = {}

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
+from fxpipe.graph.modes import evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
 from fxpipe.packed import Packed
@@ -158,7 +159,7 @@ class Steps:
 
     def evaluate(self, call: Call, everywhere: bool) -> Any:
         """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
-        with _in_eval_mode(self._module), announced(_evaluate(self.number, everywhere) + self._which):
+        with evaluating(self._module), announced(_evaluate(self.number, everywhere) + self._which):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")
@@ -351,15 +352,3 @@ def _numbers(agreed: Agreed, shares: Sequence[float]) -> Sequence[int]:
 
 def _evaluate(number: int, everywhere: bool) -> str:
     return f"evaluate, before step {number}" + ', outputs="all"' * everywhere
-
-
-@contextlib.contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modules = list(model.modules())
-    flags = [module.training for module in modules]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in zip(modules, flags, strict=True):
-            module.training = flag
