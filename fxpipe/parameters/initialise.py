@@ -7,7 +7,6 @@ that neither what other ranks hold nor what has values already can be changed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.kinds import shown
 from fxpipe.parameters.ownership import on_meta
 from fxpipe.parameters.unwritten import mark, marks_left
-from fxpipe.seeds import seeded
+from fxpipe.seeds import seed_from, seed_torch, seeded
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, storage_id
 
 InitFn = Callable[[nn.Module], Any]
@@ -153,12 +152,7 @@ class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _start(self, name: str, count: int) -> None:
-        key = self._key + f" {name} {count}".encode()
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-        torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(seed)
+        seed_torch(seed_from(self._key + f" {name} {count}".encode()), self._device)
 
 
 # --- which tensors init_fn may write
