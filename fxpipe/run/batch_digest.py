@@ -46,7 +46,7 @@ class Digest:
         """Input → a number of 56 bits. Waits until the sums are there."""
         sums = {device: arriving.wait().tolist() for device, arriving in self._arriving.items()}
         return {
-            name: _number([part if isinstance(part, str) else sums[part.device][part.place] for part in parts])
+            name: number_of([part if isinstance(part, str) else sums[part.device][part.place] for part in parts])
             for name, parts in self._parts.items()
         }
 
@@ -123,8 +123,9 @@ def _shifted(z: Tensor, by: int) -> Tensor:
 
 def together(numbers: Mapping[str, int]) -> int:
     """One number for those of several inputs."""
-    return _number(sorted(numbers.items()))
+    return number_of(sorted(numbers.items()))
 
 
-def _number(parts: Sequence[Any]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
+def number_of(plain: Any) -> int:
+    """A hash of plain data, by how it is written: 56 bits."""
+    return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=7).digest(), "little")
