@@ -57,6 +57,15 @@ def check_given(**given: Any) -> None:
     check(ScheduleError, KINDS, **{name: value for name, value in given.items() if value is not None})
 
 
+def check_graph(edges: Iterable[tuple[int, int]], stages: int, microbatches: int) -> None:
+    """ScheduleError for no micro-batch, and for edges of other stages."""
+    if microbatches < 1:
+        raise ScheduleError(f"{microbatches} micro-batches; at least 1 is needed")
+    for source, target in edges:
+        if not (0 <= source < stages and 0 <= target < stages):
+            raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{stages - 1}")
+
+
 def check_size(stages: int, microbatches: int) -> None:
     """ScheduleError for a table that would eat the machine."""
     if max(stages, 2 * stages * microbatches) > MOST_ACTIONS:

@@ -20,7 +20,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.ahead import held_back
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of
-from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, in_order, nested
+from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, check_graph, in_order, nested
 from fxpipe.schedules.lower import Instruction, lower
 from fxpipe.schedules.spells import Spell, Spent, in_csv, spent, tabulated
 
@@ -68,15 +68,11 @@ class Schedule:
             object.__setattr__(self, name, in_order(getattr(self, name)))
         check(ScheduleError, KINDS, **{name: value for name, value in vars(self).items() if name != "costs"})
         check_given(costs=self.costs)
-        if self.microbatches < 1:
-            raise ScheduleError(f"{self.microbatches} micro-batches; at least 1 is needed")
         stages = len(self.placement)
         for name, given in (("backward", self.backward), ("stage_names", self.stage_names or self.placement)):
             if len(given) != stages:
                 raise ScheduleError(f"{name} has {len(given)} entries for {stages} stages")
-        for source, target in self.edges:
-            if not (0 <= source < stages and 0 <= target < stages):
-                raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{stages - 1}")
+        check_graph(self.edges, stages, self.microbatches)
         for stage in (stage for group in self.tied for stage in group):
             if not 0 <= stage < stages:
                 raise ScheduleError(f"tied names stage {stage}, which is outside of 0..{stages - 1}")

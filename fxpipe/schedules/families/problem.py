@@ -13,6 +13,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link
+from fxpipe.schedules.given import check_graph
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,9 @@ class Problem:
     def check(self) -> None:
         """ScheduleError with the values where this makes no sense."""
         count = len(self.placement)
-        if self.microbatches < 1:
-            raise ScheduleError(f"{self.microbatches} micro-batches; at least 1 is needed")
         _check_length("backward", self.backward, count, "stages")
         _check_length("costs.forward", self.costs.forward, count, "stages")
-        for source, target in self.edges:
-            if not (0 <= source < count and 0 <= target < count):
-                raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{count - 1}")
+        check_graph(self.edges, count, self.microbatches)
         ranks = sorted(set(self.placement))
         if ranks != list(range(len(ranks))):
             raise ScheduleError(f"placement {list(self.placement)} leaves a rank without stages; ranks count from 0")
