@@ -116,19 +116,9 @@ def _show(args: argparse.Namespace) -> None:
 
 def _read(args: argparse.Namespace) -> Timeline:
     """A file's table, which must verify."""
-    shaping = {
-        "--stages": args.stages,
-        "--placement": args.placement,
-        "--microbatches": args.microbatches,
-        "--in-flight": args.in_flight,
-        "--memory": args.memory,
-        "--gather": args.gather,
-        "--recompute": args.recompute,
-        "--gather-cost": args.gather_cost,
-    }
-    for option, value in shaping.items():
-        if value is not None:
-            args.parser.error(f"{option} is for the families, which make a table; {args.what} has one")
+    for option in ("stages", "placement", "microbatches", "in-flight", "memory", "gather", "recompute", "gather-cost"):
+        if getattr(args, option.replace("-", "_")) is not None:
+            args.parser.error(f"--{option} is for the families, which make a table; {args.what} has one")
     schedule = Schedule.from_csv(args.what, args.edges)
     schedule.verify()
     return schedule.simulate(_costs(args, len(schedule.placement)))

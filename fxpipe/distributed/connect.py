@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
+from fxpipe.distributed.grid import shape
 from fxpipe.distributed.last_words import install
 from fxpipe.distributed.processes import TIMEOUT, init
 from fxpipe.distributed.topology import Topology
@@ -43,8 +44,7 @@ def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, 
 
 def _check_size(topology: Topology, processes: int) -> None:
     if topology.world_size != processes:
-        sizes = " × ".join(f"{name} {size}" for name, size in topology.axes)
         raise TopologyError(
-            f"the topology has {topology.world_size} ranks ({sizes}), but {processes} processes run; "
-            f"start {topology.world_size}, or change an axis"
+            f"the topology has {topology.world_size} ranks ({shape(topology.axes)}), but "
+            f"{processes} processes run; start {topology.world_size}, or change an axis"
         )

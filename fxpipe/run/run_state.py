@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.distributed.grid import shape
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.saving.plain import Tree, from_plain, tensors_in, to_plain
@@ -54,7 +55,7 @@ class Layout:
         return [0] if self.processes == 1 else Topology(self.axes).groups("model")[replica]
 
     def __str__(self) -> str:
-        return " × ".join(f"{name} {size}" for name, size in self.axes) + f" in {self.processes} processes"
+        return f"{shape(self.axes)} in {self.processes} processes"
 
 
 @dataclass(frozen=True)
