@@ -74,6 +74,7 @@ __all__ = [
     "default_store",
     "enter_autocast",
     "exit_autocast",
+    "exporting",
     "fsdp_end_backward",
     "fsdp_forget",
     "fsdp_groups",
@@ -268,6 +269,13 @@ def is_functorch(tensor: Tensor) -> bool:
 def import_dynamo() -> None:
     """It keeps torch's functions as it finds them when it is imported: so before any of them is patched."""
     importlib.import_module("torch._dynamo")
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """While it is open, models are told that they are exported: ``torch.compiler.is_exporting()``."""
+    with importlib.import_module("torch._export.utils")._compiling_state_context():
+        yield
 
 
 def aot_compiled(
