@@ -217,6 +217,8 @@ def preview(
     In one process, without process groups and without memory: the model may be on the meta device. The example's
     tensors may be, too, and then count as being on the CPU. Print it, or read its figures.
 
+    With ``cache=`` a model that ``export`` captures is captured once, and a later preview takes it from that folder.
+
     ``optimizer`` is what ``forward_backward.optimizer`` will be given: a class of torch.optim by its name, in any case,
     or as such (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within ``memory_per_rank`` count AdamW's
     state, here as in ``compile``.

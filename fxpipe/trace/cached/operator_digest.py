@@ -166,7 +166,7 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def change(region: Any, *args: Any) -> Any:
             result = original(region, *args)
-            self._tell(f"autocast {ambient_autocast()}")
+            self._tell(f"autocast {region.device} {region.fast_dtype} {ambient_autocast()}")
             return result
 
         return change
