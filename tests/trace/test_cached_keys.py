@@ -388,27 +388,31 @@ def swallowed(model: Any, x: Tensor) -> Tensor:
     return model.a(x)  # type: ignore[no-any-return]
 
 
-NOT_KEPT: dict[str, Forward] = {
-    "a tensor that nobody owns": lambda m, x, *_: m.a(x) + OUTSIDE,
-    "such a tensor, and an error caught": lambda m, x, *_: swallowed(m, x),
-    "a parameter that nobody owns": lambda m, x, *_: m.a(x) + LOOSE,
-    "such a tensor in the result": lambda m, x, *_: (m.a(x), OUTSIDE),
-    "Python's random numbers": lambda m, x, *_: m.a(x) * random.random(),
-    "a generator": lambda m, x, *_: m.a(x) + torch.rand(4, generator=torch.Generator()),
-    "a number out of a computed tensor": lambda m, x, *_: m.a(x) * m.a(x).sum().item(),
-    "a branch on a value": lambda m, x, *_: m.a(x) if x.sum() > 0 else m.b(x),
-    "an attribute that is set": lambda m, x, *_: (setattr(m, "seen", 1), m.a(x))[1],
-    "a checkpoint": lambda m, x, *_: checkpoint(m.a, x, use_reentrant=False),
-    "a function of autograd": lambda m, x, *_: Twofold.apply(m.a(x)),
-    "a hook on a gradient": lambda m, x, *_: (h := m.a(x), h.register_hook(print))[0],
+NOBODYS = r"uses a tensor of shape \[4\] that is neither an input nor one of the model's"
+VALUE = "asks for the value of a tensor"
+NOT_KEPT: dict[str, tuple[Forward, str]] = {
+    "a tensor that nobody owns": (lambda m, x, *_: m.a(x) + OUTSIDE, NOBODYS),
+    "such a tensor, and an error caught": (lambda m, x, *_: swallowed(m, x), NOBODYS),
+    "a parameter that nobody owns": (lambda m, x, *_: m.a(x) + LOOSE, NOBODYS),
+    "such a tensor in the result": (lambda m, x, *_: (m.a(x), OUTSIDE), NOBODYS),
+    "such a tensor's value": (lambda m, x, *_: m.a(x) * float(OUTSIDE[0]), NOBODYS),
+    "Python's random numbers": (lambda m, x, *_: m.a(x) * random.random(), "random numbers"),
+    "a generator": (lambda m, x, *_: m.a(x) + torch.rand(4, generator=torch.Generator()), "is given a Generator"),
+    "a number out of a computed tensor": (lambda m, x, *_: m.a(x) * m.a(x).sum().item(), VALUE),
+    "a branch on a value": (lambda m, x, *_: m.a(x) if x.sum() > 0 else m.b(x), VALUE),
+    "an attribute that is set": (lambda m, x, *_: (setattr(m, "seen", 1), m.a(x))[1], "forward sets self.seen"),
+    "a checkpoint": (lambda m, x, *_: checkpoint(m.a, x, use_reentrant=False), "activation checkpointing"),
+    "a function of autograd": (lambda m, x, *_: Twofold.apply(m.a(x)), "Twofold is applied"),
+    "a hook on a gradient": (lambda m, x, *_: (h := m.a(x), h.register_hook(print))[0], "a hook on a tensor"),
 }
 
 
 @pytest.mark.parametrize("name", NOT_KEPT)
 def test_what_is_not_all_seen_is_not_kept(name: str) -> None:
-    with pytest.raises(NotKept):
-        rehearse(asked(NOT_KEPT[name]))
-    assert key(asked()) == key(asked())  # and all is as before
+    before, (how, why) = key(asked()), NOT_KEPT[name]
+    with pytest.raises(NotKept, match=why):
+        rehearse(asked(how))
+    assert key(asked()) == before
 
 
 def test_a_rehearsal_leaves_the_model_as_it_was() -> None:

@@ -19,7 +19,7 @@ from fxpipe.trace.cached.not_kept import NotKept
 from fxpipe.trace.cached.operator_digest import OperatorDigest, fakes_of
 from fxpipe.trace.export.guard import TracingGuard
 from fxpipe.trace.export.tracer import ExportedCall
-from fxpipe.trace.fake import fake_model, quiet
+from fxpipe.trace.fake import fake_model, needs_values, quiet
 from fxpipe.trace.patching import aside
 from fxpipe.trace.request import Request
 
@@ -44,7 +44,8 @@ def rehearse(request: Request) -> RunOnFakes:
     except NotKept:
         raise
     except Exception as error:  # what is wrong with it, an export says better
-        raise NotKept(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        asks = "forward asks for the value of a tensor, and this one run has no numbers"
+        raise NotKept(asks if needs_values(error) else f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 def _rehearse(request: Request) -> RunOnFakes:
