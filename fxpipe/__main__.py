@@ -206,6 +206,7 @@ def _preview(args: argparse.Namespace) -> None:
         optimizer=args.optimizer,
         recompute={None: False, "all": True}.get(args.recompute, args.recompute),
         memory_per_rank=args.memory,
+        cache=args.cache,
         hardware=fxpipe.Hardware.read(hardware) if (hardware or "").endswith(".json") else hardware,
     )
     if args.json is not None:

@@ -40,6 +40,7 @@ from fxpipe.run.user_warning import warn
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import states_of
+from fxpipe.trace.cached import check_folder
 from fxpipe.trace.cuts_by_name import Boundaries
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def compile(
     recompute: Recompute = False,
     memory_per_rank: float | None = None,
     hardware: Hardware | str | None = None,
+    cache: str | os.PathLike[str] | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     checkpoint: str | os.PathLike[str] | Weights | None = None,
     parallelize: Callable[..., None] | None = None,
@@ -115,6 +117,9 @@ def compile(
             and the batch. What ``parallelize`` spreads counts whole. A line says where what is left to no search, or
             messages, do not fit.
         hardware: what balance and ``preview`` reckon with: the name of a GPU, such as "h100", or ``fxpipe.Hardware``.
+        cache: a folder, made where there is none, in which captures by the export tracer are kept, and found again in
+            later calls by what the model does in a run on fake tensors, its sources, the options that matter, shapes
+            and versions. Ranks and jobs may share it; nothing in it is executed. A line says what is not kept.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once they
             have memory; with a seed by the submodule's name, so that values depend on no placement.
         checkpoint: a file or folder, safetensors or torch's, of which this rank reads its own part.
@@ -155,6 +160,7 @@ def compile(
     planner = Planner.none_yet(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
     with failing_together(transport, transport.abort), announced("compile", extends=True):
+        _check_cache(options)
         check_sync_batch_norms(model, topology)
         planner = first_plan_together(transport, planner, options)
         if over := over_the_limit(planner):
@@ -177,6 +183,12 @@ def _tell_what_is_left_out(transport: Transport, topology: Topology) -> None:
         )
 
 
+def _check_cache(options: Options) -> None:
+    """RunError where nothing could be kept in the folder, before anything is captured."""
+    if options.cache_folder is not None:
+        check_folder(options.cache_folder)
+
+
 def preview(
     model: nn.Module | StageGraph,
     topo: Topology,
@@ -197,12 +209,15 @@ def preview(
     recompute: Recompute = False,
     memory_per_rank: float | None = None,
     hardware: Hardware | str | None = None,
+    cache: str | os.PathLike[str] | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> Preview:
     """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has, and whether it fits.
 
     In one process, without process groups and without memory: the model may be on the meta device. The example's
     tensors may be, too, and then count as being on the CPU. Print it, or read its figures.
+
+    With ``cache=`` a model that ``export`` captures is captured once, and a later preview takes it from that folder.
 
     ``optimizer`` is what ``forward_backward.optimizer`` will be given: a class of torch.optim by its name, in any case,
     or as such (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within ``memory_per_rank`` count AdamW's
@@ -217,5 +232,6 @@ def preview(
     check_model(model, options)
     if not isinstance(topo, Topology):
         raise TopologyError(f'topo is {shown(topo)}; write fxpipe.Topology([("pipe", 2), ("data", 4)])')
+    _check_cache(options)
     planner = Planner.none_yet(model, options, topo, torch.device("cpu"))
     return preview_of(planner, first_pattern(planner, options), states)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -64,6 +65,7 @@ class Options:
     recompute: Recompute = False
     memory_per_rank: float | None = None
     hardware: Hardware | str | None = None
+    cache: str | os.PathLike[str] | None = None
     init_fn: Callable[..., Any] | None = None
     checkpoint: Any = None
     parallelize: Callable[..., None] | None = None
@@ -127,6 +129,11 @@ class Options:
         return self.microbatches or (4 * ranks if ranks > 1 else 1)
 
     @property
+    def cache_folder(self) -> str | None:
+        """Wherever the process goes meanwhile."""
+        return None if self.cache is None else os.path.abspath(os.fspath(self.cache))
+
+    @property
     def bucket_bytes(self) -> int:
         return int(self.bucket_cap_mb * 2**20)
 
@@ -168,7 +175,7 @@ class Options:
             )
 
 
-_OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
+_OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint", "cache"}
 """Options that may differ: a rank is given its own data, and the path of its own disk."""
 
 
@@ -198,6 +205,7 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: isinstance(value, Hardware) or is_text(value),
         'the name of a GPU, such as "h100", or fxpipe.Hardware(...)',
     ),
+    "cache": Expected(lambda value: isinstance(value, (str, os.PathLike)) and str(value) != "", "the path of a folder"),
     "init_fn": Expected(callable, "a function (module) -> None"),
     "parallelize": Expected(callable, "a function (stage_module, mesh) -> None"),
     "stage_compiler": Expected(callable, "a function such as torch.compile"),

@@ -223,6 +223,13 @@ def import_dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """While it is open, models are told that they are exported: ``torch.compiler.is_exporting()``."""
+    with importlib.import_module("torch._export.utils")._compiling_state_context():
+        yield
+
+
 def aot_compiled(
     module: Any,
     inputs: Sequence[Any],

@@ -236,6 +236,7 @@ class Captures:
             device=self.device,
             compute=self.balancing.compute,
             whole=self.whole,
+            cache=self.options.cache_folder,
             accept=accept,
         )
         if self.whole:

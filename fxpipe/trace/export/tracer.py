@@ -75,7 +75,7 @@ def _export(request: Request) -> Program:
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}
-            call = _ExportedCall(request, guard, fake.inputs(request.example), stand_ins)
+            call = ExportedCall(request, guard, fake.inputs(request.example), stand_ins)
             with fixing_lines() as lines:  # none, where nothing is symbolic
                 exported = _exported(call)
         program = call.traced(exported).program().replace(fixed_sizes=call.fixed_sizes(exported, lines))
@@ -118,7 +118,7 @@ def _refuse_objects(example: Mapping[str, Any]) -> None:
                 )
 
 
-def _exported(call: _ExportedCall) -> torch.export.ExportedProgram:
+def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
     printed = io.StringIO()  # where it fails, torch.export prints all that it has of the graph
     try:
         with within(call.request.autocast), modes_as_operations(), contextlib.redirect_stderr(printed):
@@ -148,7 +148,7 @@ def _explain(error: Exception) -> str:
     return f"torch.export cannot follow the model: {type(error).__name__}: {error}{at}"
 
 
-def _where_drawn(call: _ExportedCall) -> TraceError:
+def _where_drawn(call: ExportedCall) -> TraceError:
     """Runs the call once more, watched, to find the line."""
     try:
         with RandomWatch(call.guard.random):
@@ -158,7 +158,7 @@ def _where_drawn(call: _ExportedCall) -> TraceError:
     return random_numbers_drawn()
 
 
-class _ExportedCall:
+class ExportedCall:
     """The call that is exported: from the tensors among the inputs to the tensors of the result."""
 
     def __init__(
@@ -173,7 +173,10 @@ class _ExportedCall:
         self._given: dict[tuple[str, int], list[Tensor]] = {}
         self.regions = Regions(request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
         self._result: list[Any] = []
-        self._spec = pytree.tree_structure(None)
+        self.returned: list[Any] = []
+        """What the model has returned, flat."""
+        self.spec = pytree.tree_structure(None)
+        """How they are put together."""
 
     @property
     def _leaves(self) -> list[tuple[str, int, Tensor]]:
@@ -224,9 +227,9 @@ class _ExportedCall:
         given, returned = iter(tensors), iter(stand_ins)
         self._given = {key: list(islice(returned, len(one))) for key, one in self.stand_ins.items()}
         values = pytree.tree_map_only(Tensor, lambda _: next(given), dict(self.values))
-        leaves, self._spec = pytree.tree_flatten(self.run(model, values))
-        self._result = [_kept(leaf) for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, _COMPUTED)]
+        self.returned, self.spec = pytree.tree_flatten(self.run(model, values))
+        self._result = [_kept(leaf) for leaf in self.returned]
+        return [leaf for leaf in self.returned if isinstance(leaf, _COMPUTED)]
 
     def run(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
         """Calls the model, or the stand-in for it by which torch.export tells the submodules of a call."""
@@ -262,13 +265,13 @@ class _ExportedCall:
     def traced(self, exported: torch.export.ExportedProgram) -> Traced:
         cached = tuple(self.guard.cached_regions)
         request, calls = self.request, tuple(self.regions.calls)
-        return Traced(exported, request.module, self.values, self._result, self._spec, cached, self.stand_ins, calls)
+        return Traced(exported, request.module, self.values, self._result, self.spec, cached, self.stand_ins, calls)
 
 
 class _Root(nn.Module):
     """What torch.export is given. It calls a stand-in for this module, so nothing is kept here."""
 
-    def __init__(self, call: _ExportedCall) -> None:
+    def __init__(self, call: ExportedCall) -> None:
         super().__init__()
         self.model = call.request.module
         self._flat = call.flat

@@ -1,0 +1,100 @@
+"""Facts: what a capture depends on and no operator shows: what was asked for, the model's tensors, the sources."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import linecache
+import platform
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import encode
+from fxpipe.torch_compat import pytree
+from fxpipe.trace.cached.not_kept import NotKept
+from fxpipe.trace.request import Request
+from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.user_line import is_users
+
+FORMAT = 1
+"""Of the files."""
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What reads and makes captures. ``tracer``: a hash of the sources of fxpipe's own that do."""
+    try:
+        version = metadata.version("fxpipe")
+    except metadata.PackageNotFoundError:
+        version = "unknown"
+    own = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return {
+        "format": str(FORMAT),
+        "fxpipe": version,
+        "tracer": _hash(b"".join(path.read_bytes() for path in own))[:12],
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
+
+
+def facts(request: Request) -> list[str]:
+    """A capture that was asked for otherwise, or of other modules and tensors, is another one."""
+    asked = (request.training, request.autocast, request.compute, str(request.device), dict(request.cuts))
+    return [
+        f"{asked} {request.inputs}",
+        *_values(request),
+        *(
+            f"{path!r} {type(module).__module__}.{type(module).__qualname__} {module.training}"
+            for path, module in request.module.named_modules(remove_duplicate=False)
+        ),
+        *_tensors(request.module),
+    ]
+
+
+def sources(module: nn.Module, files: Iterable[str]) -> list[str]:
+    """The user's files in which classes of submodules are, and these, with a hash of what is in each."""
+    classes = {cls for part in module.modules() for cls in type(part).__mro__}
+    homes = {inspect.getmodule(cls) for cls in classes}
+    names = {str(getattr(home, "__file__", None) or "") for home in homes} | set(files)
+    return [f"{name} {_content(name)}" for name in sorted(names) if name and is_users(name)]
+
+
+def _content(name: str) -> str:
+    try:
+        return _hash(Path(name).read_bytes())
+    except OSError:  # a notebook's cell
+        return _hash("".join(linecache.getlines(name)).encode("utf-8", "surrogatepass"))
+
+
+def _values(request: Request) -> Iterator[str]:
+    """Inputs, and those whose value is a part of the program; with ``TensorLike`` for tensors. NotKept for objects."""
+    for kind, values in (("fixed", request.fixed), ("example", request.example or {})):
+        for name, value in values.items():
+            leaves, spec = pytree.tree_flatten(value)
+            try:
+                yield f"{kind} {name!r} {spec} {encode(leaves)!r}"
+            except RunError:
+                raise NotKept(f"input {name!r} holds an object") from None
+
+
+def _tensors(module: nn.Module) -> Iterator[str]:
+    """Parameters and buffers; those that are one, or share memory, bear the number of the first."""
+    first: dict[Any, int] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for number, (name, tensor) in enumerate(named):
+        one = first.setdefault(("tensor", id(tensor)), number)
+        memory = first.setdefault(("memory", storage_of(tensor) or id(tensor)), number)
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__} {tensor.dtype} {tensor.device}"
+        layout = f"{tuple(tensor.shape)} {tensor.stride()} {tensor.storage_offset()}"
+        yield f"{name!r} {one} {memory} {kind} {layout} {tensor.requires_grad}"
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

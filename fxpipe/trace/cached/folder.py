@@ -1,0 +1,90 @@
+"""The folder of a cache: a file a capture, written whole or not at all; ranks and jobs may share it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import MOST_BYTES, decode, encode
+from fxpipe.progress import tell
+from fxpipe.small_file import read_small
+from fxpipe.trace.cached.facts import versions
+
+_MADE_BY = "fxpipe capture"
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Makes the folder where there is none; RunError where no file can be written into it."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunError(
+            f"cache={os.fspath(folder)!r} is no folder that captures can be kept in: {error.strerror or error}; name "
+            "one that this process may write into, or leave cache= out"
+        ) from None
+
+
+def read(folder: str, key: str) -> Any:
+    """The data that was kept under a key; None where there is none, with a line where there is something else."""
+    path = _path(folder, key)
+    try:
+        header, _, body = read_small(path, MOST_BYTES).partition(b"\n")
+        found = json.loads(header)
+        if found["what"] != _MADE_BY or found["key"] != key or found["versions"] != versions():
+            raise ValueError("it is not the capture that its name says")
+        if found["sha256"] != hashlib.sha256(body).hexdigest():
+            raise ValueError("it is damaged")
+        return decode(body, path.name)
+    except FileNotFoundError:
+        _tell_of_others(folder, key)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, RunError) as error:
+        unusable(folder, key, error)
+    return None
+
+
+def unusable(folder: str, key: str, error: Exception) -> None:
+    """Says that a file is passed over; it is written anew."""
+    tell(f"fxpipe: {_path(folder, key)} cannot be used ({type(error).__name__}: {str(error)[:200]}); captured anew")
+
+
+def write(folder: str, key: str, data: Any) -> None:
+    """Keeps data under a key. A disk that is full ends no training: a line says so."""
+    body = encode(data)
+    header = {"what": _MADE_BY, "key": key, "versions": versions(), "sha256": hashlib.sha256(body).hexdigest()}
+    try:
+        part = Path(folder) / f".{secrets.token_hex(8)}.part"  # which nobody else writes
+        try:
+            part.write_bytes(json.dumps(header).encode() + b"\n" + body)
+            os.replace(part, _path(folder, key))
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        tell(f"fxpipe: a capture could not be kept in {folder}: {error.strerror or error}")
+
+
+def _tell_of_others(folder: str, key: str) -> None:
+    """The same capture by other versions is no capture of these."""
+    for path in sorted(Path(folder).glob(f"{key[:32]}-*.json")):
+        try:
+            other = json.loads(read_small(path, MOST_BYTES).partition(b"\n")[0])["versions"]
+            differs = [
+                f"{name} {other.get(name)}" for name, version in versions().items() if other.get(name) != version
+            ]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        mine = ", ".join(f"{name} {version}" for name, version in versions().items())
+        tell(f"fxpipe: {path} was captured by {', '.join(differs)}; captured anew by {mine}")
+        return
+
+
+def _path(folder: str, key: str) -> Path:
+    made_by = hashlib.sha256(json.dumps(versions()).encode()).hexdigest()
+    return Path(folder) / f"{key[:32]}-{made_by[:8]}.json"

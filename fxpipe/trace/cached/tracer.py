@@ -1,0 +1,63 @@
+"""The export tracer with a cache before it."""
+
+from __future__ import annotations
+
+from fxpipe.errors import FxpipeError
+from fxpipe.graph.program import Program
+from fxpipe.progress import tell
+from fxpipe.schedules.no_gc import paused
+from fxpipe.trace.cached import folder as folders
+from fxpipe.trace.cached.not_kept import NotKept
+from fxpipe.trace.cached.program_data import as_data, program_of
+from fxpipe.trace.cached.rehearsed import RunOnFakes, rehearse
+from fxpipe.trace.export.tracer import export
+from fxpipe.trace.patching import plain_modes
+from fxpipe.trace.request import Request
+
+
+@plain_modes()
+@paused()
+def export_or_cached(request: Request) -> Program:
+    """What ``export`` captures, or has captured before: the same nodes by the same names. TraceError as there.
+
+    Kept are captures of one shape, without regions: whatever else there is, is captured anew each time.
+    """
+    if request.cache is None or request.varying or request.whole:
+        return export(request)
+    try:
+        rehearsal = rehearse(request)
+    except NotKept as why:
+        return _told_why(export(request), request.cache, why)
+    found = _read(request, request.cache, rehearsal)
+    return found if found is not None else _kept(export(request), request, request.cache, rehearsal)
+
+
+def _read(request: Request, folder: str, rehearsal: RunOnFakes) -> Program | None:
+    data = folders.read(folder, rehearsal.key)
+    if data is None:
+        return None
+    try:
+        return program_of(data, request, rehearsal)
+    except Exception as error:  # whatever parts that fit nothing make the graph raise
+        folders.unusable(folder, rehearsal.key, error)
+        return None
+
+
+def _kept(program: Program, request: Request, folder: str, rehearsal: RunOnFakes) -> Program:
+    """The program as it will be read, so that ranks that read it and those that captured it have the same."""
+    try:
+        data = as_data(program)
+        again = program_of(data, request, rehearsal)
+        if str(again) != str(program) or as_data(again) != data:
+            raise NotKept("it is not the same when it is read")
+        if rehearse(request).key != rehearsal.key:
+            raise NotKept("forward does something else each time it is called")
+        folders.write(folder, rehearsal.key, data)
+    except (NotKept, FxpipeError) as why:
+        return _told_why(program, folder, why)
+    return again
+
+
+def _told_why(program: Program, folder: str, why: Exception) -> Program:
+    tell(f"fxpipe: the capture is not kept in {folder}: {why}")
+    return program
