@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.seeds import seed_python
 from fxpipe.torch_compat import bytes_of
 
 
@@ -35,12 +36,10 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 def seed_all(seed: int, device: torch.device) -> None:
     """The same generators from a seed of 63 bits, for a rank whose state nobody has saved."""
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
+    seed_python(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def _tensor(state: bytes) -> torch.Tensor:
