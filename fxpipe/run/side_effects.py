@@ -175,7 +175,7 @@ class _Shallow(nn.Module):
 
 
 def _owners(call: object) -> list[nn.Module]:
-    """Those of methods that are kept whole, which use what these hold; what they call is a part of the stage's module."""
+    """Those of methods that are kept whole: what they hold. What they call is a part of the stage's module."""
     return [_Shallow(part.owner) for part in kept_in(call) if part.is_method]
 
 
