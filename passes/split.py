@@ -53,6 +53,7 @@ def split(program: Program) -> StageGraph:
                 result=program.result if builder.stage == whole.output_stage else None,
                 tensors=builder.tensors(),
                 draws_random=builder.draws_random,
+                runs_python=builder.runs_python,
                 gathered=program.gathered.get(builder.stage),
                 ways=tuple(builder.ways) if builder.stage in program.gathered else (),
             )
@@ -164,6 +165,7 @@ class _Builder:
     ways: list[Mode | None] = field(default_factory=list)
     outputs: list[Edge] = field(default_factory=list)
     draws_random: bool = False
+    runs_python: bool = False
 
     def __post_init__(self) -> None:
         program, whole = self.whole.program, self.whole
@@ -195,6 +197,7 @@ class _Builder:
                 if node.name in whole.kept:
                     self._as_now.clear()
                 self.draws_random |= is_random(program, node)
+                self.runs_python |= node.name in program.effects
             for value in handoffs.get(whole.position[node], ()):
                 self._hand_off(value, node)
         self._add_output()

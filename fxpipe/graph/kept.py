@@ -66,9 +66,15 @@ class Structure:
         return str(self.filled(["tensor"] * self.leaves.count(TENSOR)))
 
 
+def kept_in(module: Any) -> Iterator[KeptWhole]:
+    """The calls of regions kept whole that a module holds, be it in a part that is checkpointed."""
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    return (part for part in parts if isinstance(part, KeptWhole))
+
+
 def calls_kept(module: Any) -> bool:
-    """Whether a module holds a call of a region that is kept whole, be it in a part that is checkpointed."""
-    return isinstance(module, nn.Module) and any(isinstance(part, KeptWhole) for part in module.modules())
+    """Whether a module holds a call of a region that is kept whole."""
+    return any(kept_in(module))
 
 
 class SizeCheck(Protocol):
@@ -134,6 +140,11 @@ class KeptWhole(nn.Module):
     def owner(self) -> nn.Module:
         """The submodule, or the one whose method it is."""
         return self._owner[0]
+
+    @property
+    def is_method(self) -> bool:
+        """Whether a method runs of its owner, which then is no part of this module."""
+        return self.method != "__call__"
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         try:

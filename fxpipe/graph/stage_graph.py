@@ -53,6 +53,8 @@ class Stage:
     tensors: Mapping[str, Tensor]
     """Its parameters and buffers, by the model's own names."""
     draws_random: bool
+    runs_python: bool = False
+    """Whether code of the user's runs in it, which may draw Python's and NumPy's random numbers."""
     has_backward: bool = False
     """Whether it, or a stage before it, has something to train."""
     result: pytree.TreeSpec | None = None
@@ -338,6 +340,7 @@ class StageGraph(Tabular):
                     returns_result=name == sinks[0],
                     tensors=all_tensors(call, name) if isinstance(call, nn.Module) else {},
                     draws_random=True,
+                    runs_python=True,
                     varies=True,
                 )
             )

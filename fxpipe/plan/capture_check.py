@@ -25,6 +25,8 @@ from fxpipe.plan.closeness import differences, gap, in_double, is_close, largest
 from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
+from fxpipe.trace.keeping import watching
+from fxpipe.trace.regions import Region
 
 MOST_PARAMETERS = 2**28
 """Elements of parameters beyond which nothing is checked: numbers of six times their size are held meanwhile."""
@@ -161,6 +163,21 @@ def as_in_a_step(request: Request, devices: Sequence[int] | None) -> Iterator[No
         yield
 
 
+class _Called(nn.Module):
+    """Calls what it is given."""
+
+    def forward(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+
+_CALLED = _Called()
+
+
+def _as_a_module(region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The call of a region, of a method, too, as that of a module, which it is in the stages: its draws begin anew."""
+    return _CALLED(inner, args, kwargs)
+
+
 def _rounded(rounding: int | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if rounding is None else Rounded(rounding)
 
@@ -234,7 +251,8 @@ class _Trial:
 
     def model(self, batch: Batch, place: int) -> Seen:
         """What the model shows on a micro-batch."""
-        with within(self.request.autocast):
+        kept = watching(self.request.module, self.request.whole, _as_a_module)
+        with kept, within(self.request.autocast):
             part = read_loss(self.request.call(batch))
         parameters, gradients = list(self._trainable.values()), None
         if part.value.requires_grad and parameters:

@@ -118,12 +118,11 @@ class Captures:
             raise RunError('boundaries="auto" finds its own stages and places them; leave placement= out')
         if balancing.finds_cuts and options.passes is not None:
             raise RunError('boundaries="auto" cuts in place of the pass partition; leave passes= out')
-        sharded = options.zero == 3 and topology.size("data") > 1
-        if whole and (sharded or options.parallelize is not None):
-            what = "zero=3 shards" if sharded else "parallelize= changes"
+        if whole and options.parallelize is not None:
             raise RunError(
-                f"{whole[0].name} is kept whole, and {what} the modules of a stage, which it would not see in batches "
-                "of other shapes; leave out one of them"
+                f"{whole[0].name} is kept whole, and parallelize= works on copies of a stage's modules, which what is "
+                "kept whole does not call: it runs the model's own; leave out one of them, or give the stages by "
+                "StageGraph.from_callables, whose modules parallelize= is given"
             )
         return captures
 

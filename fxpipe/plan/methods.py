@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import nn
 
-from fxpipe.graph.kept import KeptWhole
+from fxpipe.graph.kept import kept_in
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
 
 
@@ -32,5 +32,4 @@ def with_unused(graph: StageGraph, names: frozenset[str]) -> StageGraph:
 
 def _owners(stage: Stage) -> list[nn.Module]:
     """The submodules of whose methods a stage has calls that are kept whole."""
-    parts = stage.module.modules() if isinstance(stage.module, nn.Module) else ()
-    return [part.owner for part in parts if isinstance(part, KeptWhole) and part.method != "__call__"]
+    return [part.owner for part in kept_in(stage.module) if part.is_method]

@@ -36,13 +36,13 @@ def run_of(executor: Executor, action: Action) -> Run:
     stage = executor.stage(action)
     halved = executor.kind.training and (action.stage, action.microbatch) in executor.table.halves
     run: Run = stage.forward_in_halves if halved else stage.forward
-    run = _seeded(executor, action, run) if stage.draws_random else run
+    run = _seeded(executor, action, run, stage.runs_python) if stage.draws_random else run
     return run if not executor.kind.autocast else _within_autocast(executor, run)
 
 
-def _seeded(executor: Executor, action: Action, run: Run) -> Run:
+def _seeded(executor: Executor, action: Action, run: Run, python: bool) -> Run:
     def seeded_run(*inputs: Any) -> Outputs:
-        with seeded(executor.step.seed(action.stage, action.microbatch), executor.device):
+        with seeded(executor.step.seed(action.stage, action.microbatch), executor.device, python):
             return run(*inputs)
 
     return seeded_run

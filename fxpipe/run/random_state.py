@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.seeds import seed_torch
+from fxpipe.seeds import seed_python, seed_torch
 from fxpipe.torch_compat import bytes_of
 
 
@@ -36,9 +36,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 def seed_all(seed: int, device: torch.device) -> None:
     """The same generators from a seed of 63 bits, for a rank whose state nobody has saved."""
     seed_torch(seed, device)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    seed_python(seed)
 
 
 def _tensor(state: bytes) -> torch.Tensor:

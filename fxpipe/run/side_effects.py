@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
+from fxpipe.graph.kept import kept_in
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.torch_compat import BATCH_STATISTICS, version_of
@@ -154,10 +155,28 @@ class EffectsOf:
     def of(self, stage: Stage) -> SideEffects | None:
         """None for a stage that is a function and has no module at hand."""
         if id(stage.module) not in self._known:
-            found = list(_modules_of(stage.module))
+            found = [*_modules_of(stage.module), *_owners(stage.module)]
             module = found[0] if len(found) == 1 else nn.ModuleList(found) if found else None
             self._known[id(stage.module)] = stage.module, SideEffects(module) if module is not None else None
         return self._known[id(stage.module)][1]
+
+
+class _Shallow(nn.Module):
+    """A module as it is without its submodules, for whoever goes through a module's parts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = (module,)  # in a tuple: it is not a part of this one
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        yield prefix, self._module[0]
+
+
+def _owners(call: object) -> list[nn.Module]:
+    """Those of methods that are kept whole: what they hold. What they call is a part of the stage's module."""
+    return [_Shallow(part.owner) for part in kept_in(call) if part.is_method]
 
 
 def _modules_of(call: object) -> Iterator[nn.Module]:
