@@ -66,9 +66,15 @@ class Structure:
         return str(self.filled(["tensor"] * self.leaves.count(TENSOR)))
 
 
+def kept_in(module: Any) -> list[KeptWhole]:
+    """The calls of regions that a module holds, be it in a part that is checkpointed."""
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    return [part for part in parts if isinstance(part, KeptWhole)]
+
+
 def calls_kept(module: Any) -> bool:
-    """Whether a module holds a call of a region that is kept whole, be it in a part that is checkpointed."""
-    return isinstance(module, nn.Module) and any(isinstance(part, KeptWhole) for part in module.modules())
+    """Whether a module holds a call of a region that is kept whole."""
+    return bool(kept_in(module))
 
 
 class SizeCheck(Protocol):

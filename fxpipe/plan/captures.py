@@ -35,7 +35,7 @@ from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
-from fxpipe.trace.cuts_by_name import named, regions, resolve
+from fxpipe.trace.cuts_by_name import is_auto, named, regions, resolve
 from fxpipe.trace.patching import aside
 from fxpipe.trace.regions import Region
 from fxpipe.trace.request import Place
@@ -100,15 +100,15 @@ class Captures:
     observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late: in training or not, on what micro-batch."""
     unused: frozenset[str] = frozenset()
-    """The parameters and buffers that no stage of the first capture uses."""
+    """The parameters and buffers that the first capture does not use."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
     @staticmethod
     def none_yet(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
-        balancing = Balancing(options, topology, device)
         boundaries = named(model, options.boundaries)
+        balancing = Balancing(options, topology, device, is_auto(model, boundaries))
         cuts, whole = resolve(model, boundaries), regions(model, boundaries)
         captures = Captures(model, options, topology, device, cuts, balancing, whole=whole)
         if balancing.finds_cuts and isinstance(options.schedule, Schedule):
@@ -263,7 +263,7 @@ class Captures:
         has shown."""
         found = declared(request)
         if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
-            with progress("running what is kept whole"):
+            with progress("running what is kept whole"), ignored(self.balancing.finds_cuts):
                 batch = sample.batches[pattern.shapes.index(shape)]
                 found |= observe(request, batch)
                 self.observed.append((pattern.training, shape, found))
@@ -313,6 +313,9 @@ class Captures:
         """The program with its stages, and they themselves."""
         first = self.first
         found: Balanced | None = None
+        if self.whole:
+            self.unused = unused(program) if first is None else self.unused
+            program = with_unused(program, self.unused)
         if self.balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
@@ -326,12 +329,8 @@ class Captures:
             program = chain(default_passes.default() if passes is None else passes, program)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
-        graph = default_passes.split(program)
-        if self.whole:
-            self.unused = unused(graph) if first is None else self.unused
-            graph = with_unused(graph, self.unused)
         return program, Captured(
-            graph,
+            default_passes.split(program),
             _told(self.model, program),
             program.tracer,
             found.placement if found is not None else None,
