@@ -29,6 +29,7 @@ from fxpipe.plan.observed import SeenCalls, declared, evaluating, observe
 from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
+from fxpipe.plan.row_places import check_rows_known
 from fxpipe.plan.sizes import sizes_between, told_of_nothing, unlike
 from fxpipe.plan.varying import FAMILIES, Count, Family, family_of
 from fxpipe.progress import progress
@@ -329,8 +330,11 @@ class Captures:
             program = chain(default_passes.default() if passes is None else passes, program)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
+        graph = default_passes.split(program)
+        example = {} if shape is None else example_of(pattern, shape)
+        check_rows_known(graph, program, example, self.device, pattern.autocast, self.balancing.compute)
         return program, Captured(
-            default_passes.split(program),
+            graph,
             _told(self.model, program),
             program.tracer,
             found.placement if found is not None else None,

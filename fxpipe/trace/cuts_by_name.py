@@ -89,8 +89,7 @@ def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
                 f'boundaries= gives {other!r} beside "whole" for {name!r}; give a list of two rules, ["whole", "after"]'
             )
         owner, _, method = name.rpartition(".")
-        function = getattr(type(modules[owner]), method, None) if owner in modules and name not in modules else None
-        if callable(function) and name:
+        if _is_method(modules, name):
             found.setdefault(name, Region(name, owner, method, returns))
             continue
         for path in _matching(modules, name):
@@ -154,6 +153,12 @@ def _rules(model: nn.Module, boundaries: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, one) for one in (rule if isinstance(rule, (list, tuple)) else [rule]))
 
 
+def _is_method(modules: Mapping[str, nn.Module], name: str) -> bool:
+    owner, _, method = name.rpartition(".")
+    own = owner in modules and name not in modules and bool(name)
+    return own and callable(getattr(type(modules[owner]), method, None))
+
+
 def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
     """The paths that a name or pattern means, in the order of the model."""
     if not name:
@@ -162,6 +167,11 @@ def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
         return [name]
     if name == AUTO:
         raise PartitionError(f'boundaries= has "auto" where a submodule is named; {_WITH_REGIONS}')
+    if _is_method(modules, name):
+        raise PartitionError(
+            f"boundaries= names {name!r}, a method, which may be whole, but is not cut, as calls of submodules are: name "
+            'the submodule that is given what it returns, {...: "before"}, or put stage_boundary on that in forward'
+        )
     parts = name.split(".")
     found = [path for path in modules if path and _matches(path.split("."), parts)]
     if not found:
