@@ -27,7 +27,7 @@ from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
-from fxpipe.plan.example import check_model, first_pattern
+from fxpipe.plan.example import check_model, first_pattern, with_previewed_plan
 from fxpipe.plan.forecast import over_the_limit, preview_of
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.previewed import Preview
@@ -88,9 +88,10 @@ def compile(
         topo: the grid of ranks; a DeviceMesh whose dimension names include "pipe" or "pp" will do.
         loss_fn: called on the model's output and the call's ``target``; None: the model returns the loss.
         boundaries: submodules that are cut, from outside: names or patterns, of which each is cut before; a dict name →
-            "before", "after", "both", {"every": n} or {"cut": "after", "gather": "batch"}; or a function of
+            "before", "after", "both", {"every": n}, {"cut": "after", "gather": "batch"} or, of a method, too, "whole"
+            (its Python runs for real, as one call in one stage) or {"whole": what it returns}; or a function of
             dict(model.named_modules()) that returns either.
-            "auto": the cut and the placement that simulate best.
+            "auto": the cut and the placement that simulate best; beside what is "whole", {"*": "auto", name: "whole"}.
         microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
         batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension, None
             (given whole), ``fxpipe.Packed`` (so many rows or list entries for each row of the batch),
@@ -215,7 +216,9 @@ def preview(
     """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has, and whether it fits.
 
     In one process, without process groups and without memory: the model may be on the meta device. The example's
-    tensors may be, too, and then count as being on the CPU. Print it, or read its figures.
+    tensors may be, too, and then count as being on the CPU. Nothing is run; but a model with a part that is kept whole,
+    of which ``boundaries`` does not say what it returns, once on a micro-batch, where both have numbers. Print it, or
+    read its figures.
 
     With ``cache=`` a model that ``export`` captures is captured once, and a later preview takes it from that folder.
 
@@ -228,10 +231,10 @@ def preview(
             there is no such optimizer, or a figure of the hardware is needed and not given.
     """
     states = states_of(optimizer)
-    options = Options.of(locals())
+    options = Options.of(locals() | {"check_capture": False})
     check_model(model, options)
     if not isinstance(topo, Topology):
         raise TopologyError(f'topo is {shown(topo)}; write fxpipe.Topology([("pipe", 2), ("data", 4)])')
     _check_cache(options)
-    planner = Planner.none_yet(model, options, topo, torch.device("cpu"))
+    planner = with_previewed_plan(Planner.none_yet(model, options, topo, torch.device("cpu")), options)
     return preview_of(planner, first_pattern(planner, options), states)

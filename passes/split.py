@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
-from fxpipe.graph.kept import KeptWhole
+from fxpipe.graph.kept import kept_in
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_value, is_compute, made_by
@@ -69,10 +69,10 @@ def _check_attributes(program: Program) -> None:
     each rank has its own."""
     users: dict[tuple[str, str], tuple[int, str]] = {}
     for node in program.graph.nodes:
-        stage, module = program.stage_of.get(node.name), program.opaque.get(str(node.target))
-        if module is None or stage is None:
+        stage = program.stage_of.get(node.name)
+        if stage is None:
             continue
-        for call in (part for part in module.modules() if isinstance(part, KeptWhole)):
+        for call in kept_in(program.opaque.get(str(node.target))):
             for attribute in sorted(call.attributes):
                 first, other = users.setdefault(attribute, (stage, call.name))
                 if first != stage:

@@ -14,7 +14,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
 from fxpipe.graph.program import Program
 from fxpipe.hardware import Hardware
-from fxpipe.options import Options
+from fxpipe.options import AUTO, Options
 from fxpipe.plan.batch import Description
 from fxpipe.plan.memory import Account
 from fxpipe.plan.pattern import Pattern
@@ -22,7 +22,6 @@ from fxpipe.plan.replay import checkpoints_that_keep
 from fxpipe.plan.sizes import bytes_of_inputs
 from fxpipe.progress import progress, tell
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.trace.cuts_by_name import AUTO
 
 if TYPE_CHECKING:
     from fxpipe.plan.balance import Balanced, NodeCosts, StageWork
@@ -36,13 +35,10 @@ class Balancing:
     topology: Topology
     device: torch.device
     """Where a model that is on no device yet will run."""
+    finds_cuts: bool = False
+    """Whether stages are cut and placed where that simulates best; else they are cut where they are marked."""
     costed: tuple[Any, NodeCosts] | None = None
     """What was last asked what it takes, and the answer."""
-
-    @property
-    def finds_cuts(self) -> bool:
-        """Whether stages are cut and placed where that simulates best; else they are cut where they are marked."""
-        return bool(self.options.boundaries == AUTO)
 
     def finds_placement_of(self, stages: int) -> bool:
         """Whether nobody has said on which rank each stage runs, and there is a choice, or a limit to be kept."""

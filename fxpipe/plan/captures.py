@@ -30,13 +30,14 @@ from fxpipe.plan.observed import SeenCalls, declared, observe
 from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
+from fxpipe.plan.row_places import check_rows_known
 from fxpipe.plan.sizes import sizes_between, told_of_nothing, unlike
 from fxpipe.plan.varying import FAMILIES, Count, Family, family_of
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
-from fxpipe.trace.cuts_by_name import named, regions, resolve
+from fxpipe.trace.cuts_by_name import is_auto, named, regions, resolve
 from fxpipe.trace.patching import aside
 from fxpipe.trace.regions import Region
 from fxpipe.trace.request import Place
@@ -101,15 +102,15 @@ class Captures:
     observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late: in training or not, on what micro-batch."""
     unused: frozenset[str] = frozenset()
-    """The parameters and buffers that no stage of the first capture uses."""
+    """The parameters and buffers that the first capture does not use."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
     @staticmethod
     def none_yet(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
-        balancing = Balancing(options, topology, device)
         boundaries = named(model, options.boundaries)
+        balancing = Balancing(options, topology, device, is_auto(model, boundaries))
         cuts, whole = resolve(model, boundaries), regions(model, boundaries)
         captures = Captures(model, options, topology, device, cuts, balancing, whole=whole)
         if balancing.finds_cuts and isinstance(options.schedule, Schedule):
@@ -264,7 +265,7 @@ class Captures:
         has shown."""
         found = declared(request)
         if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
-            with progress("running what is kept whole"):
+            with progress("running what is kept whole"), ignored(self.balancing.finds_cuts):
                 batch = sample.batches[pattern.shapes.index(shape)]
                 found |= observe(request, batch)
                 self.observed.append((pattern.training, shape, found))
@@ -314,6 +315,9 @@ class Captures:
         """The program with its stages, and they themselves."""
         first = self.first
         found: Balanced | None = None
+        if self.whole:
+            self.unused = unused(program) if first is None else self.unused
+            program = with_unused(program, self.unused)
         if self.balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
@@ -328,9 +332,8 @@ class Captures:
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
         graph = default_passes.split(program)
-        if self.whole:
-            self.unused = unused(graph) if first is None else self.unused
-            graph = with_unused(graph, self.unused)
+        example = {} if shape is None else example_of(pattern, shape)
+        check_rows_known(graph, program, example, self.device, pattern.autocast, self.balancing.compute)
         return program, Captured(
             graph,
             _told(self.model, program),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.errors import RunError
@@ -22,6 +22,7 @@ from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Pattern, pattern_of
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.rows import row_count, split_rows
+from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
 
 _WRAPPERS = {
@@ -80,6 +81,19 @@ def first_pattern(planner: Planner, options: Options) -> Pattern:
     if items is not None:
         described = [items.described(one) for one in described]
     return pattern_of(described, True, options.loss_fn, flags, ambient_autocast())
+
+
+def with_previewed_plan(planner: Planner, options: Options) -> Planner:
+    """The planner, with the plan for the example, of which nothing is run; but where something is kept whole, and
+    neither said what it returns nor on the meta device, the model once."""
+    asked = planner.captures is not None and any(region.returns is None for region in planner.captures.whole)
+    runs = asked and options.has_example and not any(map(_is_meta, pytree.tree_leaves(_microbatches(planner, options))))
+    planner.plan(first_pattern(planner, options), _sample(planner, options) if runs else "nothing is run")
+    return planner
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta
 
 
 def _sample(planner: Planner, options: Options) -> Sample | str:

@@ -198,7 +198,7 @@ class _Forecast:
         )
 
     def _what(self) -> str:
-        left = []
+        left = [] if self.work is None or not self.work.nodes.guessed else [self.work.nodes.guesses]
         if self.work is None:
             left.append("activations, messages and time need a batch's shapes: pass example_args= or example_kwargs=")
         elif self.options.hardware is None:

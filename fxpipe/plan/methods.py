@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor
 
 from fxpipe.graph.kept import kept_in
-from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
+from fxpipe.graph.program import Program
+from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.passes.alias_groups import held
 
 
-def unused(graph: StageGraph) -> frozenset[str]:
-    """The parameters and buffers that no stage uses, by name."""
-    used = {id(tensor) for stage in graph for tensor in stage.tensors.values()}
-    return frozenset(name for name, tensor in all_tensors(graph.module).items() if id(tensor) not in used)
+def unused(program: Program) -> frozenset[str]:
+    """The parameters and buffers that no node uses, by name."""
+    used = frozenset[int]().union(*(held(program, node) for node in program.graph.nodes))
+    return frozenset(name for name, tensor in all_tensors(program.module).items() if id(tensor) not in used)
 
 
-def with_unused(graph: StageGraph, names: frozenset[str]) -> StageGraph:
-    """The stages; what no stage uses of these ``names`` goes with the first that calls a method of a submodule that
-    holds it: a branch that the example did not take may use it."""
-    first = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
-    left = names & unused(graph)
-    stages = []
-    for stage in graph:
-        held = [tensor for owner in _owners(stage) for tensor in all_tensors(owner).values()]
-        more = {first[id(tensor)]: tensor for tensor in held if first[id(tensor)] in left}
-        left -= more.keys()
-        stages.append(dataclasses.replace(stage, tensors={**stage.tensors, **more}) if more else stage)
-    return dataclasses.replace(graph, stages=tuple(stages))
+def with_unused(program: Program, names: frozenset[str]) -> Program:
+    """What no node uses of these ``names`` goes with the first call of a method of a submodule that holds it: a branch
+    that the example did not take may use it."""
+    first = {id(tensor): name for name, tensor in reversed(all_tensors(program.module).items())}
+    left, effects = names & unused(program), dict(program.effects)
+    for node in program.graph.nodes:
+        mine = {first[id(tensor)]: None for tensor in _of_owners(program, str(node.target)).values()}
+        more = tuple(name for name in mine if name in left)
+        if more:
+            effects[node.name] = dataclasses.replace(effects[node.name], reads=(*effects[node.name].reads, *more))
+            left -= set(more)
+    return program.replace(effects=effects)
 
 
-def _owners(stage: Stage) -> list[nn.Module]:
-    """The submodules of whose methods a stage has calls that are kept whole."""
-    return [part.owner for part in kept_in(stage.module) if part.is_method]
+def _of_owners(program: Program, target: str) -> Mapping[str, Tensor]:
+    """What the submodules hold of whose methods a node has calls that are kept whole."""
+    calls = (call for call in kept_in(program.opaque.get(target)) if call.is_method)
+    return {f"{call.name} {name}": tensor for call in calls for name, tensor in all_tensors(call.owner).items()}

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpipe.errors import TraceError
 from fxpipe.graph.gathering import Places
+from fxpipe.graph.kept import calls_kept
 from fxpipe.graph.modes import Autocast, modes_restored, within
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Edge, StageGraph
 from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree
+from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
 
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -52,6 +55,28 @@ def row_places(
                 sizes = enumerate(zip(shape, larger, strict=True))
                 found[mine.value, leaf] = tuple(d for d, pair in sizes if pair == (one.rows, other.rows))
     return found
+
+
+def check_rows_known(
+    one: StageGraph,
+    program: Program,
+    example: Mapping[str, Any],
+    device: torch.device,
+    autocast: Sequence[Autocast],
+    compute: torch.dtype | None,
+) -> None:
+    """TraceError where the rows of what is gathered are not known, since it comes out of a region that is kept whole
+    and runs on numbers alone: captures for shapes have seen it for the rows of a micro-batch, and of a group."""
+    if not program.gathered or program.tracer in NEED_SHAPES or not any(map(calls_kept, program.opaque.values())):
+        return
+    shapes = shapes_of(program, example, device, autocast, compute)
+    for edge in one.edges:
+        if one[edge.target].gathered and edge.value not in shapes:
+            raise TraceError(
+                f"stage {one.names[edge.target]!r} gathers {edge.value}, which comes out of what is kept whole and "
+                "cannot run without numbers, so that the symbolic tracer does not know which dimension its rows are; "
+                'leave tracer= out, or write tracer="export" or "record", and pass an example batch (example_args=)'
+            )
 
 
 def _pairs(one: StageGraph, other: StageGraph) -> Iterator[tuple[Edge, Edge]]:
@@ -95,7 +120,7 @@ def shapes_of(
 def _note(
     program: Program, node: fx.Node, values: dict[fx.Node, Any], fake: FakeModel, example: Mapping[str, Any]
 ) -> None:
-    """What a node makes; where it looks at numbers, what its capture saw it make, if that was of this size."""
+    """What a node makes; where it looks at numbers, what its capture saw it make, if that is of this size alone."""
     try:
         if node.op == "placeholder":
             name = str(node.target)
@@ -106,7 +131,7 @@ def _note(
             with modes_of(node):
                 values[node] = call_node(program, node, values)
     except Exception:  # whatever it is, nothing is known of what it makes
-        if program.holds_for is None and "val" in node.meta:
+        if program.tracer in NEED_SHAPES and program.holds_for is None and "val" in node.meta:
             values[node] = faked(node.meta["val"], fake)
 
 

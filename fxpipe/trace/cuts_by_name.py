@@ -24,11 +24,14 @@ Boundaries: TypeAlias = (
     | Callable[[dict[str, nn.Module]], "Boundaries"]
 )
 AUTO = "auto"
+ALL = "*"
+"""The name that goes with the rule "auto"."""
 _EXAMPLES = (
     'a list of names, ["encoder.block.2"], a dict, {"head": "after"}, {"model.layers.*": {"every": 4}} or '
-    '{"projection": {"cut": "after", "gather": "batch"}}, or a '
+    '{"projection": {"cut": "after", "gather": "batch"}}, "auto", or a '
     "function of dict(model.named_modules()) that returns one of them"
 )
+_WITH_REGIONS = 'write "auto", or, with what is kept whole beside it, {"*": "auto", "model.visual": "whole"}'
 
 
 def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
@@ -38,8 +41,9 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
     ``{"every": n, "cut": "before"}``, which cuts between groups of n, or ``{"cut": "after", "gather": "batch"}``, whose
     boundary gathers as that of ``stage_boundary`` does, a ``"group"`` beside it; or a function from the dict of all
     submodules to one of these. A name may be a pattern, ``"model.layers.*"``: each part of it matches one part of a
-    path. What is said of a submodule twice adds up, as do the rules of a list. ``"auto"`` names nothing, and what is
-    "whole" cuts nothing: see ``regions``. PartitionError for what names no submodule that can be cut.
+    path. What is said of a submodule twice adds up, as do the rules of a list. ``"auto"`` names nothing: see
+    ``is_auto``; what is "whole" cuts nothing: see ``regions``. PartitionError for what names no submodule that can be
+    cut.
 
     >>> resolve(nn.Sequential(*(nn.Identity() for _ in range(6))), {"*": {"every": 2}})
     {'2': 'before', '4': 'before'}
@@ -48,7 +52,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
     boundaries = named(model, boundaries)
     found: dict[str, dict[Side, Gather | None]] = {}
     for name, rule in _rules(model, boundaries):
-        if _is_whole(rule):
+        if _is_whole(rule) or (name, rule) == (ALL, AUTO):
             continue
         for path, side, gather in _cuts(name, rule, _matching(modules, name)):
             sides = found.setdefault(path, {})
@@ -85,8 +89,7 @@ def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
                 f'boundaries= gives {other!r} beside "whole" for {name!r}; give a list of two rules, ["whole", "after"]'
             )
         owner, _, method = name.rpartition(".")
-        function = getattr(type(modules[owner]), method, None) if owner in modules and name not in modules else None
-        if callable(function) and name:
+        if _is_method(modules, name):
             found.setdefault(name, Region(name, owner, method, returns))
             continue
         for path in _matching(modules, name):
@@ -98,6 +101,23 @@ def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
         if outer is not None:
             raise PartitionError(f"boundaries= keeps {path!r} whole inside of {outer!r}, which is whole; leave it out")
     return tuple(found.values())
+
+
+def is_auto(model: nn.Module, boundaries: Boundaries) -> bool:
+    """Whether the cuts are left to a search: ``"auto"``, or ``{"*": "auto"}``, beside which parts may be "whole".
+
+    PartitionError for anything else beside it.
+    """
+    rules = list(_rules(model, boundaries))
+    if (ALL, AUTO) not in rules:
+        return False
+    for name, rule in rules:
+        if (name, rule) != (ALL, AUTO) and not _is_whole(rule):
+            raise PartitionError(
+                f'boundaries= gives {rule!r:.80} for {name!r} beside "auto", which finds all cuts by itself: keep '
+                'parts whole beside it, {"*": "auto", "model.visual": "whole"}, or name all cuts'
+            )
+    return True
 
 
 def _is_whole(rule: Any) -> bool:
@@ -123,7 +143,7 @@ def _rules(model: nn.Module, boundaries: Any) -> Iterator[tuple[str, Any]]:
     """Pairs of name and rule, whatever form they are given in."""
     boundaries = named(model, boundaries)
     if isinstance(boundaries, str):
-        boundaries = [] if boundaries == AUTO else [boundaries]
+        boundaries = {ALL: AUTO} if boundaries == AUTO else [boundaries]
     if not isinstance(boundaries, (Mapping, Sequence, Set)):
         raise PartitionError(f"boundaries= is {boundaries!r:.80}; give {_EXAMPLES}")
     rules = boundaries.items() if isinstance(boundaries, Mapping) else [(name, "before") for name in boundaries]
@@ -133,12 +153,25 @@ def _rules(model: nn.Module, boundaries: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, one) for one in (rule if isinstance(rule, (list, tuple)) else [rule]))
 
 
+def _is_method(modules: Mapping[str, nn.Module], name: str) -> bool:
+    owner, _, method = name.rpartition(".")
+    own = owner in modules and name not in modules and bool(name)
+    return own and callable(getattr(type(modules[owner]), method, None))
+
+
 def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
     """The paths that a name or pattern means, in the order of the model."""
     if not name:
         raise PartitionError("boundaries= names '', the model itself; name the submodules where it is to be cut")
     if name in modules:
         return [name]
+    if name == AUTO:
+        raise PartitionError(f'boundaries= has "auto" where a submodule is named; {_WITH_REGIONS}')
+    if _is_method(modules, name):
+        raise PartitionError(
+            f"boundaries= names {name!r}, a method, which may be whole, but is not cut, as calls of submodules are: name "
+            'the submodule that is given what it returns, {...: "before"}, or put stage_boundary on that in forward'
+        )
     parts = name.split(".")
     found = [path for path in modules if path and _matches(path.split("."), parts)]
     if not found:
@@ -175,6 +208,8 @@ def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[_SidedCut]:
         rule, gather = _gathered(name, rule)
     if isinstance(rule, Mapping):
         return _cuts_between_groups(name, rule, paths)
+    if rule == AUTO:
+        raise PartitionError(f'boundaries= gives "auto" for {name!r}; it is for all of the model: {_WITH_REGIONS}')
     if not isinstance(rule, str) or rule not in get_args(Side):
         raise PartitionError(
             f'boundaries= gives {rule!r:.80} for {name!r}; give "before", "after", "both", "whole", {{"every": 4}} or '

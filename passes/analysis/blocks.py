@@ -1,16 +1,19 @@
 """Blocks: the smallest pieces of a program that a cut may separate, for whoever chooses the cut.
 
 Nodes that share written memory are one block, and so are those that read a value as it was before a write, a shape
-query and what it asks, what would wait for itself otherwise, and what nobody uses with what it is made from.
+query and what it asks, calls of regions kept whole that set or read one attribute, what would wait for itself
+otherwise, and what nobody uses with what it is made from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxpipe.errors import PartitionError
+from fxpipe.graph.kept import kept_in
 from fxpipe.graph.program import Program, is_boundary, made_by
 from fxpipe.passes.analysis.union import Union
 from fxpipe.passes.partition import _Flow, components, reads_before_writes, reads_of_written_inputs
@@ -38,6 +41,7 @@ def blocks(program: Program) -> Blocks:
     flow = _Flow(program)
     units = flow.units
     _join_readers_of_old_values(program, units, flow)
+    _join_sharers_of_attributes(flow.nodes, program, units)
     _join_cycles(units, flow)
     _join_unused(program, units, flow)
     _join_cycles(units, flow)
@@ -70,6 +74,15 @@ def _join_readers_of_old_values(program: Program, units: Union[fx.Node], flow: _
     for _, write, reader in reads_of_written_inputs(program):
         if reader in units and write in units:
             units.join(write, reader)
+
+
+def _join_sharers_of_attributes(nodes: Sequence[fx.Node], program: Program, units: Union[fx.Node]) -> None:
+    """An attribute of Python's that a region changes is one rank's own."""
+    users: dict[tuple[str, str], fx.Node] = {}
+    for node in nodes:
+        for call in kept_in(program.opaque.get(str(node.target))):
+            for attribute in call.attributes:
+                units.join(users.setdefault(attribute, node), node)
 
 
 def _join_cycles(units: Union[fx.Node], flow: _Flow) -> None:

@@ -216,6 +216,8 @@ def test_what_a_region_may_not_do_is_refused(how: str, told: str, tracer: str) -
         ({"region": "whole", "region.first": "whole"}, "'region.first' whole inside of 'region'"),
         ({"regiom": "whole"}, 'did you mean "region"'),
         ({"region": {"whole": None, "cut": "after"}}, r'\["whole", "after"\]'),
+        ({"region.forward": ["whole", "after"]}, "'region.forward', a method, which may be whole, but is not cut"),
+        ({"region.forward": "before"}, "'region.forward', a method, which may be whole, but is not cut"),
     ],
 )
 def test_names_that_cannot_be_whole_are_refused(boundaries: dict[str, Any], told: str) -> None:
@@ -775,3 +777,47 @@ def test_what_needs_a_gradient_at_times_goes_through_a_frozen_stage(engine: str)
     wanted, _ = reference(case, order)
     runs = engine_of(engine, lambda: None)(4, _sometimes, case, order, SOMETIMES, "record")  # type: ignore[arg-type, return-value]
     assert_run(runs, wanted)
+
+
+# --- a loss over the whole batch behind a region
+
+
+class Contrasts(nn.Module):
+    """Two towers, of which one looks at numbers, unless it ``runs_on_shapes``; and a loss over all rows."""
+
+    def __init__(self, runs_on_shapes: bool = False) -> None:
+        super().__init__()
+        self.tower, self.other, self.runs_on_shapes = linear(), linear(), runs_on_shapes
+
+    def region(self, x: Tensor) -> Tensor:
+        return self.tower(x * 2 if self.runs_on_shapes or x.sum().item() < 1e9 else x)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        v, t = fxpipe.stage_boundary((self.region(x), self.other(y)), name="loss", gather="batch")
+        return nn.functional.cross_entropy(v @ t.T, torch.arange(v.shape[0]))
+
+
+@pytest.mark.parametrize(
+    ("tracer", "runs_on_shapes", "found"),
+    [("auto", False, "export"), ("export", False, "export"), ("record", False, "record"), ("auto", True, "symbolic")],
+)
+def test_a_stage_gathers_what_comes_out_of_a_region(tracer: str, runs_on_shapes: bool, found: str) -> None:
+    case = Case(lambda: Contrasts(runs_on_shapes), vectors, stages=3, ranks=3, rows=WIDTH + 2, microbatches=4)
+    batches, model = [case.batch(number) for number in range(2)], case.model()
+    forward_backward = compiled(case, boundaries={"region": "whole"}, tracer=tracer, example_kwargs=batches[0])
+    assert f"captured by the {found} tracer" in str(forward_backward.stages)
+    for batch in batches:
+        forward_backward.zero_grad()
+        model.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        assert_same(forward_backward(**batch), loss.detach(), "loss", 1e-6)
+        for name, parameter in forward_backward.named_parameters():
+            wanted = model.get_parameter(name).grad
+            assert torch.allclose(parameter.grad, wanted, atol=1e-6), name
+
+
+def test_the_symbolic_tracer_says_what_to_write_where_the_rows_of_a_region_are_not_known() -> None:
+    case = Case(Contrasts, vectors, ranks=3, microbatches=4)
+    with pytest.raises(TraceError, match=r'gathers getitem, which comes out of what is kept whole .* tracer="export"'):
+        compiled(case, boundaries={"region": "whole"}, tracer="symbolic", example_kwargs=case.batch())

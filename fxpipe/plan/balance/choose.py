@@ -149,4 +149,5 @@ def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCo
     what = f"costs from shapes; {costs.account}"
     if BETWEEN in layout.origin and any(other.seconds < found.best.seconds for other in found.others):
         what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
-    return Balanced(program, layout.rank_of, found.best, found.others, what)
+    told = "\n".join(filter(None, [what, costs.guesses]))
+    return Balanced(program, layout.rank_of, found.best, found.others, told)

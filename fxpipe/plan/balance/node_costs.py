@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, TraceError
+from fxpipe.graph.kept import kept_in
 from fxpipe.graph.modes import Autocast, modes_restored, within
 from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
@@ -93,6 +94,18 @@ class NodeCosts:
     """How parameters are counted."""
     halves: bool = True
     """Whether they tell what W keeps: not of stages whose backward runs whole, or is cut by their compiler."""
+    guessed: tuple[str, ...] = ()
+    """What is kept whole, and cannot run without numbers."""
+
+    @property
+    def guesses(self) -> str:
+        """What was taken for what, in words; empty where all was told from shapes."""
+        if not self.guessed:
+            return ""
+        return (
+            f"{', '.join(self.guessed)}: kept whole, and cannot run without numbers; reckoned as one product of the "
+            "parameters with each row of what is returned"
+        )
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
@@ -153,6 +166,7 @@ class _CostingRun:
         self.found: dict[str, NodeCost] = {}
         self.memory: dict[int, int] = {}
         self.held: dict[int, HeldParameter] = {}
+        self.guessed: dict[str, None] = {}
         self._storages: list[Any] = []  # keeps them, so that no two ever have the same id
         self._saved: set[int] = set()
         self._packed: set[int] = set()
@@ -175,7 +189,7 @@ class _CostingRun:
         self.meter = OperatorMeter(hardware, lambda tensor: id(tensor.untyped_storage()) in weights)
 
     def costs(self) -> NodeCosts:
-        return NodeCosts(self.found, self.memory, self.held, self.hardware)
+        return NodeCosts(self.found, self.memory, self.held, self.hardware, guessed=tuple(self.guessed))
 
     def all_nodes(self) -> None:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
@@ -243,6 +257,7 @@ class _CostingRun:
                 f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
                 "is not known; balance by hand with boundaries= and placement="
             ) from error
+        self.guessed |= dict.fromkeys(call.name for call in kept_in(self.program.opaque.get(str(node.target))))
         self.values[node] = faked(node.meta["val"], self.fake)
         made = _tensors(self.values[node])
         rows = max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)
