@@ -87,6 +87,7 @@ def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
         owner, _, method = name.rpartition(".")
         function = getattr(type(modules[owner]), method, None) if owner in modules and name not in modules else None
         if callable(function) and name:
+            _check_own(name, modules[owner], method)
             found.setdefault(name, Region(name, owner, method, returns))
             continue
         for path in _matching(modules, name):
@@ -98,6 +99,15 @@ def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
         if outer is not None:
             raise PartitionError(f"boundaries= keeps {path!r} whole inside of {outer!r}, which is whole; leave it out")
     return tuple(found.values())
+
+
+def _check_own(name: str, owner: nn.Module, method: str) -> None:
+    """A function that was set on one module goes by its class, where a method is looked up to be kept whole."""
+    if method in vars(owner):
+        raise PartitionError(
+            f"boundaries= keeps {name!r} whole, which was set as an attribute of this {type(owner).__name__}, in place "
+            "of the method of its class: set it on the class, or on a class derived from it"
+        )
 
 
 def _is_whole(rule: Any) -> bool:
