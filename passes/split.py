@@ -210,7 +210,9 @@ class _Builder:
         """Where a call of a module was captured as a whole, what it returns is held against the capture."""
         effects = self.whole.program.effects.get(call.name)
         if effects is not None and "shapes" in call.meta:
-            facts = (call.meta["shapes"], str(call.target), effects.is_rehearsed)
+            part = self.whole.program.opaque.get(str(call.target))
+            whole = part.name if isinstance(part, KeptWhole) else ""
+            facts = (call.meta["shapes"], str(call.target), effects.is_rehearsed, whole)
             self.graph.call_function(check_shapes, (self._built[call], *facts))
 
     def _change_modes(self, node: fx.Node | None) -> None:

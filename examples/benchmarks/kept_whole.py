@@ -10,9 +10,7 @@ pipe 2 × data 2, where each replica has its own. RetinaNet needs torchvision. "
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,85 +18,13 @@ import transformers
 from tabulate import tabulate
 from torch import Tensor, nn
 
-import fxpipe
 from fxpipe import Packed
-from fxpipe.plan.label_count import Items
-from tests import hf
-from tests.hf import DECODER, IMAGE_TOKEN, IMAGES, NONE_LEFT, PATCHES, SPECIAL, WORDS, layers
+from tests import hf, kept_whole
+from tests.hf import DECODER, IMAGE_TOKEN, IMAGES, PATCHES, SPECIAL, layers
+from tests.kept_whole import GRIDS, THREE, Inputs, Study, by_grid, furthest, plainly, texts, train
 from tests.pool import Pool
 
-Inputs = dict[str, Any]
-Batch = Callable[[Sequence[int], torch.Generator], Inputs]
-"""(how many images each row has, generator) → that batch."""
-ROWS, MICROBATCHES = 2, 3
-RATE = 0.1
-
-
-@dataclass(frozen=True)
-class Study:
-    """A model, its batches, and where it is cut and whole. ``rules``: for ``batch_dim``; ``per_image``: how many rows
-    of such an input are one image's."""
-
-    build: Callable[[], nn.Module]
-    batch: Batch
-    boundaries: dict[str, Any]
-    rules: Mapping[str, Packed] = field(default_factory=dict)
-    per_image: Mapping[str, int] = field(default_factory=dict)
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(0)
-        model = self.build()
-        for part in model.modules():
-            if type(part).__name__ == "Wav2Vec2Encoder":
-                part.register_forward_pre_hook(_seeds)
-        return model
-
-    def microbatches(self, step: int, replica: int) -> list[Inputs]:
-        """For ``step_microbatches``."""
-        g = torch.Generator().manual_seed(100 * step + replica)
-        return [self.batch(counts, g) for counts in counts_of(step, replica)]
-
-    def one_batch(self, step: int, replica: int) -> Inputs:
-        """The same rows in one batch."""
-        g = torch.Generator().manual_seed(100 * step + replica)
-        return self.batch([count for counts in counts_of(step, replica) for count in counts], g)
-
-    def cut(self, step: int, replica: int) -> list[Inputs]:
-        """That batch, cut by hand."""
-        batch, counts = self.one_batch(step, replica), [sum(counts) for counts in counts_of(step, replica)]
-        parts: list[Inputs] = [{} for _ in counts]
-        for name, value in batch.items():
-            sizes = (
-                [count * self.per_image[name] for count in counts] if name in self.per_image else [ROWS] * len(counts)
-            )
-            for part, size, end in zip(parts, sizes, accumulate(sizes), strict=True):
-                part[name] = value[end - size : end]
-        return parts
-
-
-def counts_of(step: int, replica: int) -> list[list[int]]:
-    """How many images each row of each micro-batch has: 1, 2 and 3 in all, most of them in its first row."""
-    totals = [1 + (place + step + replica) % 3 for place in range(MICROBATCHES)]
-    return [[max(total - 1, 1), total - max(total - 1, 1)] for total in totals]
-
-
-def _seeds(encoder: nn.Module, given: tuple[Tensor, ...]) -> None:
-    """Draws what depends on what it is given alone, so that plain PyTorch draws the same."""
-    torch.manual_seed(int(given[0].detach().abs().sum() * 1000))
-
-
-# --- batches: images lie in texts, as many tokens each as it takes ---
-
-
-def texts(counts: Sequence[int], tokens: int, g: torch.Generator) -> Inputs:
-    """Rows of words, the images ahead of them, a word behind each."""
-    length = max(counts) * (tokens + 1) + 6
-    ids = torch.randint(3, IMAGE_TOKEN - 2, (len(counts), length), generator=g)
-    for row, count in enumerate(counts):
-        for place in range(count):
-            ids[row, place * (tokens + 1) :][:tokens] = IMAGE_TOKEN
-    labels = ids.masked_fill(ids == IMAGE_TOKEN, NONE_LEFT)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+# --- batches ---
 
 
 def pictures(images: int, g: torch.Generator) -> Tensor:
@@ -114,15 +40,6 @@ def smol(counts: Sequence[int], g: torch.Generator) -> Inputs:
     return rows | {"pixel_values": padded}
 
 
-def by_grid(counts: Sequence[int], g: torch.Generator) -> Inputs:
-    rows = texts(counts, 1, g)
-    return rows | {
-        "pixel_values": torch.randn(4 * sum(counts), 3 * 2 * 4 * 4, generator=g),
-        "image_grid_thw": torch.tensor([[1, 2, 2]]).repeat(sum(counts), 1),
-        "mm_token_type_ids": (rows["input_ids"] == IMAGE_TOKEN).int(),
-    }
-
-
 def packed(counts: Sequence[int], g: torch.Generator) -> Inputs:
     return texts(counts, PATCHES, g) | {"pixel_values": pictures(sum(counts), g)}
 
@@ -130,18 +47,6 @@ def packed(counts: Sequence[int], g: torch.Generator) -> Inputs:
 def by_kind(counts: Sequence[int], g: torch.Generator) -> Inputs:
     rows = packed(counts, g)
     return rows | {"token_type_ids": (rows["input_ids"] == IMAGE_TOKEN).long()}
-
-
-def long_words(counts: Sequence[int], g: torch.Generator) -> Inputs:
-    ids = torch.randint(3, WORDS, (len(counts), 8 + 2 * sum(counts)), generator=g)
-    globally = torch.zeros_like(ids)
-    globally[:, : sum(counts)] = 1
-    return {"input_ids": ids, "global_attention_mask": globally, "labels": ids.clone()}
-
-
-def sounds(counts: Sequence[int], g: torch.Generator) -> Inputs:
-    length = 60 + 20 * sum(counts)
-    return {"input_values": torch.randn(len(counts), length, generator=g), "labels": torch.arange(len(counts)) % 2}
 
 
 def in_lists(counts: Sequence[int], g: torch.Generator) -> Inputs:
@@ -156,31 +61,10 @@ def in_lists(counts: Sequence[int], g: torch.Generator) -> Inputs:
     return {"images": images, "targets": targets}
 
 
-IMAGES_OF_ROWS = Packed(lambda input_ids: (input_ids == IMAGE_TOKEN).sum(1))
-"""One token an image."""
-GRIDS = {
-    "image_grid_thw": IMAGES_OF_ROWS,
-    "pixel_values": Packed(lambda image_grid_thw: image_grid_thw.prod(1), of="image_grid_thw"),
-}
 PICTURES = {"pixel_values": Packed(lambda input_ids: (input_ids == IMAGE_TOKEN).sum(1) // PATCHES)}
 
 
 # --- models ---
-
-
-def qwen2_5_vl() -> nn.Module:
-    rotation = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0}
-    words = {**DECODER, **SPECIAL, "num_hidden_layers": 4, "rope_parameters": rotation, "tie_word_embeddings": False}
-    images = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
-    images |= {"out_hidden_size": 16, "window_size": 16, "fullatt_block_indexes": [1]}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=words,
-        vision_config=images,
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=hf.VIDEO_TOKEN,
-        tie_word_embeddings=False,
-    )
-    return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def paligemma() -> nn.Module:
@@ -193,40 +77,6 @@ def paligemma() -> nn.Module:
         hidden_size=16,
     )
     return transformers.PaliGemmaForConditionalGeneration(config)
-
-
-def longformer() -> nn.Module:
-    return transformers.LongformerForMaskedLM(
-        transformers.LongformerConfig(
-            **{**architectures.BERT, **architectures.NO_DROPOUT, "max_position_embeddings": 64, "pad_token_id": 1},
-            attention_window=4,
-        )
-    )
-
-
-def wav2vec2() -> nn.Module:
-    return transformers.Wav2Vec2ForSequenceClassification(
-        transformers.Wav2Vec2Config(
-            hidden_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=32,
-            conv_dim=(8, 8),
-            conv_kernel=(4, 3),
-            conv_stride=(2, 2),
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            layerdrop=0.5,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            activation_dropout=0.0,
-            feat_proj_dropout=0.0,
-            final_dropout=0.0,
-            mask_time_prob=0.0,
-            classifier_proj_size=8,
-        )
-    )
 
 
 def retinanet() -> nn.Module:
@@ -263,8 +113,8 @@ def retinanet() -> nn.Module:
 sys.path.append(str(__import__("pathlib").Path(__file__).parent))
 import architectures  # noqa: E402
 
-THREE = (1, 2, 3)
 STUDIES: dict[str, Study] = {
+    **kept_whole.STUDIES,
     "SmolVLM": Study(
         architectures.smolvlm, smol, {"model.get_image_features": "whole", **layers("model.text_model.layers", *THREE)}
     ),
@@ -275,17 +125,6 @@ STUDIES: dict[str, Study] = {
     ),
     "Qwen2-VL": Study(
         hf.qwen2_vl,
-        by_grid,
-        {
-            "model.get_image_features": "whole",
-            "model.compute_3d_position_ids": "whole",
-            **layers("model.language_model.layers", *THREE),
-        },
-        GRIDS,
-        {"image_grid_thw": 1, "pixel_values": 4},
-    ),
-    "Qwen2.5-VL": Study(
-        qwen2_5_vl,
         by_grid,
         {
             "model.get_image_features": "whole",
@@ -309,16 +148,6 @@ STUDIES: dict[str, Study] = {
         PICTURES,
         {"pixel_values": 1},
     ),
-    "Longformer": Study(
-        longformer,
-        long_words,
-        {"longformer.encoder": ["whole", "before"], "lm_head": "before", "lm_head.decoder": "before"},
-    ),
-    "wav2vec2": Study(
-        wav2vec2,
-        sounds,
-        {"wav2vec2.encoder": ["whole", "before"], "projector": "before", "classifier": "before"},
-    ),
     "RetinaNet": Study(
         retinanet,
         in_lists,
@@ -329,63 +158,6 @@ STUDIES: dict[str, Study] = {
         {"images": Packed(1), "targets": Packed(1)},
     ),
 }
-
-
-def train(name: str, pipe: int, data: int, zero: int, in_one: bool) -> dict[str, Any]:
-    """Two steps, on the engine that this process belongs to. ``in_one``: a batch is cut by ``batch_dim``."""
-    study = STUDIES[name]
-    torch.use_deterministic_algorithms(True)
-    topology = fxpipe.Topology([("pipe", pipe), ("data", data)])
-    fb = fxpipe.compile(
-        study.model(),
-        topology,
-        boundaries=study.boundaries,
-        microbatches=MICROBATCHES,
-        zero=zero,
-        batch_dim=study.rules,
-        example_kwargs=study.one_batch(0, 0),
-    )
-    optimizer = fb.optimizer(torch.optim.SGD, lr=RATE)
-    replica = topology.data_rank if data > 1 else 0
-    losses = []
-    for step in range(2):
-        optimizer.zero_grad()
-        if in_one:
-            losses.append(fb(**study.one_batch(step, replica)))
-        else:
-            losses.append(fb.step_microbatches([((), one) for one in study.microbatches(step, replica)]))
-        optimizer.step()
-    return {"losses": losses, "state": fb.state_dict(full=True), "stages": str(fb.stages)}
-
-
-def plainly(name: str, data: int, in_one: bool) -> dict[str, Any]:
-    """The same in plain PyTorch: a step's micro-batches of all replicas, one after another."""
-    study = STUDIES[name]
-    model = study.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    losses = []
-    takes_items = Items.of(model, None, True) is not None
-    for step in range(2):
-        optimizer.zero_grad()
-        parts = study.cut if in_one else study.microbatches
-        every = [one for replica in range(data) for one in parts(step, replica)]
-        items = sum(int((one["labels"][..., 1:] != NONE_LEFT).sum()) for one in every if "labels" in one)
-        total = 0.0
-        for one in every:
-            extra = {"num_items_in_batch": torch.tensor(items / len(every))} if takes_items else {}
-            loss = model(**one, **extra)["loss"] / len(every)
-            loss.backward()
-            total += loss.detach()
-        losses.append(total)
-        optimizer.step()
-    return {"losses": losses, "state": model.state_dict()}
-
-
-def furthest(got: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """The largest distance, in units of a tensor's largest number."""
-    pairs = [*zip(got["losses"], wanted["losses"], strict=True)]
-    pairs += [(got["state"][name], value) for name, value in wanted["state"].items()]
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs if b.is_floating_point())
 
 
 WAYS = [(4, 1, 0), (2, 2, 1)]
@@ -400,6 +172,12 @@ def missing(name: str) -> str:
     return ""
 
 
+def trained(name: str, pipe: int, data: int, zero: int, in_one: bool) -> dict[str, Any]:
+    """On the engine that this process belongs to."""
+    torch.use_deterministic_algorithms(True)
+    return train(STUDIES[name], pipe, data, zero, in_one)
+
+
 def main(names: Sequence[str]) -> None:
     pool, rows = Pool(), []
     for name in names or STUDIES:
@@ -409,8 +187,8 @@ def main(names: Sequence[str]) -> None:
         row: list[Any] = [name]
         for in_one in (False, True):
             for pipe, data, zero in WAYS:
-                ranks = pool.run(train, name, pipe, data, zero, in_one, ranks=4, seconds=200.0)
-                wanted = plainly(name, data, in_one)
+                ranks = pool.run(trained, name, pipe, data, zero, in_one, ranks=4, seconds=200.0)
+                wanted = plainly(STUDIES[name], data, in_one)
                 row += [max(furthest(one, wanted) for one in ranks)]
         tracer = ranks[0]["stages"].partition("captured by the ")[2].partition(" tracer")[0]
         whole = [part for part, rule in STUDIES[name].boundaries.items() if "whole" in rule]
@@ -425,7 +203,7 @@ def main(names: Sequence[str]) -> None:
 def in_one_process(names: Sequence[str]) -> None:
     for name in names or STUDIES:
         for in_one in (False, True):
-            got, wanted = train(name, 4, 1, 0, in_one), plainly(name, 1, in_one)
+            got, wanted = trained(name, 4, 1, 0, in_one), plainly(STUDIES[name], 1, in_one)
             print(got["stages"].partition("captured")[2])
             print(name, furthest(got, wanted), got["losses"], wanted["losses"], flush=True)
 

@@ -253,12 +253,20 @@ def shapes_of(value: Any) -> Any:
     return [shapes_of(part) for part in value] if isinstance(value, (tuple, list)) else None
 
 
-def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool) -> None:
+def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool, whole: str = "") -> None:
     """RunError where a submodule that is called as a whole returns other shapes than it was captured with.
 
-    What comes behind it holds for those alone. ``is_rehearsed``: whether its code looks at the values of tensors.
+    What comes behind it holds for those alone. ``is_rehearsed``: whether its code looks at the values of tensors;
+    ``whole``: what the user calls it, where it is kept whole.
     """
     found = shapes_of(result)
+    if found != captured and whole:
+        raise RunError(
+            f"{whole}, which is kept whole, returned tensors of shapes {found}, but was captured with {captured} by "
+            'tracer="record", for which alone what it makes of the code behind it holds: pass tracer="export" or '
+            '"symbolic", which take them as they come, or say why they cannot; or keep the code whole, too, that they '
+            "cannot follow"
+        )
     if found != captured:
         raise RunError(
             f"{name} returned tensors of shapes {found}, but was captured with {captured}, for which alone the rest of "

@@ -18,10 +18,10 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.plan.capture_check import Batch, as_in_a_step, own
-from fxpipe.plan.outside import assigns, held, persistent
+from fxpipe.plan.outside import Attributes, assigns, buffers, held, persistent, state_of
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.replay import State
-from fxpipe.torch_compat import pytree, version_of
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.keeping import watching
 from fxpipe.trace.patching import refuse
@@ -90,7 +90,13 @@ class _Observer:
         """Those that have been seen."""
         sets = {pair for call in self._seen.values() for pair in call.sets}
         asked = {key: {(self._paths.get(owner, ""), name) for owner, name in self._noted[key]} for key in self._seen}
-        return {key: replace(call, asks=frozenset(sets & asked[key])) for key, call in self._seen.items()}
+        used: dict[str, dict[str, None]] = {}  # by another call, which another stage may hold
+        for (name, _), call in self._seen.items():
+            used.setdefault(name, {}).update(dict.fromkeys(call.reads))
+        return {
+            key: replace(call, asks=frozenset(sets & asked[key]), reads=tuple(used[key[0]]))
+            for key, call in self._seen.items()
+        }
 
     def boundary(self, value: Any, name: str | None, gather: Any) -> Any:
         if self._inside is not None:
@@ -105,8 +111,9 @@ class _Observer:
             return inner(*args, **kwargs)
         self._inside = region
         state, tensors = PythonState(self._module), list(all_tensors(self._module).items())
-        versions = [version_of(tensor) for _, tensor in tensors]
-        saved = [(place, held(place)) for place in persistent(self._module, [self._module])]
+        states = [state_of(tensor) for _, tensor in tensors]
+        attributes = Attributes(dict(self._module.named_modules()))
+        held_before = [(place, held(place)) for place in buffers(self._module, [self._module])]
         called: list[nn.Module] = []
         try:
             mode = TouchedMode()
@@ -122,22 +129,24 @@ class _Observer:
             self._inside = None
         writes = [
             name
-            for (name, tensor), version in zip(tensors, versions, strict=True)
-            if version_of(tensor) != version or storage_of(tensor) in touched.writes
+            for (name, tensor), before in zip(tensors, states, strict=True)
+            if state_of(tensor) != before or storage_of(tensor) in touched.writes
         ]
         parts = self._outermost(called)
         used = [
-            tensor
+            self._names.get(id(tensor), name)  # another name for a buffer that an earlier call has set
             for name, tensor in tensors
             if storage_of(tensor) in touched.reads or any(_is_inside(name, path) for path in parts)
         ]
-        reads = dict.fromkeys(self._names[id(tensor)] for tensor in used)
+        reads = dict.fromkeys(used)
         sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
+        sets |= frozenset(attributes.changes())
         self._check_sets(region, sets, (region.path, *parts))
-        for place, before in saved:
-            if held(place) is not before:
+        assigned = [place for place, buffer in held_before if held(place) is not buffer]
+        for place in assigned:
+            if persistent(place):
                 raise TraceError(assigns(region.name, place[2]))
-        sets = frozenset((path, name) for path, name in sets if name != "_buffers")  # which stages follow
+        sets = frozenset((path, name) for path, name in sets if name != "_buffers")  # which are told one by one
         self._noted[region.name, number] = noted
         given = frozenset(size for leaf in pytree.tree_leaves((args, kwargs)) for size in getattr(leaf, "shape", ()))
         returned = _described(region, result, torch.is_grad_enabled())
@@ -152,6 +161,12 @@ class _Observer:
 
     def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
         """``own``: the submodule itself, and those that it has called."""
+        late = next((name for _, name in sets if name in ("_parameters", "_modules")), None)
+        if late is not None:
+            raise TraceError(
+                f"{region.name}, which is kept whole, makes or replaces a {_LATE[late]} when it runs, and stages and "
+                "optimizers have those that were there before: make it in __init__, or call the model before compile"
+            )
         inside = {path for path, _ in sets if path in own or any(_is_inside(path, part) for part in own[1:])}
         foreign = next((f"{path}.{name}" for path, name in sets if path not in inside), None)
         if foreign is not None:
@@ -159,6 +174,9 @@ class _Observer:
                 f"{region.name}, which is kept whole, sets {foreign} outside of it, which other stages would not see: "
                 "return the value, or keep a larger part whole"
             )
+
+
+_LATE = {"_parameters": "parameter", "_modules": "submodule"}
 
 
 def _is_inside(path: str, other: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -12,7 +14,9 @@ from fxpipe.errors import RunError
 from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.plan.reads import alike, contents
 from fxpipe.torch_compat import version_of
+from fxpipe.trace.snapshot import storage_of
 
 Held = tuple[nn.Module, str, str]
 """A module, the name of a tensor that it holds, and that in the model."""
@@ -24,24 +28,29 @@ class Unchanged:
 
     ``assigned``: buffers of its own; ``written``: tensors that others read, and that it was not seen to write;
     ``changed``: the name of an attribute that others read, and that is another one than when the step began.
+    ``shared``: submodules, by their paths, that calls in other stages run, too, each rank its own.
     """
 
     name: str
     assigned: tuple[Held, ...]
     written: tuple[Held, ...]
     changed: Callable[[], str | None]
+    shared: Mapping[str, nn.Module]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """RunError where what is inside changes what others have read already, or read in other stages."""
         own = [held(place) for place in self.assigned]
-        read = [_state(place) for place in self.written]
+        read = [state_of(held(place)) for place in self.written]
+        attributes = Attributes(self.shared)
         yield
         for before, place in zip(own, self.assigned, strict=True):
             if held(place) is not before:
                 raise RunError(assigns(self.name, place[2]))
-        changed = (place[2] for before, place in zip(read, self.written, strict=True) if _state(place) != before)
-        found = next(changed, None) or self.changed()
+        changed = (
+            place[2] for before, place in zip(read, self.written, strict=True) if state_of(held(place)) != before
+        )
+        found = next(changed, None) or self.changed() or next(map(_joined, sorted(attributes.changes())), None)
         if found is not None:
             raise RunError(
                 f"{self.name}, which is kept whole, changes {found}, which code outside of it reads, and which it did "
@@ -57,15 +66,60 @@ def assigns(name: str, buffer: str) -> str:
     )
 
 
-def persistent(module: nn.Module, parts: Iterable[nn.Module]) -> tuple[Held, ...]:
-    """The buffers that parts of a module hold and that are saved."""
+def buffers(module: nn.Module, parts: Iterable[nn.Module]) -> tuple[Held, ...]:
+    """The buffers that parts of a module hold."""
     inside = {id(vars(inner)) for part in parts for inner in part.modules()}
     return tuple(
         (part, name, f"{path}.{name}" if path else name)
         for path, part in module.named_modules()
         if id(vars(part)) in inside
-        for name in part._buffers.keys() - part._non_persistent_buffers_set
+        for name in part._buffers
     )
+
+
+def persistent(place: Held) -> bool:
+    """Whether a buffer is saved."""
+    module, name, _ = place
+    return name not in module._non_persistent_buffers_set
+
+
+class Attributes:
+    """The plain attributes of submodules, by their paths, and which tensors are their buffers."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._before = {path: _attributes(module) for path, module in modules.items()}
+
+    def changes(self) -> Iterator[tuple[str, str]]:
+        """Those that are no longer as they were: (the path of their module, their name)."""
+        for path, module in self._modules.items():
+            before, now = self._before[path], _attributes(module)
+            for name in before.keys() | now.keys():
+                if name not in before or name not in now or not alike(before[name], now[name]):
+                    yield path, name
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    plain = {name: _as_now(contents(value)) for name, value in vars(module).items() if name not in _TABLES}
+    return plain | module._buffers
+
+
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _as_now(value: Any) -> Any:
+    """A value with how often its tensors were written, what numbers its arrays have, and how much it holds."""
+    if isinstance(value, tuple):
+        return tuple(map(_as_now, value))
+    if isinstance(value, Tensor):
+        return value, 0 if value.is_inference() else version_of(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return value.tobytes()
+    return (value, len(value)) if isinstance(value, (list, dict, set, deque)) else value
+
+
+def _joined(attribute: tuple[str, str]) -> str:
+    return ".".join(filter(None, attribute))
 
 
 def watch(program: Program, changed: Callable[[], str | None]) -> None:
@@ -79,13 +133,26 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
         mine = {
             other
             for other, one in calls.items()
-            if one.name == kept.name and program.stage_of.get(other.name) == program.stage_of.get(node.name)
+            if one.name == kept.name and _stage(program, other) == _stage(program, node)
         }
         read = {name for other in program.graph.nodes if other not in mine for name in _reads(program, other)}
         read -= set(program.effects[node.name].writes)
-        own = persistent(program.module, kept.parts.values())
+        own = tuple(place for place in buffers(program.module, kept.parts.values()) if persistent(place))
         places = [_place(program.module, name) for name in sorted(read)]
-        kept.watch = Unchanged(kept.name, own, tuple(places), changed)
+        elsewhere = [one for other, one in calls.items() if _stage(program, other) != _stage(program, node)]
+        shared = _modules([kept]) & _modules(elsewhere)
+        named = {path: part for path, part in program.module.named_modules() if id(vars(part)) in shared}
+        kept.watch = Unchanged(kept.name, own, tuple(places), changed, named)
+
+
+def _stage(program: Program, node: fx.Node) -> int | None:
+    return program.stage_of.get(node.name)
+
+
+def _modules(calls: Iterable[KeptWhole]) -> set[int]:
+    """The submodules that calls run: whose method they are, and what they were seen to call."""
+    run = [part for call in calls for top in call.parts.values() for part in top.modules()]
+    return {id(vars(part)) for part in (*run, *(call.owner for call in calls))}
 
 
 def _reads(program: Program, node: fx.Node) -> Iterator[str]:
@@ -109,7 +176,6 @@ def held(place: Held) -> Tensor | None:
     return module._buffers[name] if name in module._buffers else module._parameters.get(name)
 
 
-def _state(place: Held) -> tuple[int, int]:
-    """Which tensor it is, and how often it was written."""
-    tensor = held(place)
-    return id(tensor), 0 if tensor is None else version_of(tensor)
+def state_of(tensor: Tensor | None) -> tuple[int, int, int]:
+    """Which tensor it is, how often it was written, and where it lies, as ``.data = ...`` changes it."""
+    return (id(None), 0, 0) if tensor is None else (id(tensor), version_of(tensor), storage_of(tensor))

@@ -129,7 +129,7 @@ class Reads:
     def _changed(self, state: dict[Key, Any]) -> Key | None:
         for key, value in state.items():
             now = self._held(key)
-            if now is not value and not _alike(value, _contents(now)):
+            if now is not value and not alike(value, contents(now)):
                 return key
         return None
 
@@ -151,7 +151,7 @@ class Reads:
         return table.get(key[1], table["_modules"].get(key[1]))
 
     def _value(self, key: Key) -> Any:
-        return _contents(self._held(key))
+        return contents(self._held(key))
 
 
 class _Glance:
@@ -180,8 +180,8 @@ class _Glance:
                 if there:
                     held = tuple(home[name] for name in there)
                     self._held.append((home, itemgetter(*there, there[0]), (*held, held[0])))
-        contents = [(value, _contents(value)) for value in told.values()]
-        mutable = [(value, inside) for value, inside in contents if inside is not value]
+        insides = [(value, contents(value)) for value in told.values()]
+        mutable = [(value, inside) for value, inside in insides if inside is not value]
         self._empty = [value for value, inside in mutable if isinstance(value, _CONTAINERS) and not value]
         self._filled = [(value, inside) for value, inside in mutable if not isinstance(value, _CONTAINERS) or value]
 
@@ -194,11 +194,11 @@ class _Glance:
             held
             and all(absent.isdisjoint(table) for table, absent in self._absent)
             and not any(self._empty)
-            and all(_alike(inside, _contents(value)) for value, inside in self._filled)
+            and all(alike(inside, contents(value)) for value, inside in self._filled)
         )
 
 
-def _contents(value: Any, depth: int = 0) -> Any:
+def contents(value: Any, depth: int = 0) -> Any:
     """A value, or, as it may be changed in place, what is in it."""
     is_settings = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or hasattr(type(value), "to_dict")
     if is_settings or dataclasses.is_dataclass(value):  # to_dict: a configuration of transformers
@@ -206,14 +206,15 @@ def _contents(value: Any, depth: int = 0) -> Any:
     if not isinstance(value, _CONTAINERS) or len(value) > _LARGE or depth == _DEEP:
         return value
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return tuple(_contents(item, depth + 1) for item in items)
+    return tuple(contents(item, depth + 1) for item in items)
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
+    """Whether two ``contents`` are the same."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
+        return len(one) == len(other) and all(map(alike, one, other))
     return isinstance(one, _PLAIN) and bool(one == other or (one != one and other != other))

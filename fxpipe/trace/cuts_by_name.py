@@ -90,6 +90,7 @@ def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
             )
         owner, _, method = name.rpartition(".")
         if _is_method(modules, name):
+            _check_own(name, modules[owner], method)
             found.setdefault(name, Region(name, owner, method, returns))
             continue
         for path in _matching(modules, name):
@@ -118,6 +119,15 @@ def is_auto(model: nn.Module, boundaries: Boundaries) -> bool:
                 'parts whole beside it, {"*": "auto", "model.visual": "whole"}, or name all cuts'
             )
     return True
+
+
+def _check_own(name: str, owner: nn.Module, method: str) -> None:
+    """A function that was set on one module goes by its class, where a method is looked up to be kept whole."""
+    if method in vars(owner):
+        raise PartitionError(
+            f"boundaries= keeps {name!r} whole, which was set as an attribute of this {type(owner).__name__}, in place "
+            "of the method of its class: set it on the class, or on a class derived from it"
+        )
 
 
 def _is_whole(rule: Any) -> bool:

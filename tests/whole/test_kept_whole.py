@@ -145,7 +145,9 @@ class Frozen(nn.Module):
         return self.head(rows[: rows.shape[0]]).square().mean()
 
 
-@pytest.mark.parametrize(("tracer", "told"), [("export", "size 0 of tensor 0"), ("record", "was captured with")])
+@pytest.mark.parametrize(
+    ("tracer", "told"), [("export", "size 0 of tensor 0"), ("record", "region, which is kept whole.*was captured with")]
+)
 def test_a_size_that_decides_about_code_is_checked_in_each_step(tracer: str, told: str) -> None:
     """Never a result of the other branch."""
     case = Case(Frozen, vectors, stages=2, ranks=2, rows=4, microbatches=1)
@@ -389,6 +391,115 @@ def test_an_attribute_of_regions_in_one_stage_is_as_in_plain_pytorch(how: str) -
     assert_run([run], wanted, 1e-6)
 
 
+class Keeps(nn.Module):
+    """Keeps something between its calls, of the kind ``how``; only for negative rows, if it keeps ``late``."""
+
+    last: Tensor
+
+    def __init__(self, how: str, late: bool) -> None:
+        super().__init__()
+        self.how, self.late, self.inner = how, late, linear()
+        self.kept: Any = {"number": 0, "list": {"seen": []}, "tensor": torch.zeros(WIDTH), "array": numpy.zeros(1)}.get(
+            how
+        )
+        self.register_buffer("last", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = {"number": lambda: self.kept, "list": lambda: len(self.kept["seen"]), "array": lambda: self.kept[0]}
+        h: Tensor = self.inner(x) * (1 + float(factor.get(self.how, float)()))
+        h = h + self.last + (self.kept if self.how == "tensor" else 0)
+        if not self.late or x.sum().item() < 0:
+            self._keep(h.detach().mean(0))
+        return h
+
+    def _keep(self, mean: Tensor) -> None:
+        if self.how == "number":
+            self.kept += 1
+        elif self.how == "list":
+            self.kept["seen"].append(1)
+        elif self.how == "array":
+            self.kept[0] += 1
+        elif self.how == "tensor":
+            self.kept.add_(mean)
+        elif self.how == "buffer":
+            self.last = mean
+        else:
+            self.inner.weight.data = self.inner.weight.data.clamp(-0.1, 0.1)
+
+
+class KeptBetween(nn.Module):
+    """A region that keeps something is called twice: with rows of the first, and of the second input."""
+
+    def __init__(self, how: str, late: bool = True) -> None:
+        super().__init__()
+        self.region, self.other, self.head = Keeps(how, late), linear(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.region(x)
+        return self.head(self.region(y + self.other(h).abs() * y)).square().mean()
+
+
+KEPT = ["number", "list", "tensor", "array", "buffer", ".data"]
+BEFORE_AND_AFTER: Any = ({"x": torch.ones(4, WIDTH), "y": torch.ones(4, WIDTH)}, NEGATIVE)
+
+
+@pytest.mark.parametrize("how", KEPT)
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_what_a_region_keeps_later_between_calls_in_two_stages_is_refused(how: str, tracer: str) -> None:
+    """Each rank would keep its own: a silent difference from one process."""
+    case = Case(lambda: KeptBetween(how), vectors, ranks=2, microbatches=2)
+    rules = {"region": "whole", "other": "before"}
+    forward_backward = compiled(case, boundaries=rules, tracer=tracer, example_kwargs=BEFORE_AND_AFTER[0])
+    assert len({stage.name for stage in forward_backward.stages if "region.inner.weight" in stage.tensors}) == 2
+    forward_backward(**BEFORE_AND_AFTER[0])
+    place = {"buffer": "region.last", ".data": "region.inner.weight"}.get(how, "region.kept")
+    with pytest.raises(RunError, match=f"region, which is kept whole, changes {place}"):
+        forward_backward(**NEGATIVE)
+
+
+@pytest.mark.parametrize("how", [how for how in KEPT if how != "array"])  # arrays are not put back behind the check
+@pytest.mark.parametrize("late", [True, False])
+def test_what_a_region_keeps_between_calls_in_one_stage_is_as_in_plain_pytorch(how: str, late: bool) -> None:
+    case = Case(lambda: KeptBetween(how, late), vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
+    wanted, _ = reference(case, BEFORE_AND_AFTER)
+    options: Any = {"boundaries": AROUND, "tracer": "export", "example_kwargs": BEFORE_AND_AFTER[0]}
+    assert_run([trained(case, BEFORE_AND_AFTER, **options)], wanted)
+
+
+class Makes(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.head = what, linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.region(x)).square().mean()
+
+    def region(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = linear() if self.what == "submodule" else nn.Parameter(torch.ones(WIDTH, WIDTH))
+        return self.made(x) if isinstance(self.made, nn.Module) else x @ self.made
+
+
+@pytest.mark.parametrize("what", ["submodule", "parameter"])
+def test_a_region_that_makes_its_parameters_when_it_runs_is_refused(what: str) -> None:
+    case = Case(lambda: Makes(what), vectors, ranks=2, microbatches=1)
+    with pytest.raises(TraceError, match=f"region, which is kept whole, makes or replaces a {what} when it runs"):
+        compiled(case, boundaries={"region": "whole", "head": "before"}, example_kwargs=POSITIVE)
+
+
+def test_a_function_set_on_one_module_in_place_of_its_method_is_refused() -> None:
+    """It would run in place of the method, and nothing would be kept whole."""
+
+    def build() -> nn.Module:
+        model = Picks()
+        model.features = lambda x: model.image(x)  # type: ignore[method-assign]
+        return model
+
+    case = Case(build, vectors, ranks=2, microbatches=1)
+    with pytest.raises(PartitionError, match="'features' whole, which was set as an attribute of this Picks"):
+        compiled(case, boundaries={"features": "whole"}, example_kwargs=POSITIVE)
+
+
 class Splits(nn.Module):
     """As Qwen2-VL: a tensor for each image, of which a grid of three columns has a row."""
 
@@ -604,6 +715,24 @@ def test_a_method_has_what_no_other_stage_uses(returns: Tensor | None, tracer: s
     assert set(stages[0].tensors) == {"before.weight", "before.bias"}
     wanted, _ = reference(case, [POSITIVE, NEGATIVE])
     assert_run([trained(case, [POSITIVE, NEGATIVE], **options)], wanted)
+
+
+class PicksTwice(Picks):
+    """The method is called in two stages, and the first uses for some values what the second was seen to."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.features(self.before(x)))
+        return (self.head(self.features(h - 9)) - y).square().mean()
+
+
+def test_a_method_has_in_each_stage_what_it_was_seen_to_use_in_any() -> None:
+    case = Case(PicksTwice, vectors, stages=2, ranks=2, microbatches=2, tolerance=1e-6)
+    model: Any = case.model()
+    order = [{"x": sign * torch.ones(4, WIDTH), "y": torch.zeros(4, WIDTH)} for sign in (1.0, -1.0)]
+    order.sort(key=lambda batch: -model.before(batch["x"]).sum().item())
+    assert model.before(order[1]["x"]).sum() < 0 < model.before(order[0]["x"]).sum()
+    wanted, _ = reference(case, order)
+    assert_run(strict(1)(2, _sometimes, case, order, {"features": "whole"}, "export"), wanted)
 
 
 class Auxiliary(nn.Module):

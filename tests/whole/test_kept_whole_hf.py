@@ -1,0 +1,39 @@
+"""Hugging Face's models with a region kept whole; nine of them, at length: ``examples/benchmarks/kept_whole.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import engine_of
+
+pytest.importorskip("transformers")
+
+from tests.kept_whole import STUDIES, furthest, plainly, train
+
+ROUNDING = 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "data", "in_one", "tracer"),
+    [
+        ("Qwen2.5-VL", "local", 1, True, "export"),
+        ("Longformer", "distributed", 1, False, "record"),
+        ("wav2vec2", "distributed", 2, False, "export"),
+    ],
+)
+def test_two_steps_are_those_of_plain_pytorch(
+    name: str, engine: str, data: int, in_one: bool, tracer: str, request: pytest.FixtureRequest
+) -> None:
+    """Each micro-batch has another number of images, or another length; layers of wav2vec2 are dropped at random."""
+    start = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    runs = start(4, _trained, name, data, in_one, tracer)
+    wanted = plainly(STUDIES[name], data, in_one)
+    for run in runs:
+        assert furthest(run, wanted) < ROUNDING
+    assert len({float(loss) for loss in wanted["losses"]}) == len(wanted["losses"])
+
+
+def _trained(name: str, data: int, in_one: bool, tracer: str) -> dict[str, Any]:
+    return train(STUDIES[name], 4 // data, data, data - 1, in_one, tracer=tracer)
