@@ -115,7 +115,7 @@ class Balancing:
                     self.hardware,
                     self.compute,
                     Account.of(self.options, self.topology),
-                    bytes_of_inputs(pattern.shapes),
+                    bytes_of_inputs(pattern.shapes, self.options.precision),
                     self.halves,
                 )
             self.costed = known, found

@@ -11,7 +11,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -141,11 +141,8 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
     return state
 
 
-def states_of(optimizer: str | OptimizerMaker) -> float:
-    """How many numbers an optimizer keeps of each that it steps, counted on a matrix: Adam two.
-
-    ``optimizer``: a class of torch.optim by its name, in any case, or what makes one. RunError where it is none.
-    """
+def class_of(optimizer: str | OptimizerMaker) -> OptimizerMaker:
+    """A class of torch.optim by its name, in any case, or what makes one as it is. RunError where it is none."""
     make: Any = optimizer
     if isinstance(optimizer, str):
         known = {name.lower(): one for name, one in vars(torch.optim).items() if _is_optimizer(one)}
@@ -154,6 +151,15 @@ def states_of(optimizer: str | OptimizerMaker) -> float:
         make = known[optimizer.lower()]
     if not callable(make):
         raise RunError(f'optimizer is {shown(make)}; write a name such as "adamw", or a class of optimizers')
+    return cast(OptimizerMaker, make)
+
+
+def states_of(optimizer: str | OptimizerMaker) -> float:
+    """How many numbers an optimizer keeps of each that it steps, counted on a matrix: Adam two.
+
+    ``optimizer``: a class of torch.optim by its name, in any case, or what makes one. RunError where it is none.
+    """
+    make = class_of(optimizer)
     like = torch.zeros(64, 64)
     try:
         entry = initial_state(make, {}, like)
