@@ -39,5 +39,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     try:
         part.write_text(text, encoding="utf-8")
         os.replace(part, target)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
     finally:
         part.unlink(missing_ok=True)

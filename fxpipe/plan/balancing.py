@@ -90,7 +90,8 @@ class Balancing:
             return None
 
         def work(keeping: bool = False) -> BlockGraph:
-            return work_of_stages(program, self.costs(program, pattern, shape, keeping))
+            found = work_of_stages(program, self.costs(program, pattern, shape, keeping))
+            return dataclasses.replace(found, gather={stage: one.group for stage, one in program.gathered.items()})
 
         try:
             with progress("costing the stages"):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.hardware import Hardware
+from fxpipe.notebook import listed
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.data_traffic import DataTraffic
 from fxpipe.plan.memory import Account, Held, dealt, rows_of
@@ -249,6 +250,9 @@ class _Forecast:
             left.append("activations, messages and time need a batch's shapes: pass example_args= or example_kwargs=")
         elif self.options.hardware is None:
             left.append('seconds need hardware=, such as hardware="h100"')
+        gathers = [stage.name for stage in self.graph if stage.gathered is not None]
+        if gathers and self.work is not None:
+            left.append(f"what {listed(gathers)} computes between rows of several micro-batches counts as within each")
         if self.topology.size("tensor") > 1:
             left.append("what parallelize= spreads over the tensor axis counts whole")
         return "\n".join([f"{self.account}", *left])

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -17,7 +18,6 @@ from fxpipe.notebook import Tabular
 from fxpipe.plan.plan import Plan
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
-from fxpipe.small_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Preview(Tabular):
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Writes ``as_dict()``. OSError where that fails."""
-        write_whole(path, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         parts = [str(self.graph), table(self.timeline), self.saving, self._memory, self._figures, self.what]

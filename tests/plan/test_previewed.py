@@ -327,6 +327,25 @@ def test_what_goes_between_nodes_goes_over_their_links() -> None:
     assert across.between_nodes == ROWS * (4 * WIDTH + 8) + gradient
 
 
+class Contrasted(nn.Module):
+    """A loss of all rows, behind two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(stage_boundary(self.one(x), gather="batch", name="loss")).square().mean()
+
+
+def test_a_gathered_stage_takes_the_time_of_its_group_at_once() -> None:
+    layer = 2 * ROWS * WIDTH * WIDTH / 1e9
+    told = preview(model=Contrasted(), hardware=SIMPLE)
+    assert told.timeline.costs.forward == pytest.approx((layer / MICROBATCHES, layer))
+    assert told.seconds == pytest.approx(layer + 3 * layer + layer)
+    assert "what loss computes between rows of several micro-batches counts as within each" in str(told)
+
+
 def test_seconds_need_hardware() -> None:
     told = preview()
     assert (told.seconds, told.flops, told.utilisation) == (None, None, None)
