@@ -207,7 +207,7 @@ def _preview(args: argparse.Namespace) -> None:
         recompute={None: False, "all": True}.get(args.recompute, args.recompute),
         memory_per_rank=args.memory,
         cache=args.cache,
-        hardware=fxpipe.Hardware.read(hardware) if (hardware or "").endswith(".json") else hardware,
+        hardware=fxpipe.Hardware.read(hardware) if (hardware or "").lower().endswith(".json") else hardware,
     )
     if args.json is not None:
         told.to_json(args.json)
@@ -230,7 +230,14 @@ def _made_by(what: str) -> tuple[Any, Any]:
     if not callable(made):
         known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise RunError(f"{name} has no function {function!r}{nearest(function, known)}")
-    found = made()
+    try:
+        found = made()
+    except OSError as error:  # what is the user's is not told as if it were an option's file
+        raise RunError(f"{what} failed: {type(error).__name__}: {error}") from error
+    if isinstance(found, (tuple, list)) and not (isinstance(found, tuple) and len(found) == 2):
+        raise RunError(
+            f"{what} returned {shown(found)}; return (model, (x, y)), (model, {{'x': x}}) or the model alone"
+        )
     model, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if batch is not None and not isinstance(batch, (tuple, list, Mapping)):
         raise RunError(f"{what} returned a batch that is {shown(batch)}; return (model, (x, y)) or (model, {{'x': x}})")

@@ -17,7 +17,7 @@ from fxpipe.distributed.sync_batch_norm import check_sync_batch_norms
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.distributed.whereabouts import announced
-from fxpipe.errors import TopologyError
+from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import Hardware
 from fxpipe.kinds import shown
@@ -28,7 +28,7 @@ from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
 from fxpipe.plan.example import check_model, first_pattern, with_previewed_plan
-from fxpipe.plan.forecast import over_the_limit, preview_of
+from fxpipe.plan.forecast import Stepping, over_the_limit, preview_of
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.previewed import Preview
 from fxpipe.plan.together import first_plan_together
@@ -39,7 +39,7 @@ from fxpipe.run.rank_state import base_seed, make_rank_state, open_groups, take_
 from fxpipe.run.user_warning import warn
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.sharding.optimizer_class import states_of
+from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
 from fxpipe.trace.cached import check_folder
 from fxpipe.trace.cuts_by_name import Boundaries
 
@@ -230,11 +230,18 @@ def preview(
         TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile`` would; RunError, too, where
             there is no such optimizer, or a figure of the hardware is needed and not given.
     """
-    states = states_of(optimizer)
     options = Options.of(locals() | {"check_capture": False})
+    make = named_class(optimizer)
+    check_class(make, copies=options.zero > 0 or options.precision is not None)
+    stepping = Stepping(states_of(make), whole=not is_elementwise(make))
     check_model(model, options)
     if not isinstance(topo, Topology):
         raise TopologyError(f'topo is {shown(topo)}; write fxpipe.Topology([("pipe", 2), ("data", 4)])')
+    if stepping.whole and options.zero == 3 and topo.size("data") > 1:
+        raise RunError(
+            f"optimizer={shown(optimizer)} steps whole parameters, which zero=3 shards; write zero=2, or take an "
+            "element-wise optimizer such as AdamW"
+        )
     _check_cache(options)
     planner = with_previewed_plan(Planner.none_yet(model, options, topo, torch.device("cpu")), options)
-    return preview_of(planner, first_pattern(planner, options), states)
+    return preview_of(planner, first_pattern(planner, options), stepping)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
+import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,11 @@ import torch
 
 from fxpipe.errors import RunError, nearest
 from fxpipe.kinds import is_number, is_text, shown
-from fxpipe.small_file import read_small
+from fxpipe.small_file import read_small, write_whole
 
 _MOST_BYTES = 10_000
+_MOST = 1e100
+"""Of a figure: sums and products of them stay finite."""
 
 
 class FigureMissing(RunError):
@@ -60,9 +62,13 @@ class Hardware:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, may_be_zero = getattr(self, field.name), field.name in ("launch", "latency")
-            fits = is_number(value) and 0 <= value < math.inf and (value or may_be_zero)
-            if not fits and not (value is None and field.default is None):
+            if value is None and field.default is None:
+                continue
+            if not (is_number(value) and 0 <= value <= _MOST and (value or may_be_zero)):
                 raise RunError(f"Hardware({field.name}={shown(value)}) is no number above 0, {_UNITS[field.name]}")
+            object.__setattr__(self, field.name, float(value))  # numpy's own are not JSON's
+        if self.reached > 1:
+            raise RunError(f"Hardware(reached={self.reached:g}) is a part of the peak, at most 1; write 0.5 for a half")
 
     @staticmethod
     def named(name: str) -> Hardware:
@@ -97,16 +103,25 @@ class Hardware:
         """That of the device at hand, measured once in some seconds and kept in a file, which is read from then on.
 
         Products, memory and launches are measured, on a GPU if there is one. Links are not, which takes two processes:
-        give them, as in ``measured("here.json", link=450e9, link_between=50e9)``.
+        give them, as in ``measured("here.json", link=450e9, link_between=50e9)``. Random state stays as it is.
 
         Raises:
-            RunError: the file is none of these; or a figure is none.
+            RunError: the file is none of these, or was measured on another device than that at hand; or a figure is
+                none.
             OSError: it cannot be read or written.
         """
-        file = Path(path)
+        _check_names(figures, "Hardware.measured(...)")
+        file, here = Path(path), _device_at_hand()
         if not file.exists():
-            file.write_text(json.dumps(_measure(), indent=1) + "\n", encoding="utf-8")
-        return dataclasses.replace(Hardware.read(file), **figures) if figures else Hardware.read(file)
+            write_whole(file, json.dumps({_DEVICE: here, **_measure()}, indent=1) + "\n")
+        found = _figures_in(file)
+        there = found.pop(_DEVICE, here)
+        if there != here:
+            raise RunError(
+                f"{os.fspath(path)} was measured on {shown(there)}, and this is {here}; name another file, or write "
+                "fxpipe.Hardware.read(path) for that one's figures"
+            )
+        return Hardware(**{**found, **figures})
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Hardware:
@@ -116,15 +131,8 @@ class Hardware:
             RunError: it is no such file.
             OSError: it cannot be read.
         """
-        try:
-            found: Any = json.loads(read_small(path, _MOST_BYTES))
-        except ValueError as error:
-            raise RunError(f"{os.fspath(path)} is no JSON: {error}") from None
-        if not isinstance(found, Mapping):
-            raise RunError(f"{os.fspath(path)} holds {shown(found)}; it is a dict figure -> number")
-        for name in found:
-            if name not in _UNITS:
-                raise RunError(f"{os.fspath(path)} has {name!r}, which is no figure{nearest(name, _UNITS)}")
+        found = _figures_in(path)
+        found.pop(_DEVICE, None)
         return Hardware(**found)
 
     @staticmethod
@@ -201,10 +209,40 @@ MI300X's platform 8 × 400.
 """
 
 
+# --- files ---
+
+_DEVICE = "device"
+"""The key of what was measured, in words."""
+
+
+def _figures_in(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file holds: figures, and perhaps the device."""
+    try:
+        found: Any = json.loads(read_small(path, _MOST_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{os.fspath(path)} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise RunError(f"{os.fspath(path)} holds {shown(found)}; it is a dict figure -> number")
+    _check_names(found.keys() - {_DEVICE}, os.fspath(path))
+    return found
+
+
+def _check_names(names: Iterable[str], what: str) -> None:
+    for name in names:
+        if name not in _UNITS:
+            raise RunError(f"{what} has {name!r}, which is no figure{nearest(name, _UNITS)}")
+
+
 # --- measuring ---
 
 ON_A_GPU, ON_A_CPU = (8192, 2**28), (1024, 2**24)
 """The width of the matrices, and the numbers copied."""
+
+
+def _device_at_hand() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} with {torch.get_num_threads()} threads"
 
 
 def _measure() -> dict[str, float]:
@@ -214,7 +252,8 @@ def _measure() -> dict[str, float]:
     size, count = ON_A_GPU if on_gpu else ON_A_CPU
     found = {}
     for name, dtype in (("flops", torch.float32), ("flops_16", torch.bfloat16)):
-        one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        numbers = torch.Generator(device).manual_seed(0)  # the user's own are not drawn from
+        one, other = (torch.randn(size, size, device=device, generator=numbers).to(dtype) for _ in range(2))
         found[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, one, other), device)
     source, target = (torch.ones(count, device=device) for _ in range(2))
     found["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)

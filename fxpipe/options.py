@@ -92,8 +92,10 @@ class Options:
             raise RunError(f'zero_scope={self.zero_scope!r}; write "node" or "data"')
         if not 0 < self.bucket_cap_mb < math.inf:
             raise RunError(f"bucket_cap_mb={self.bucket_cap_mb}; write a size above 0, in MiB")
-        if self.memory_per_rank is not None and not self.memory_per_rank > 0:
-            raise RunError(f"memory_per_rank={self.memory_per_rank}; write a number above 0, in bytes")
+        if self.memory_per_rank is not None:
+            if not 0 < self.memory_per_rank < 1e30:
+                raise RunError(f"memory_per_rank={shown(self.memory_per_rank)}; write a number above 0, in bytes")
+            object.__setattr__(self, "memory_per_rank", float(self.memory_per_rank))  # numpy's own are not JSON's
         if not isinstance(self.recompute, str):
             given = self.recompute
             object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
@@ -200,7 +202,7 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
         'True, False, "auto" or a list of stage names',
     ),
-    "memory_per_rank": Expected(is_number, "a number of bytes"),
+    "memory_per_rank": Expected(is_number, "a number of bytes, such as 80e9"),
     "hardware": Expected(
         lambda value: isinstance(value, Hardware) or is_text(value),
         'the name of a GPU, such as "h100", or fxpipe.Hardware(...)',

@@ -1,10 +1,12 @@
-"""Small files: read whole, and no further than they may reach, whatever lies in their place."""
+"""Small files: read whole, and no further than they may reach, whatever lies in their place; written all at once."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import uuid
+from pathlib import Path
 
 
 def read_small(path: str | os.PathLike[str], most: int, only_regular: bool = True) -> bytes:
@@ -25,3 +27,19 @@ def read_small(path: str | os.PathLike[str], most: int, only_regular: bool = Tru
 
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file of which nobody ever sees a part: another process has all of it, or what was there before.
+
+    OSError where that fails.
+    """
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, target)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+    finally:
+        part.unlink(missing_ok=True)

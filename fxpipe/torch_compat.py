@@ -58,6 +58,11 @@ __all__ = [  # of what is imported above, for the others; what is made below nee
     "no_dispatch_modes",
     "pytree",
     "vmap_home",
+<<<<<<< HEAD
+=======
+    "without_onednn",
+    "wrapper",
+>>>>>>> atkC
 ]
 
 MODULE_TABLES = (
@@ -288,6 +293,17 @@ def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> boo
         return bool(eval(expression, SYMPY_INTERP, {"L": asked}))
     except ZeroDivisionError:
         return False
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """As ``torch.backends.mkldnn.flags(enabled=False)``, which warns of TF32 on every call."""
+    before: bool = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextlib.contextmanager

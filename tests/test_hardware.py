@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fxpipe import Hardware, RunError
 
@@ -46,6 +47,9 @@ def test_what_stands_in_the_data_sheet_of_an_h100() -> None:
         (lambda: Hardware(flops="fast"), "Hardware(flops='fast') is no number above 0, operations a second"),  # type: ignore[arg-type]
         (lambda: Hardware(link=0.0), "Hardware(link=0.0) is no number above 0, bytes a second"),
         (lambda: Hardware(bandwidth=float("nan")), "Hardware(bandwidth=nan)"),
+        (lambda: Hardware(flops=10**400), "is no number above 0"),
+        (lambda: Hardware(reached=50), "Hardware(reached=50) is a part of the peak, at most 1; write 0.5 for a half"),
+        (lambda: Hardware.measured("never", lnk=1.0), "has 'lnk', which is no figure; did you mean \"link\"?"),
         (lambda: Hardware(latency=None), "Hardware(latency=None)"),  # type: ignore[arg-type]
         (lambda: Hardware(flops=1.0).seconds(1, 1, 2), "has no flops_16, operations a second, which a product in a"),
         (lambda: Hardware(flops=1.0).seconds(1, 1, 4), "has no bandwidth, bytes a second, which every operation needs"),
@@ -64,12 +68,21 @@ def test_what_was_measured_is_kept_and_read_again(tmp_path: Path, monkeypatch: p
     for _ in range(2):
         assert Hardware.measured(file, link=1e9) == Hardware(**figures, link=1e9)
     assert len(measured) == 1
-    assert json.loads(file.read_text()) == figures
+    found = json.loads(file.read_text())
+    assert found.pop("device")
+    assert found == figures
+    file.write_text(json.dumps({"device": "another", **figures}))
+    assert Hardware.read(file) == Hardware(**figures)
+    with pytest.raises(RunError, match="was measured on 'another', and this is"):
+        Hardware.measured(file)
 
 
 def test_the_device_at_hand_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxpipe.hardware.ON_A_CPU", (64, 2**12))
+    state = torch.get_rng_state()
     found = Hardware.measured(tmp_path / "here.json")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(tmp_path.iterdir()) == [tmp_path / "here.json"]
     assert found.seconds(1e9, 1e6, 4) > 0
     assert found.seconds(1e9, 1e6, 2) > 0
     assert found.reached == 1.0
@@ -79,6 +92,7 @@ def test_the_device_at_hand_is_measured(tmp_path: Path, monkeypatch: pytest.Monk
     ("text", "told"),
     [
         ("no", "is no JSON"),
+        ("[" * 9000, "is no JSON"),
         ("[1]", "holds [1]; it is a dict figure -> number"),
         ('{"flop": 1}', "has 'flop', which is no figure; did you mean \"flops\"?"),
         ('{"flops": "1"}', "Hardware(flops='1') is no number"),

@@ -86,7 +86,8 @@ class Balancing:
             return None
 
         def work(keeping: bool = False) -> BlockGraph:
-            return work_of_stages(program, self.costs(program, pattern, shape, keeping))
+            found = work_of_stages(program, self.costs(program, pattern, shape, keeping))
+            return dataclasses.replace(found, gather={stage: one.group for stage, one in program.gathered.items()})
 
         try:
             with progress("costing the stages"):
@@ -111,7 +112,7 @@ class Balancing:
                     self.hardware,
                     self.compute,
                     Account.of(self.options, self.topology),
-                    bytes_of_inputs(pattern.shapes),
+                    bytes_of_inputs(pattern.shapes, self.options.precision),
                     self.halves,
                 )
             self.costed = known, found

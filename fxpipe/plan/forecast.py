@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor, nn
 
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.hardware import Hardware
+from fxpipe.notebook import listed
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.data_traffic import DataTraffic
-from fxpipe.plan.memory import Account, Held
+from fxpipe.plan.memory import Account, Held, dealt, rows_of
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.previewed import Preview, RankPreview
@@ -26,38 +28,53 @@ Sizes = Mapping[Edge, tuple[float, float]]
 """Edge → the bytes of its value, as its stage makes it at once, and of that value's gradient."""
 
 
-def preview_of(planner: Planner, pattern: Pattern, states: float) -> Preview:
-    """What a pattern's plan comes to. ``states``: how many numbers the optimizer keeps of each trained one."""
-    return _Forecast(planner, pattern, states).preview()
+@dataclass(frozen=True)
+class Stepping:
+    """How an optimizer steps parameters. ``states``: how many numbers it keeps of each. ``whole``: whether a rank steps
+    whole ones, as it must where elements are not stepped by themselves."""
+
+    states: float = 2.0
+    whole: bool = False
+
+
+def preview_of(planner: Planner, pattern: Pattern, stepping: Stepping) -> Preview:
+    """What a pattern's plan comes to."""
+    return _Forecast(planner, pattern, stepping).preview(timed=planner.options.hardware is not None)
 
 
 def over_the_limit(planner: Planner) -> str:
     """In words, where the first plan does not keep within ``memory_per_rank``, or that is not known; else empty."""
     if planner.options.memory_per_rank is None:
         return ""
-    told = preview_of(planner, planner.shown[0], states=2.0)
+    told = _Forecast(planner, planner.shown[0], Stepping()).preview(timed=False)
     if told.fits is None:
         return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
     number, most = max(enumerate(told.ranks), key=lambda pair: pair[1].total)
     if told.fits:
         return ""
     return (
-        f"rank {number} of a pipeline takes {most.total:,.0f} bytes with messages and batch, "
+        f"rank {number} of a pipeline takes {most.total:,.0f} bytes {_counted(most)}, "
         f"memory_per_rank={planner.options.memory_per_rank:,.0f}; fxpipe.preview says of what"
     )
 
 
+def _counted(rank: RankPreview) -> str:
+    return "without activations" if rank.activations is None else "with messages and batch"
+
+
 class _Forecast:
-    def __init__(self, planner: Planner, pattern: Pattern, states: float) -> None:
+    def __init__(self, planner: Planner, pattern: Pattern, stepping: Stepping) -> None:
         self.planner, self.pattern, self.options, self.topology = planner, pattern, planner.options, planner.topology
         self.plan = planner.plan(pattern, "nothing is run")
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
         self.work = planner.tables.stage_work(pattern, self.graph.placement)
-        self.account = dataclasses.replace(Account.of(self.options, self.topology), states=states)
+        self.account = dataclasses.replace(Account.of(self.options, self.topology), states=stepping.states)
+        self.stepping = stepping
         self.hardware = Hardware.of(self.options.hardware)
 
-    def preview(self) -> Preview:
-        timed = self.work is not None and self.options.hardware is not None
+    def preview(self, timed: bool) -> Preview:
+        """``timed``: with seconds, for which figures of the hardware are needed."""
+        timed = timed and self.work is not None
         graph = dataclasses.replace(self.graph, bytes_of={edge: int(size) for edge, (size, _) in self.sizes.items()})
         return Preview(
             plan=dataclasses.replace(self.plan, graph=graph),
@@ -110,19 +127,49 @@ class _Forecast:
     def _activations(self) -> tuple[float, ...]:
         return peak_bytes(self.schedule, self.timeline.costs)
 
-    def _held(self, tensor: Tensor) -> Held:
-        if not isinstance(tensor, nn.Parameter):
-            return Held(parameters=float(tensor.nbytes))
-        trained, floating = tensor.requires_grad, tensor.is_floating_point()
-        return self.account.held(tensor.numel(), self._element(tensor), trained, floating)
+    @cached_property
+    def _used(self) -> set[int]:
+        """What some stage uses, by id."""
+        return {id(tensor) for stage in self.graph for tensor in stage.tensors.values()}
+
+    def _held(self, tensors: Sequence[Tensor]) -> Held:
+        """What the fullest of the replicas holds of these."""
+        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        buffers = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, nn.Parameter))
+        whole = self.stepping.whole and self.account.zero in (1, 2)
+        owners = dealt([parameter.numel() for parameter in parameters], self.account.shards) if whole else []
+        held = [
+            sum(
+                (self._of_one(one, one.numel() * (mine == rank)) for one, mine in zip(parameters, owners, strict=True)),
+                Held(),
+            )
+            for rank in sorted(set(owners))
+        ] or [sum(map(self._of_one, parameters), Held())]
+        return max(held, key=lambda one: one.sum) + Held(parameters=float(buffers))
+
+    def _of_one(self, parameter: Tensor, part: float | None = None) -> Held:
+        """``part``: how much of it a rank steps; None: all alike."""
+        count, element, floating = parameter.numel(), self._element(parameter), parameter.is_floating_point()
+        trained, used = parameter.requires_grad, id(parameter) in self._used
+        if self.account.zero == 3 and not used:
+            return Held(parameters=float(count * self._element_of_shards(parameter)))
+        part = self.account.part_of(count, rows_of(parameter)) if part is None else part
+        held = self.account.held(count, element, trained, floating, part)
+        idle = self.account.held(count, element, False, floating, part)
+        return held if used else dataclasses.replace(held, optimizer=idle.optimizer)
 
     def _element(self, tensor: Tensor) -> int:
         """Bytes of an element as stages run it."""
         precision = self.options.precision if tensor.is_floating_point() else None
         return tensor.element_size() if precision is None else precision.compute.itemsize
 
+    def _element_of_shards(self, parameter: Tensor) -> int:
+        """Bytes of an element as ``zero=3`` keeps it."""
+        precision = self.options.precision if parameter.is_floating_point() else None
+        return parameter.element_size() if precision is None else precision.master.itemsize
+
     def _rank(self, rank: int) -> RankPreview:
-        held = sum(map(self._held, self._tensors[rank]), Held())
+        held = self._held(self._tensors[rank])
         mine = self._stages[rank]
         inputs = {name for stage in mine for name in stage.batch_inputs}
         known = self.work is not None
@@ -139,7 +186,7 @@ class _Forecast:
 
     @cached_property
     def _batch(self) -> Mapping[str, int]:
-        return bytes_of_inputs(self.pattern.shapes)
+        return bytes_of_inputs(self.pattern.shapes, self.options.precision)
 
     def _size(self, message: Message) -> float:
         return self.sizes[self.graph.edges[message.edge]][message.op is not Op.F]
@@ -203,6 +250,9 @@ class _Forecast:
             left.append("activations, messages and time need a batch's shapes: pass example_args= or example_kwargs=")
         elif self.options.hardware is None:
             left.append('seconds need hardware=, such as hardware="h100"')
+        gathers = [stage.name for stage in self.graph if stage.gathered is not None]
+        if gathers and self.work is not None:
+            left.append(f"what {listed(gathers)} computes between rows of several micro-batches counts as within each")
         if self.topology.size("tensor") > 1:
             left.append("what parallelize= spreads over the tensor axis counts whole")
         return "\n".join([f"{self.account}", *left])

@@ -8,6 +8,9 @@ Of n elements, c bytes each as stages run them, g as gradients, m as masters, s 
   zero=2  n c          n g/S        n (m + s m)/S      3 n g: what is collected, and two buckets being reduced
   zero=3  n m/S        n m/S        n s m/S            n (c + g): gathered, and not reduced yet
 
+n/S is what the fullest rank has. With zero=3 a shard has as many rows of the first dimension as any other's, padding
+included, and what has none stays whole. With zero=1 and 2 an optimizer that steps no elements by themselves has whole
+parameters, dealt out by size. What no stage uses is never stepped, and with zero=3 not sharded.
 Masters (the m alone) are there with a ``precision`` whose master type is not the compute type. Without ``precision``
 all are of the parameter's own type. A frozen parameter has neither gradient nor state.
 Rajbhandari et al., "ZeRO", https://arxiv.org/abs/1910.02054, table 1, where gradients are counted in 16 bits.
@@ -15,7 +18,10 @@ Rajbhandari et al., "ZeRO", https://arxiv.org/abs/1910.02054, table 1, where gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from fxpipe.distributed.topology import Topology
 from fxpipe.options import Options
@@ -63,12 +69,19 @@ class Account:
         groups = topology.groups("data") if options.zero_scope == "data" else topology.shard_groups()
         return Account(options.zero, min(map(len, groups)), options.precision)
 
-    def held(self, count: int, element: int, trained: bool, floating: bool = True) -> Held:
-        """Bytes that ``count`` elements take, of ``element`` bytes each as stages run them."""
+    def part_of(self, count: int, rows: int) -> float:
+        """Of so many elements, in so many rows (0 where there is no dimension), those that the fullest rank has."""
+        if self.zero != 3:
+            return count / self.shards
+        return count // rows * -(-rows // self.shards) if rows else count
+
+    def held(self, count: int, element: int, trained: bool, floating: bool = True, part: float | None = None) -> Held:
+        """Bytes that ``count`` elements take, of ``element`` bytes each as stages run them. ``part``: how many of them
+        a rank shards; None: all alike."""
         mixed = self.precision if floating else None
         gradient = element if mixed is None else mixed.gradient.itemsize
         master = element if mixed is None else mixed.master.itemsize
-        part = count / self.shards
+        part = count / self.shards if part is None else part
         is_copied = mixed is not None and mixed.master != mixed.compute and self.zero != 3
         state = (part if self.zero else count) * (master * is_copied + self.states * master * trained)
         if self.zero == 3:
@@ -85,3 +98,17 @@ class Account:
         return (
             f"{each.sum:g} bytes for each trained parameter of {of}: value, gradient and the optimizer's state{sharded}"
         )
+
+
+def rows_of(parameter: Tensor) -> int:
+    """The size of its first dimension; 0 where it has none."""
+    return parameter.shape[0] if parameter.ndim else 0
+
+
+def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Who steps each of what is stepped whole: the rank that has least so far, the largest first (Graham, 1969)."""
+    loads, owner = [0] * ranks, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+        owner[place] = loads.index(min(loads))
+        loads[owner[place]] += sizes[place]
+    return owner

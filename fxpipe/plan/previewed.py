@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,25 +94,29 @@ class Preview(Tabular):
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank keeps within ``memory``; None where that, or what activations take, is not known."""
-        if self.memory is None or any(rank.activations is None for rank in self.ranks):
+        """Whether every rank keeps within ``memory``; None where that is not known, or activations are not and the rest
+        keeps within it."""
+        if self.memory is None:
             return None
-        return all(rank.total <= self.memory for rank in self.ranks)
+        if any(rank.total > self.memory for rank in self.ranks):
+            return False
+        return None if any(rank.activations is None for rank in self.ranks) else True
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as plain data: bytes, seconds and parts of 1."""
-        names = ("memory", "fits", "seconds", "bubble", "flops", "utilisation", "between_nodes")
+        """The figures as plain data: whole bytes, seconds and parts of 1."""
+        names = ("fits", "seconds", "bubble", "flops", "utilisation")
         return {
             "stages": [self._stage(number) for number in range(len(self.graph))],
             "schedule": self.schedule.name,
             "microbatches": self.schedule.microbatches,
-            "ranks": [{**dataclasses.asdict(rank), "total": rank.total} for rank in self.ranks],
+            "ranks": list(map(_whole_bytes, self.ranks)),
             **{name: getattr(self, name) for name in names},
+            **{name: _ceil(getattr(self, name)) for name in ("memory", "between_nodes")},
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Writes ``as_dict()``. OSError where that fails."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         parts = [str(self.graph), table(self.timeline), self.saving, self._memory, self._figures, self.what]
@@ -163,6 +167,16 @@ class Preview(Tabular):
 
 
 _HEADERS: Mapping[str, str] = {"whole": "whole in a step"}
+
+
+def _ceil(size: float | None) -> int | None:
+    return None if size is None else math.ceil(size)
+
+
+def _whole_bytes(rank: RankPreview) -> dict[str, Any]:
+    """A rank's figures; ``total`` is the sum of what stands beside it."""
+    sizes = {name: _ceil(getattr(rank, name)) for name in _PARTS}
+    return {"stages": list(rank.stages), **sizes, "total": sum(size or 0 for size in sizes.values())}
 
 
 def _unit(most: float) -> tuple[str, float]:

@@ -44,8 +44,11 @@ class State:
             torch.cuda.set_rng_state(state, device)
 
 
+Around = Callable[[], contextlib.AbstractContextManager[None]]
+
+
 @contextlib.contextmanager
-def without_reentrant_checkpoints() -> Iterator[None]:
+def without_reentrant_checkpoints(around: Around = contextlib.nullcontext) -> Iterator[None]:
     """Functions given to a reentrant checkpoint, through which ``autograd.grad`` cannot go, run once and keep all.
 
     As there, what is given no tensor that requires a gradient gives none.
@@ -53,7 +56,7 @@ def without_reentrant_checkpoints() -> Iterator[None]:
 
     def run(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
         requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and requires):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and requires), around():
             return function(*args)
 
     with patched(torch.utils.checkpoint.CheckpointFunction, "apply", run):
@@ -61,15 +64,38 @@ def without_reentrant_checkpoints() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def checkpoints_that_keep() -> Iterator[None]:
-    """Functions given to any checkpoint run once and keep all: what runs a second time here would run a third."""
-    with without_reentrant_checkpoints(), patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, _only_run):
+def checkpoints_that_keep(around: Around = contextlib.nullcontext) -> Iterator[None]:
+    """Functions given to any checkpoint run once and keep all: what runs a second time here would run a third.
+
+    ``around``: what each of them runs in.
+    """
+
+    def only_run(*args: Any, **kwargs: Any) -> Iterator[None]:
+        """What torch runs before a checkpointed function, up to ``yield``, and behind it."""
+        with around():
+            yield
+
+    with without_reentrant_checkpoints(around), patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, only_run):
         yield
 
 
-def _only_run(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """What torch runs before a checkpointed function, up to ``yield``, and behind it: nothing."""
-    yield
+@contextlib.contextmanager
+def checkpoints_noted(note: Callable[[], None]) -> Iterator[None]:
+    """``note`` is called for each checkpoint, which runs as ever."""
+
+    def noted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            note()
+            return run(*args, **kwargs)
+
+        return called
+
+    owner, function = torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction
+    with (
+        patched(owner, CHECKPOINT_GENERATOR, noted(vars(owner)[CHECKPOINT_GENERATOR])),
+        patched(function, "apply", noted(function.apply)),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.batch import Description, InputDescription
+from fxpipe.precision import Precision
 from fxpipe.trace.request import Place
 
 
@@ -147,10 +148,14 @@ def with_sizes(
     ]
 
 
-def bytes_of_inputs(shapes: Iterable[Description]) -> dict[str, int]:
-    """Input → the bytes of its tensors, in all of these micro-batches."""
+def bytes_of_inputs(shapes: Iterable[Description], precision: Precision | None = None) -> dict[str, int]:
+    """Input → the bytes of its tensors, in all of these micro-batches, with the copies that a step computes with where
+    ``precision`` changes their type."""
     found: dict[str, int] = {}
     for shape in shapes:
         for name, _, leaf in tensors_of(shape):
-            found[name] = found.get(name, 0) + math.prod(leaf.shape) * leaf.dtype.itemsize
+            each = leaf.dtype.itemsize
+            if precision is not None and leaf.dtype.is_floating_point and leaf.dtype != precision.compute:
+                each += precision.compute.itemsize
+            found[name] = found.get(name, 0) + math.prod(leaf.shape) * each
     return found

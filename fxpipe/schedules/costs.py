@@ -15,7 +15,7 @@ from fxpipe.schedules.action import Action, Op
 
 _MOST = 1e100  # sums of them stay finite
 
-_BYTES = ("activation_bytes", "input_bytes", "deferred_bytes")
+_BYTES = ("activation_bytes", "input_bytes", "deferred_bytes", "again_bytes")
 
 Cost = float | Sequence[float]
 """One number for all stages, or one per stage."""
@@ -47,6 +47,9 @@ class Costs:
     deferred_bytes: tuple[float, ...] | None = None
     """What a stage holds of a micro-batch between its I and its W: inputs and output gradients of the calls that W
     differentiates. None: all of ``activation_bytes``."""
+    again_bytes: tuple[float, ...] | None = None
+    """What the backward of a micro-batch holds beside all that while it runs: the most that one of the model's own
+    checkpoints computes again. None: nothing."""
 
     @staticmethod
     def of(
@@ -81,7 +84,7 @@ class Costs:
         for stage, (whole, half) in enumerate(zip(full, part, strict=True)):
             if half > whole:
                 raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
-        bytes_given = zip(_BYTES, (activation_bytes, input_bytes, deferred_bytes), strict=True)
+        bytes_given = zip(_BYTES, (activation_bytes, input_bytes, deferred_bytes), strict=False)
         held = (None if given is None else _per_stage(name, given, stages) for name, given in bytes_given)
         return Costs(_per_stage("forward", forward, stages), full, part, comm, *held)
 
@@ -113,6 +116,12 @@ class Costs:
         if op is Op.R:
             return count * (whole - kept)
         return count * (-whole if op is Op.B else left - whole if op is Op.I else -left)
+
+    def beside(self, action: Action) -> float:
+        """How many bytes an action holds beside what its stage does, while it runs."""
+        if self.again_bytes is None or action.op not in (Op.B, Op.I):
+            return 0.0
+        return action.count * self.again_bytes[action.stage]
 
     def per_microbatch(self, stage: int, has_backward: bool) -> float:
         """What a stage needs for a micro-batch in all, a gathered one for a group."""

@@ -42,6 +42,7 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         now = peak = 0.0
         for action in row:
             if schedule.backward[action.stage]:
+                peak = max(peak, now + costs.beside(action))
                 now += costs.held(action, (action.stage, action.microbatch) in recomputed)
                 peak = max(peak, now)
         peaks.append(peak)

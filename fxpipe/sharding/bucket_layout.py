@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from fxpipe.plan.memory import dealt
+
 ALIGNMENT = 64
 """Bytes. Where a parameter begins decides which kernel runs, and so the last bit: all begin as torch would let them."""
 
@@ -91,13 +93,14 @@ def _owners(items: Iterable[Item], ranks: int) -> dict[Item, int]:
 
     Tied items are counted apart from all others: every rank that shares them must come to the same result.
     """
-    load: dict[tuple[int, ...], list[int]] = {}
-    owner: dict[Item, int] = {}
-    for item in sorted(items, key=lambda one: (-one.numel, one.name)):
-        loads = load.setdefault(item.kind.owners, [0] * ranks)
-        owner[item] = loads.index(min(loads))
-        loads[owner[item]] += item.numel
-    return owner
+    apart: dict[tuple[int, ...], list[Item]] = {}
+    for item in sorted(items, key=lambda one: one.name):
+        apart.setdefault(item.kind.owners, []).append(item)
+    return {
+        item: rank
+        for group in apart.values()
+        for item, rank in zip(group, dealt([one.numel for one in group], ranks), strict=True)
+    }
 
 
 def _bucket(kind: Kind, root: int | None, items: Sequence[Item], ranks: int) -> BucketLayout:

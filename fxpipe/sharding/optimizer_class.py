@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -100,11 +100,8 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
     return state
 
 
-def states_of(optimizer: str | OptimizerMaker) -> float:
-    """How many numbers an optimizer keeps of each that it steps, counted on a matrix: Adam two.
-
-    ``optimizer``: a class of torch.optim by its name, in any case, or what makes one. RunError where it is none.
-    """
+def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:
+    """A class of torch.optim by its name, in any case, or what makes one as it is. RunError where it is none."""
     make: Any = optimizer
     if isinstance(optimizer, str):
         known = {name.lower(): one for name, one in vars(torch.optim).items() if _is_optimizer(one)}
@@ -113,6 +110,12 @@ def states_of(optimizer: str | OptimizerMaker) -> float:
         make = known[optimizer.lower()]
     if not callable(make):
         raise RunError(f'optimizer is {shown(make)}; write a name such as "adamw", or a class of optimizers')
+    return cast(OptimizerMaker, make)
+
+
+def states_of(make: OptimizerMaker) -> float:
+    """How many numbers an optimizer keeps of each that it steps, counted on a matrix: Adam two. RunError where it
+    cannot step one."""
     like = torch.zeros(64, 64)
     try:
         entry = initial_state(make, {}, like)

@@ -9,13 +9,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import Hardware, Preview, RunError, Topology, stage_boundary
 from fxpipe.plan.balance import Balanced, choose
+from tests.activations import counted as activations_counted
 from tests.pool import Pool
 from tests.thinned import every
 
@@ -172,12 +175,12 @@ def test_searches_count_what_a_preview_does(
     told = preview(topology, Buffered(), zero=zero, precision=precision, memory_per_rank=1e9, **options)
     counted = [rank.total - rank.messages for rank in told.ranks]
     assert found[-1].peak_bytes == pytest.approx(counted)
-    assert {rank.batch for rank in told.ranks} >= {4 * ROWS * WIDTH}
+    assert {rank.batch for rank in told.ranks} >= {(4 if precision is None else 4 + 2) * ROWS * WIDTH}
 
 
 def compiled(ranks: int, **options: Any) -> None:
     defaults: dict[str, Any] = {"microbatches": MICROBATCHES, "example_args": (torch.randn(ROWS, WIDTH),)}
-    fxpipe.compile(Buffered(), Topology([("pipe", ranks)]), memory_per_rank=1000.0, **defaults | options)
+    fxpipe.compile(Buffered(), Topology([("pipe", ranks)]), **{"memory_per_rank": 1000.0} | defaults | options)
 
 
 def test_a_limit_is_kept_where_each_rank_has_a_stage() -> None:
@@ -189,7 +192,8 @@ def test_a_limit_is_kept_where_each_rank_has_a_stage() -> None:
     ("options", "line"),
     [
         ({"placement": {"layers.0": 0, "last": 1, "end": 2}}, r"rank 2 of a pipeline takes [\d,]+ bytes"),
-        ({"example_args": None}, "memory_per_rank= is not looked at"),
+        ({"example_args": None, "memory_per_rank": 1e9}, "memory_per_rank= is not looked at"),
+        ({"example_args": None}, r"takes [\d,]+ bytes without activations, memory_per_rank=1,000"),
     ],
 )
 def test_a_line_tells_of_a_limit_that_nothing_keeps(
@@ -199,7 +203,92 @@ def test_a_line_tells_of_a_limit_that_nothing_keeps(
     assert re.search(line, capfd.readouterr().err)
 
 
+def test_parameters_alone_may_be_too_much() -> None:
+    layer = 4 * WIDTH * WIDTH
+    assert preview(example_args=None, memory_per_rank=2 * 4 * layer - 1).fits is False
+    assert preview(example_args=None, memory_per_rank=2 * 4 * layer).fits is None
+
+
+def test_a_limit_needs_no_figure_that_only_time_does() -> None:
+    across = Topology([("data", 2), ("pipe", 2)], ranks_per_node=2)
+    options = {"microbatches": MICROBATCHES, "example_args": (torch.randn(ROWS, WIDTH),)}
+    with pytest.warns(UserWarning, match="data 2 of the topology is left out"):
+        fxpipe.compile(Layers(), across, hardware="l40s", memory_per_rank=1e9, **options)
+
+
+def test_a_preview_in_inference_mode_is_the_same() -> None:
+    with torch.inference_mode():
+        told = preview()
+    assert told.ranks == preview().ranks
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_an_optimizer_of_whole_parameters_leaves_the_largest_with_one_rank(zero: Any) -> None:
+    """Three layers on four ranks: one has a layer, one more none."""
+    layer, topology = 4 * WIDTH * WIDTH, Topology([("data", 4)])
+    told = preview(topology, microbatches=1, zero=zero, precision=fxpipe.Precision(), optimizer="adafactor")
+    factors = 4 * 2 * WIDTH  # of a row and of a column, reckoned by a larger matrix
+    assert told.ranks[0].optimizer == pytest.approx(layer + factors, rel=0.05)
+    assert told.ranks[0].gradients == {1: 3 + 1, 2: 1}[zero] * layer
+
+
+class Checkpointed(nn.Module):
+    """Layers that are computed again one at a time, and a head behind them that is large."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(4)
+        )
+        self.head, self.reentrant = nn.Linear(WIDTH, 32 * WIDTH), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, stage_boundary(x) if number == 2 else x, use_reentrant=self.reentrant)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def test_what_a_checkpoint_computes_again_is_held_while_it_does() -> None:
+    """Counted where it is reentrant, whose tensors are saved in sight."""
+    batch, options = torch.randn(ROWS, WIDTH), {"microbatches": 4}
+    told = [preview(ALONE, Checkpointed(flag), **options, hardware=SIMPLE) for flag in (True, False)]
+    forward_backward = fxpipe.compile(Checkpointed(True), ALONE, **options, example_args=(batch,))
+    with activations_counted(forward_backward, {"x": batch}) as held:
+        forward_backward(batch)
+    for one in told:
+        assert [rank.activations for rank in one.ranks] == pytest.approx(list(held.peak.values()), rel=0.15)
+    assert told[0].flops == told[1].flops
+    assert told[0].seconds == told[1].seconds
+
+
 # --- time ---
+
+
+def test_a_checkpoint_takes_its_forward_again_and_adds_no_flops() -> None:
+    """Of products of 16 · 32 · 256: 2 in each of 5 calls, 4 of which again, and a head of 4; the input needs no
+    gradient."""
+    product = 2 * 16 * WIDTH * 8 * WIDTH
+    told = preview(Topology([("pipe", 1)]), Checkpointed(False), microbatches=4, hardware=SIMPLE)
+    assert told.flops == 4 * (3 * (2 * 5 + 4) - 1) * product
+    assert told.seconds == pytest.approx(4 * (3 * (2 * 5 + 4) - 1 + 2 * 4) * product / 1e9)
+
+
+def test_a_recurrent_layer_takes_its_products() -> None:
+    """Of each step: four gates from the input, and, but for the first, from the step before."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.cells = nn.Linear(WIDTH, WIDTH, bias=False), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cells(self.first(x))[0].square().mean()
+
+    batch = (torch.randn(8, 6, WIDTH),)
+    told = preview(Topology([("pipe", 1)]), Recurrent(), microbatches=1, example_args=batch, hardware=SIMPLE)
+    gates = 2 * 8 * 6 * WIDTH * 4 * WIDTH
+    assert told.flops == pytest.approx(2 * gates / 4 + 3 * 2 * gates, rel=0.05)
 
 
 def test_a_step_takes_what_its_products_take() -> None:
@@ -236,6 +325,25 @@ def test_what_goes_between_nodes_goes_over_their_links() -> None:
     assert inside.between_nodes == 0
     gradient = ROWS * 4 * WIDTH
     assert across.between_nodes == ROWS * (4 * WIDTH + 8) + gradient
+
+
+class Contrasted(nn.Module):
+    """A loss of all rows, behind two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(stage_boundary(self.one(x), gather="batch", name="loss")).square().mean()
+
+
+def test_a_gathered_stage_takes_the_time_of_its_group_at_once() -> None:
+    layer = 2 * ROWS * WIDTH * WIDTH / 1e9
+    told = preview(model=Contrasted(), hardware=SIMPLE)
+    assert told.timeline.costs.forward == pytest.approx((layer / MICROBATCHES, layer))
+    assert told.seconds == pytest.approx(layer + 3 * layer + layer)
+    assert "what loss computes between rows of several micro-batches counts as within each" in str(told)
 
 
 def test_seconds_need_hardware() -> None:
@@ -337,6 +445,18 @@ def test_the_figures_are_plain_data(tmp_path: Path) -> None:
     assert found["stages"][0]["sends"] == {"last": sum(told.graph.bytes_of.values())}
 
 
+def test_json_has_whole_bytes_and_no_more_than_json_has(tmp_path: Path) -> None:
+    told = preview(Topology([("data", 3)]), zero=1, microbatches=1, memory_per_rank=np.float32(1e9))
+    told.to_json(tmp_path / "told.json")
+    found = json.loads((tmp_path / "told.json").read_text())
+    (rank,) = found["ranks"]
+    sizes = {name: size for name, size in rank.items() if name != "stages"}
+    assert {type(size) for size in [*sizes.values(), found["memory"], found["between_nodes"]]} == {int}
+    assert sizes.pop("total") == sum(sizes.values()) == pytest.approx(told.ranks[0].total, abs=len(sizes))
+    assert found["memory"] == 10**9
+    assert list(tmp_path.iterdir()) == [tmp_path / "told.json"]
+
+
 def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
     text = str(preview(hardware="h100"))
     assert text.count("bubble") == 1
@@ -359,12 +479,21 @@ def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
         ({"optimizer": "adamv"}, "optimizer is 'adamv', which torch.optim has not; did you mean"),
         ({"optimizer": 3}, 'optimizer is 3; write a name such as "adamw"'),
         ({"optimizer": nn.Linear}, "cannot step a matrix"),
+        ({"optimizer": "lbfgs"}, "torch.optim.LBFGS takes the parameters of the whole model as one vector"),
+        ({"memory_per_rank": "80GB"}, "memory_per_rank is '80GB'; it is a number of bytes, such as 80e9"),
+        ({"memory_per_rank": float("inf")}, "memory_per_rank=inf; write a number above 0, in bytes"),
         ({"zero": 4}, "zero=4; write 0, 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(RunError, match=re.escape(told)):
         preview(**options)
+
+
+def test_an_optimizer_of_whole_parameters_has_no_shards_of_rows_to_step() -> None:
+    with pytest.raises(RunError, match="'adafactor' steps whole parameters, which zero=3 shards; write zero=2"):
+        preview(Topology([("data", 2)]), microbatches=1, optimizer="adafactor", zero=3)
+    assert preview(ALONE, optimizer="adafactor", zero=3).ranks[0].optimizer
 
 
 def test_a_link_between_nodes_is_needed_where_a_pipeline_crosses_them() -> None:

@@ -31,6 +31,8 @@ class Block:
     trains: bool
     deferred: frozenset[int] = frozenset()
     """What it keeps between I and W."""
+    again: int = 0
+    """The most bytes that one of its own checkpoints computes again."""
     copies: frozenset[str] = frozenset()
     """The copied nodes that it needs, which are not in it: each stage has its own, once."""
 
@@ -192,7 +194,8 @@ def _copies(program: Program) -> dict[str, frozenset[str]]:
 
 
 def _block(names: Sequence[str], costs: NodeCosts) -> Block:
-    return _of(tuple(names), [costs[name] for name in names])
+    whole = _of(tuple(names), [costs[name] for name in names])
+    return dataclasses.replace(whole, again=costs.again_bytes(names))
 
 
 def _together(parts: Sequence[Block]) -> Block:
@@ -211,4 +214,5 @@ def _of(names: tuple[str, ...], parts: Sequence[NodeCost | Block]) -> Block:
         frozenset[int]().union(*(part.parameters for part in parts)),
         any(part.trains for part in parts),
         frozenset[int]().union(*(part.deferred for part in parts)),
+        max((part.again for part in parts), default=0),
     )

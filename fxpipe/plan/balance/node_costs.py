@@ -7,8 +7,9 @@ follows from what needs a gradient: frozen parts cost less. What is kept for bac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -23,10 +24,11 @@ from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.passes.defer_weights import deferred_calls
 from fxpipe.plan.balance.operator_costs import OperatorMeter, size_in_bytes
-from fxpipe.plan.memory import Account, Held
+from fxpipe.plan.memory import Account, Held, rows_of
 from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
+from fxpipe.plan.replay import checkpoints_noted, checkpoints_that_keep
 from fxpipe.schedules.no_gc import paused
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, without_onednn
 from fxpipe.trace.fake import FakeModel, fake_model
 
 
@@ -60,6 +62,8 @@ class NodeCost:
     """Whether it uses a parameter that needs a gradient."""
     deferred: frozenset[int] = frozenset()
     """What it keeps between I and W, by key: of ``saved`` what W needs, and the gradient of what it makes."""
+    again: int = 0
+    """The most bytes that one of its own checkpoints computes again in backward."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,15 @@ class HeldParameter:
     count: int
     trained: bool
     floating: bool = True
+    rows: int = 1
+    """The size of its first dimension; 0 where it has none."""
 
     def on(self, account: Account) -> Held:
         """What it takes where it lives."""
         if not self.count:
             return Held(parameters=float(self.size))
-        return account.held(self.count, self.size // max(self.count, 1), self.trained, self.floating)
+        part = account.part_of(self.count, self.rows)
+        return account.held(self.count, self.size // self.count, self.trained, self.floating, part)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,16 @@ class NodeCosts:
         keys = frozenset[int]().union(*(self[name].saved for name in names))
         return sum(self.memory[key] for key in keys)
 
+    def again_bytes(self, names: Sequence[str]) -> int:
+        """What a checkpoint of one of these nodes, which run in this order, computes again at most, beside what is kept
+        for the backward of all of them: when it does, what those behind it have kept is let go of."""
+        most, kept, seen = 0, 0, frozenset[int]()
+        for name in names:
+            kept += sum(self.memory[key] for key in self[name].saved - seen)
+            seen |= self[name].saved
+            most = max(most, kept + self[name].again)
+        return max(most - kept, 0)
+
 
 _NOTHING = NodeCost()
 
@@ -141,12 +158,31 @@ def costs_from_shapes(
     missing = [name for name in program.inputs if name not in example]
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
-    with left_as_it_is(program.module), fake_model(program.module, device, compute) as fake:
+    with (
+        left_as_it_is(program.module),
+        torch.inference_mode(False),
+        fake_model(program.module, device, compute) as fake,
+    ):
         run = _CostingRun(program, fake, example, hardware, batch)
-        with torch.enable_grad(), modes_restored(), within(autocast), fake.mode:
-            run.all_nodes()
+        with _plainly(), modes_restored(), within(autocast), fake.mode:
+            checkpoints: list[None] = []
+            with checkpoints_noted(lambda: checkpoints.append(None)):
+                run.all_nodes()
+            if checkpoints:
+                again = _CostingRun(program, fake, example, hardware, batch)
+                with checkpoints_that_keep(again.one_checkpoint):
+                    again.all_nodes()
+                run.computes_again(again)
         run.defer(deferred_calls(program))
         return dataclasses.replace(run.costs(), account=account, halves=halves)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """With gradients, and with recurrent layers as the operators that they are made of: oneDNN's own one says neither
+    what it computes nor what it keeps."""
+    with torch.enable_grad(), without_onednn():
+        yield
 
 
 class _CostingRun:
@@ -170,19 +206,28 @@ class _CostingRun:
         self._storages: list[Any] = []  # keeps them, so that no two ever have the same id
         self._saved: set[int] = set()
         self._packed: set[int] = set()
+        self._inside: dict[int, int] | None = None  # what a checkpoint keeps that runs now
+        self._again, self._again_seconds = 0, 0.0
+        self.seconds_again: dict[str, float] = {}
+        """Node → what its checkpoints compute again, where they keep all that they run."""
         names = dict(program.module.named_parameters())
         self._numbers = {id(parameter): number for number, parameter in enumerate(names.values())}
         for name, parameter in names.items():
             size = parameter.numel() * parameter.element_size()
             self.held[self._numbers[id(parameter)]] = HeldParameter(
-                name, size, parameter.numel(), parameter.requires_grad, parameter.is_floating_point()
+                name,
+                size,
+                parameter.numel(),
+                parameter.requires_grad,
+                parameter.is_floating_point(),
+                rows_of(parameter),
             )
         for name, buffer in program.module.named_buffers():
             number = self._numbers.setdefault(id(buffer), len(self._numbers))
             self.held[number] = HeldParameter(name, size_in_bytes(buffer), 0, False)
         self._inputs = {name: len(self._numbers) + place for place, name in enumerate(batch)}
         self.held |= {self._inputs[name]: HeldParameter(name, size, 0, False) for name, size in batch.items()}
-        tensors = [*names.values(), *program.module.buffers(), *_tensors(self.inputs)]  # a batch is there anyway
+        tensors = [*names.values(), *program.module.buffers(), *_tensors(self.inputs)]  # a batch counts by itself
         self._own = {id(tensor.untyped_storage()) for tensor in tensors}
         self._storages += [tensor.untyped_storage() for tensor in tensors]
         weights = {id(parameter.untyped_storage()) for parameter in names.values()}
@@ -208,10 +253,38 @@ class _CostingRun:
             self.memory[-place] = cost.bytes_out  # a key that is no object's
             self.found[name] = dataclasses.replace(cost, deferred=cost.saved | {-place})
 
+    @contextlib.contextmanager
+    def one_checkpoint(self) -> Iterator[None]:
+        """Around a function given to a checkpoint: looks at what it keeps; for those inside of it, along with it."""
+        if self._inside is not None:
+            yield
+            return
+        self._inside, before = {}, self.meter.forward
+        try:
+            yield
+        finally:
+            self._again = max(self._again, sum(self._inside.values()))
+            self._again_seconds += (self.meter.forward - before) * bool(self._inside)
+            self._inside = None
+
+    def computes_again(self, keeping: _CostingRun) -> None:
+        """Takes over what checkpoints compute again, from a run in which they keep all: one that keeps nothing shows
+        neither what that is nor what is differentiated there."""
+        for name, seconds in keeping.seconds_again.items():
+            cost = keeping.found[name]
+            self.found[name] = dataclasses.replace(
+                cost,
+                backward=cost.backward + seconds,
+                saved=self.found[name].saved,
+                parameters=self.found[name].parameters,
+            )
+
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         self._packed.add(self.meter.ran)
         if id(storage) not in self._own:
+            if self._inside is not None:
+                self._inside[id(storage)] = storage.nbytes()
             self._storages.append(storage)
             self.memory[id(storage)] = storage.nbytes()
             self._saved.add(id(storage))
@@ -220,6 +293,7 @@ class _CostingRun:
     def _note(self, node: fx.Node) -> None:
         self.meter.clear()
         self._saved, self._packed = set(), set()
+        self._again, self._again_seconds = 0, 0.0
         try:
             with modes_of(node), self.meter:
                 self.values[node] = call_node(self.program, node, self.values)
@@ -235,7 +309,10 @@ class _CostingRun:
             gradient_bytes=sum(size_in_bytes(tensor) for tensor in made if tensor.requires_grad),
             parameters=frozenset(used),
             trains=any(self.held[number].trained for number in used),
+            again=self._again,
         )
+        if self._again:
+            self.seconds_again[node.name] = self._again_seconds
 
     def _measured(self) -> NodeCost:
         """What the meter shows. Activations that are computed again in backward show in what was not kept: at fewer

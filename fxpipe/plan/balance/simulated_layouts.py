@@ -126,7 +126,7 @@ class Staged:
         """The stages' costs; every hop is taken to be as long as the longest."""
         rank_of, hop = self.layout.rank_of, self.work.hardware.hop
         hops = [hop(size) for (a, b), size in self.messages.items() if rank_of[a] != rank_of[b]]
-        return Costs.of(
+        costs = Costs.of(
             self.layout.stages,
             self._at_once([stage.forward for stage in self.stages]),
             self._at_once([stage.backward for stage in self.stages]),
@@ -136,6 +136,8 @@ class Staged:
             self.input_bytes,
             [float(self.work.saved_bytes(stage.deferred)) for stage in self.stages] if self.work.halves else None,
         )
+        again = tuple(float(stage.again) for stage in self.stages)
+        return dataclasses.replace(costs, again_bytes=again) if any(again) else costs
 
     @cached_property
     def input_bytes(self) -> list[float]:

@@ -42,8 +42,13 @@ class StageWork:
             pairs = zip(getattr(one, name), getattr(other, name), recomputed, strict=True)
             return [again if is_again else plain for plain, again, is_again in pairs]
 
+        checkpoints = None
+        if one.again_bytes is not None:  # in an R they keep all
+            pairs = zip(one.again_bytes, recomputed, strict=True)
+            checkpoints = tuple(0.0 if is_again else size for size, is_again in pairs)
         return dataclasses.replace(
             one,
+            again_bytes=checkpoints,
             backward=tuple(chosen("backward")),
             activation_bytes=tuple(chosen("activation_bytes")),
             deferred_bytes=None if one.deferred_bytes is None else tuple(chosen("deferred_bytes")),

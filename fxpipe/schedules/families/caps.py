@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -83,7 +84,8 @@ def excess(
             if peak > cap:
                 return f"holds {peak} micro-batches at stage {stage}, in_flight={cap}"
     if memory is not None and costs.activation_bytes is not None:
-        for rank, (most, room) in enumerate(zip(peak_bytes(schedule, costs), memory, strict=True)):
+        held = peak_bytes(schedule, dataclasses.replace(costs, again_bytes=None))  # the limit is of what is in flight
+        for rank, (most, room) in enumerate(zip(held, memory, strict=True)):
             if exceeds(most, room):
                 return f"holds {most:g} bytes on rank {rank}, memory={room:g}"
     return None
