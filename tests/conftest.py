@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pool import RARELY, Pool
+from tests import forked_server
+from tests.pool import RARELY, Pool, preloads
 from tests.scripts import Scripts
 
 SLOW = """
@@ -93,6 +94,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(RARELY)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Here no test has run, and no filter of warnings is set; what workers write is captured as what tests write is."""
+    if forked_server.CAN and any(item.get_closest_marker("processes") for item in session.items):
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        forked_server.start(preloads())
+        capture.suspend_global_capture()
 
 
 @pytest.fixture(scope="session")
