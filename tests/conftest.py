@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.pool import RARELY, Pool
+from tests import forked_server
+from tests.pool import RARELY, Pool, preloads
 from tests.scripts import Scripts
 
 SLOW = """
@@ -57,6 +61,7 @@ SLOW = """
 
 os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
 """torch asks for the name of each address that it connects to: 5 s wherever a name server does not answer."""
+sys.dont_write_bytecode = False  # the other processes of the suite, some hundred, need not compile fxpipe again
 torch.set_num_threads(1)  # thread counts change bits
 torch.manual_seed(0)  # for what test modules make when they are imported
 
@@ -64,8 +69,23 @@ torch.manual_seed(0)  # for what test modules make when they are imported
 @pytest.fixture(autouse=True)
 def _same_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test draws the same numbers in every run, whichever others run before it, and prints as wide."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed would format a stack for each kind of device
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Each of several processes compiles a part of all tests and reads those of others: rewriting takes seconds."""
+    worker, tests = os.environ.get("PYTEST_XDIST_WORKER"), Path(__file__).parent
+    if worker is None or [Path(name).resolve() for name in session.config.args] != [tests]:
+        return
+    files, workers = sorted(tests.rglob("test_*.py")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    first, last = (len(files) * turn // workers for turn in (int(worker[2:]), int(worker[2:]) + 1))
+    for file in files[first:last]:
+        with contextlib.suppress(pytest.skip.Exception):
+            importlib.import_module(".".join(file.relative_to(tests.parent).with_suffix("").parts))
 
 
 @pytest.hookimpl(trylast=True)
@@ -74,6 +94,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(RARELY)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Here no test has run, and no filter of warnings is set; what workers write is captured as what tests write is."""
+    if forked_server.CAN and any(item.get_closest_marker("processes") for item in session.items):
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        forked_server.start(preloads())
+        capture.suspend_global_capture()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class Bare:
     def ranks(self) -> int:
         return len(set(self.placement))
 
+    @lru_cache(512)  # noqa: B019 - several tests look at each of some hundred tables
     def build(self, name: str, microbatches: int) -> Schedule:
         return build(name, self.edges, microbatches, self.placement, self.stages, self.backward)
 

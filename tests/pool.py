@@ -137,11 +137,15 @@ class Pool:
         raise Lost("a call in several processes did not end:\n" + "\n".join(parts))
 
 
+def preloads() -> list[str]:
+    """What the server imports that workers are forked from."""
+    return ["tests.preloaded", *(preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules)]
+
+
 def forking() -> ForkServerContext:
     """Processes like spawned ones, forked from a server that has imported torch, fxpipe and what tests here have."""
     context = multiprocessing.get_context("forkserver")
-    slow = [preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules]
-    context.set_forkserver_preload(["tests.preloaded", *slow])
+    context.set_forkserver_preload(preloads())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by OpenMP when the server imports torch
     return context
 

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ from fxpipe.distributed.launch import launch
 from fxpipe.distributed.processes import init
 from fxpipe.errors import RunError, TopologyError
 from tests.distributed.environment import clean_environment
-from tests.thinned import ALL, every
+from tests.pool import forking
+from tests.thinned import ALL
 
 SECONDS = 200.0  # for anything that starts processes; each imports torch
 
@@ -56,15 +59,15 @@ def listens_on() -> set[str]:
 def test_launch_returns_the_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before, children = dict(os.environ), set(multiprocessing.active_children())
-    results = launch(report, 3, 10, torch.tensor([1.0, 2.0]))
-    assert [scaled for scaled, _, _ in results] == [0, 10, 20]
+    results = launch(report, 2, 10, torch.tensor([1.0, 2.0]))
+    assert [scaled for scaled, _, _ in results] == [0, 10]
     for rank, (_, total, around) in enumerate(results):
-        assert total.tolist() == [3.0, 6.0]
+        assert total.tolist() == [1.0, 2.0]
         assert around["threads"] == 1
         assert around["local rank"] == str(rank)
-        assert around["world"] == 3
+        assert around["world"] == 2
         assert around["listens on"] == ({"0100007F"} if sys.platform == "linux" else set())  # 127.0.0.1
-        assert around["device"] == ("cuda" if torch.cuda.device_count() >= 3 else "cpu")
+        assert around["device"] == ("cuda" if torch.cuda.device_count() >= 2 else "cpu")
     assert dict(os.environ) == before
     assert not set(multiprocessing.active_children()) - children
 
@@ -93,21 +96,41 @@ def leave_in_rank_1() -> None:
     threading.Event().wait(10 * SECONDS)
 
 
+class Forked(ForkServerProcess):
+    """Has the variables of the moment in which it is started, as a spawned process has."""
+
+    def start(self) -> None:
+        self._args = (dict(os.environ), self._target, *self._args)
+        self._target = with_variables
+        super().start()
+
+
+def with_variables(variables: Mapping[str, str], function: Callable[..., None], *args: Any) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    function(*args)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``launch`` without the seconds in which a spawned process imports torch; other tests of this file spawn them."""
+    context = SimpleNamespace(Pipe=forking().Pipe, Process=Forked)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: {"spawn": context}[method])
+
+
 @pytest.mark.parametrize(
     ("fn", "says"),
-    every(
-        2,  # each starts two processes
-        [
-            (
-                fail_in_rank_1,
-                ["rank 1 of 2 failed:\nTraceback", "in fail_in_rank_1", "ValueError: rank one has had enough"],
-            ),
-            (fail_because_rank_1_fails, ["rank 1 of 2 failed", "ValueError: rank one has had enough"]),
-            (die_in_rank_1, ["rank 1 of 2 ended without a result, killed by signal 9"]),
-            (leave_in_rank_1, ["rank 1 of 2 failed", "SystemExit: rank one leaves"]),
-        ],
-    ),
+    [
+        (
+            fail_in_rank_1,
+            ["rank 1 of 2 failed:\nTraceback", "in fail_in_rank_1", "ValueError: rank one has had enough"],
+        ),
+        (fail_because_rank_1_fails, ["rank 1 of 2 failed", "ValueError: rank one has had enough"]),
+        (die_in_rank_1, ["rank 1 of 2 ended without a result, killed by signal 9"]),
+        (leave_in_rank_1, ["rank 1 of 2 failed", "SystemExit: rank one leaves"]),
+    ],
 )
+@pytest.mark.usefixtures("forked")
 def test_a_failing_rank_ends_the_launch(fn: Any, says: list[str]) -> None:
     children = set(multiprocessing.active_children())
     with pytest.raises(RunError) as caught:
@@ -126,6 +149,7 @@ def return_what_does_not_pickle() -> Unpicklable:
     return Unpicklable()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_result_that_does_not_pickle_is_a_failure_of_its_rank() -> None:
     with pytest.raises(RunError, match=r"rank 0 of 1 failed:(.|\n)*this does not travel"):
         launch(return_what_does_not_pickle, 1)

@@ -321,10 +321,10 @@ def test_tied_layers_stay_together_where_that_costs_nothing() -> None:
 
 
 def test_a_frozen_tower_is_reckoned_without_its_backward() -> None:
-    model = Towers(6, 6)
+    model = Towers(4, 4)
     model.image.requires_grad_(False)
     found = balanced(model, 2)
-    assert found.makespan < balanced(Towers(6, 6), 2).makespan
+    assert found.makespan < balanced(Towers(4, 4), 2).makespan
     backward = found.outcome.schedule.backward
     assert any(not has for has in backward) or min(found.costs.backward) == 0 or len(set(found.placement)) == 2
 
@@ -381,9 +381,9 @@ def test_a_frozen_parameter_takes_its_own_bytes() -> None:
 
 
 def test_a_limit_of_memory_is_kept_at_the_cost_of_time() -> None:
-    free = balanced(Towers(8, 4, factor=4), 4, microbatches=4)
+    free = balanced(Towers(4, 2, factor=4), 3, microbatches=4)
     most = max(free.peak_bytes)
-    tight = balanced(Towers(8, 4, factor=4), 4, microbatches=4, memory_per_rank=0.9 * most)
+    tight = balanced(Towers(4, 2, factor=4), 3, microbatches=4, memory_per_rank=0.9 * most)
     assert max(tight.peak_bytes) <= 0.9 * most
     assert tight.makespan >= free.makespan
 

@@ -10,7 +10,8 @@ import fxpipe
 from fxpipe.options import Options
 from fxpipe.plan.example import first_pattern, with_first_plan
 from fxpipe.plan.planner import Planner
-from fxpipe.schedules import Costs, with_costs
+from fxpipe.schedules import Costs, Problem, with_costs
+from fxpipe.schedules.action import Action, Op
 
 
 class Two(nn.Module):
@@ -33,6 +34,27 @@ def test_a_pattern_is_planned_once() -> None:
     planner = planned(options)
     assert planner.plan(first_pattern(planner, options)) is planner.first
     assert len(planner.plans) == 1
+
+
+def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
+    """So that replicas whose batches differ reduce in one order; one's own family may answer otherwise each time."""
+    asked = []
+
+    def family(problem: Problem) -> list[list[Action]]:
+        asked.append(problem)
+        ops = (Op.F, Op.B)
+        return [[Action(s, op, j) for j in range(2) for s in stages for op in ops] for stages in problem.stages_of]
+
+    first, other = (
+        Options(example_args=(torch.zeros(rows, 4),), microbatches=2, tracer="record", schedule=family)
+        for rows in (8, 12)
+    )
+    planner = planned(first)
+    times = len(asked)
+    plan = planner.plan(first_pattern(planner, other))
+    assert plan is not planner.first
+    assert plan.schedule.rows == planner.first.schedule.rows
+    assert len(asked) == times > 0
 
 
 def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,3 +86,22 @@ def test_a_list_of_tensors_is_a_container_where_inputs_are_tensors() -> None:
 def test_a_single_micro_batchs_list_is_as_it_came() -> None:
     part = of((2, 4), (7, 4))
     assert put_together([part], RowsOf((2,), (), in_lists=True)) == part
+
+
+@pytest.mark.parametrize(("shapes", "sizes"), [(((6, 4), (6, 4)), (2, 2)), (((6, 5), (3, 5)), (2, 1))])
+def test_as_many_for_each_row_everywhere_go_below_each_other(shapes: Any, sizes: tuple[int, int]) -> None:
+    parts = of(*shapes)
+    assert torch.equal(put_together(parts, RowsOf(sizes, (0,))), torch.cat(parts))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "told"),
+    [
+        (((6, 4), (5, 4)), "for micro-batches of [2, 2] rows cannot be put together"),
+        (((6, 4), (4, 4)), "for micro-batches of [2, 2] rows cannot be put together"),
+        (((6, 2), (6, 2)), "as many in dimension 1 as there are rows"),
+    ],
+)
+def test_what_is_not_as_many_for_each_row_or_has_the_rows_elsewhere_is_refused(shapes: Any, told: str) -> None:
+    with pytest.raises(RunError, match=re.escape(told)):
+        put_together(of(*shapes), TENSORS)

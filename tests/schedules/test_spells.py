@@ -94,6 +94,14 @@ def test_the_text_has_a_row_for_each_rank_in_milliseconds() -> None:
     assert "1B1 from rank 1 4750.00" in html(timeline)
 
 
+def test_less_than_nothing_that_is_rounding_is_told_as_nothing() -> None:
+    timeline = by_hand()
+    spells = tuple(one._replace(end=one.start - 1e-9) if one.category == BETWEEN else one for one in timeline.spells)
+    told = str(replace(timeline, spells=spells))
+    assert " 0.00" in told
+    assert "-0.00" not in told
+
+
 def test_csv_has_a_line_for_each_spell(tmp_path: Path) -> None:
     timeline = by_hand()
     timeline.to_csv(tmp_path / "spells.csv")

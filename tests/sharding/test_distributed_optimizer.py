@@ -26,7 +26,7 @@ from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import OptimizerPieces
 from fxpipe.sharding.optimizer_class import ELEMENTWISE, is_elementwise
-from fxpipe.sharding.parameter_groups import comparable, resolve_groups
+from fxpipe.sharding.parameter_groups import comparable, resolve_groups, whole_groups
 from fxpipe.sharding.slices import Slice
 
 STEPS = 5
@@ -773,3 +773,11 @@ def test_options_are_told_to_other_ranks_as_plain_data_equal_to_them() -> None:
     told = comparable({"params": [], **given})
     assert told == {"lr": 0.1, "betas": (0.5, 0.9), "amsgrad": True, "extra": ["set"]}
     assert decode(encode(told), "rank 1") == told
+
+
+def test_groups_of_all_ranks_are_in_the_models_order_and_a_rank_that_has_none_is_named() -> None:
+    rank = "rank {}".format
+    groups = [({"c", "b"}, {"lr": 0.1}), ({"d"}, {})], [({"a"}, {"lr": 0.1}), (set(), {})]
+    assert whole_groups(groups, "abcd", rank) == [("a", "b", "c"), ("d",)]
+    with pytest.raises(RunError, match=r"^rank 1 could not make the optimizer: no parameter is named 'e'"):
+        whole_groups([groups[0], "no parameter is named 'e'"], "abcd", rank)

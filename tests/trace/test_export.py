@@ -478,11 +478,14 @@ def test_every_node_has_a_value_a_line_and_the_submodules_it_is_in() -> None:
     assert where(linear).endswith("h = self.first(self.a(x)).relu() + x)")
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_nodes_know_the_modes_that_forward_has_changed(cache: bool) -> None:
+@pytest.mark.parametrize(
+    ("given", "named", "cache"),
+    [((), {"cache_enabled": True}, True), ((), {"cache_enabled": False}, False), ((True, False), {}, False)],
+)
+def test_nodes_know_the_modes_that_forward_has_changed(given: Any, named: Any, cache: bool) -> None:
     class Regions(Two):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            with torch.autocast("cpu", torch.bfloat16, *given, **named):
                 x = x.sin()
                 with torch.no_grad():
                     x = x.cos()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import csv
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tests.graphs import FAMILIES, chain
 Rows = Sequence[Sequence[_Action | None]]
 
 
+@cache
 def in_turns(name: str, ranks: int, per_rank: int, m: int) -> Schedule:
     """A family on a chain whose stages go round the ranks."""
     stages = ranks * per_rank
