@@ -7,7 +7,8 @@ import dataclasses
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Autocast, ambient_autocast
 from fxpipe.graph.plain_data import admitted, encode
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.packed import read_for
+from fxpipe.packed import read_for, written
 from fxpipe.plan.batch import (
     Description,
     bind,
@@ -34,18 +35,20 @@ from fxpipe.plan.batch import (
     with_own,
 )
 from fxpipe.plan.captures import MOST
-from fxpipe.plan.counts import Counts, counts_of, merge_counts
+from fxpipe.plan.counts import Counts, check_cut, counts_of, merge_counts
 from fxpipe.plan.cuts import split, split_description
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.looks import Looks
 from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
 from fxpipe.plan.plan import Plan, digest_of
 from fxpipe.plan.planner import Planner
-from fxpipe.plan.rows import row_count, split_rows
+from fxpipe.plan.rows import row_count, split_rows, whole_lists
 from fxpipe.plan.together import plan_together
+from fxpipe.progress import tell
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import pairs
 from fxpipe.schedules.verify_replicas import verify_replicas
+from fxpipe.torch_compat import global_hook_tables
 
 KINDS = 256
 """Kinds of batch that are remembered: beyond them the eighth that was not used for longest is met as if it were new."""
@@ -133,6 +136,8 @@ class Agreement:
         told stand the rows of all replicas; None where the plan holds for any."""
         self._pairs = set(pairs(planner.first.instructions))  # between which queues are open
         self._looks = Looks()
+        self._hooks, self._known_hooks = global_hook_tables(), sum(map(len, global_hook_tables()))
+        self._lists: set[str] = set()  # of which it was told that they are given whole
         self.dropped: list[int] = []
         """Kinds that are not known any more, for those who keep something of each; they take them out."""
 
@@ -146,6 +151,8 @@ class Agreement:
                 raise RunError(
                     "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"
                 )
+            if sum(map(len, self._hooks)) > self._known_hooks:
+                self._tell_of_hooks()
             if not split_evenly:
                 check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
@@ -159,6 +166,8 @@ class Agreement:
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
             _check_no_gradients(described if training else ())
+            if split_evenly and self._planner.microbatches > 1:
+                check_cut(given[0], self._options.batch_dim)
             counts = tuple(tuple(counts_of(values, self._options.batch_dim).items()) for values in given)
         except RunError as error:  # which the others, who may have been given something else, raise, too
             return _Offer(training, split_evenly, flags, (), (), error=str(error)), []
@@ -173,6 +182,14 @@ class Agreement:
                 f"the model's {name} is another parameter than when it was compiled, and its gradient would reach no "
                 "optimizer; write values into what there is, as parameter.data.copy_() does, and load_state_dict() "
                 "without assign=True, or change the model before fxpipe.compile"
+            )
+
+    def _tell_of_hooks(self) -> None:
+        self._known_hooks = sys.maxsize
+        if self._planner.captures is not None:
+            tell(
+                "fxpipe: a hook for all modules was registered after fxpipe.compile; it is called for submodules that "
+                "stages call as they are, and not for those that were traced through: register it before"
             )
 
     def settle(self, offer: _Offer) -> Agreed:
@@ -373,7 +390,20 @@ class Agreement:
         rows = [row_count(description, self._options.batch_dim, counted) for description, counted in each]
         has_rows = any(count is not None for count in rows)
         merged = [with_own(description, own) for description, own in zip(told, mine.given, strict=True)]
-        return _Together(tuple(offers), merged, counts, self._sizes(rows, first), has_rows)
+        sizes = self._sizes(rows, first)
+        if first.split_evenly and len(sizes) > 1:
+            self._tell_of_lists(whole_lists(told[0], self._options.batch_dim, rows[0]))
+        return _Together(tuple(offers), merged, counts, sizes, has_rows)
+
+    def _tell_of_lists(self, lists: Collection[str]) -> None:
+        for path in lists:
+            if path not in self._lists:
+                self._lists.add(path)
+                tell(
+                    f"fxpipe: input {path!r} is a list with as many entries as the batch has rows, and each "
+                    f"micro-batch is given all of it; write {written(path, 'fxpipe.Packed(1)')} where it has one for "
+                    f"each row, or {written(path, 'None')} where it has not"
+                )
 
     def _pattern(self, together: _Together, everyone: tuple[int, ...]) -> Pattern:
         offers, merged, counts, sizes, _ = together
