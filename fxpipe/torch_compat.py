@@ -111,9 +111,14 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     """What ``nn.Module.__call__`` looks into before it calls ``forward`` and nothing else; the same objects always."""
     own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
+    return *own, *global_hook_tables()
+
+
+def global_hook_tables() -> tuple[Mapping[int, Any], ...]:
+    """Of all modules' hooks; the same objects always."""
     home = sys.modules[nn.Module.__module__]
     whole = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
-    return *own, *(getattr(home, f"_global{name}") for name in whole)
+    return tuple(getattr(home, f"_global{name}") for name in whole)
 
 
 def has_hooks(tensor: Tensor) -> bool:

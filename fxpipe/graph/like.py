@@ -32,4 +32,9 @@ class TensorLike:
                 f"an input of shape {list(tensor.shape)} is of layout {tensor.layout}, which cannot be cut into rows; "
                 "pass what it is made of, such as indices and values, and make it in forward"
             )
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise RunError(
+                f"an input is a nested tensor of {tensor.size(0)}, which has no shape; pass its values padded, with a "
+                "mask or lengths, or packed, with batch_dim={name: fxpipe.Packed(counts)}, and make it in forward"
+            )
         return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)

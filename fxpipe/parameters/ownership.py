@@ -46,7 +46,22 @@ def ownership(graph: StageGraph) -> Ownership:
     return Ownership(tuple(map(frozenset, names)), {holders: tuple(group) for holders, group in sorted(tied.items())})
 
 
-class RankModule(nn.Module):
+class _HeldPart(nn.Module):
+    """A part of what a rank holds, whose tensors are those that the stages use."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for table in ("_parameters", "_buffers"):
+            held = self.__dict__.get(table, {}).get(name)
+            if held is not None and value is not held:
+                raise RunError(
+                    f"{name} is set to another tensor than the stages hold, and they would go on with the old one; "
+                    "write values into what there is: with torch.no_grad(): module.get_parameter(name).copy_(value), "
+                    "or get_buffer(name)"
+                )
+        super().__setattr__(name, value)
+
+
+class RankModule(_HeldPart):
     """One rank's part of a model: the parameters and buffers that it holds, under the model's own names.
 
     ``train()`` and ``eval()`` reach the whole model, so that functional dropout follows them, too. ``replica``: its
@@ -88,7 +103,7 @@ class RankModule(nn.Module):
 def _submodule(root: nn.Module, path: str) -> nn.Module:
     for part in path.split(".") if path else ():
         if part not in root._modules:
-            root.add_module(part, nn.Module())
+            root.add_module(part, _HeldPart())
         root = root.get_submodule(part)
     return root
 

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import inspect
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,19 +23,22 @@ from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import ambient_autocast
 from fxpipe.graph.plain_data import encode
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.packed import read_for
+from fxpipe.packed import read_for, written
 from fxpipe.plan.batch import Description, bind, check_calls, describe
 from fxpipe.plan.captures import MOST
-from fxpipe.plan.counts import Counts, counts_of
+from fxpipe.plan.counts import Counts, check_cut, counts_of
 from fxpipe.plan.cuts import split
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.looks import Looks
 from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.plan import Plan, digest_of
 from fxpipe.plan.planner import Planner
+from fxpipe.plan.rows import whole_lists
 from fxpipe.plan.together import plan_together
 from fxpipe.plan.told import Offer, ToldCall
+from fxpipe.progress import tell
 from fxpipe.schedules.lower import pairs
+from fxpipe.torch_compat import global_hook_tables
 
 KINDS = 256
 """Kinds of batch that are remembered: beyond them the eighth that was not used for longest is met as if it were new."""
@@ -95,6 +99,8 @@ class Agreement:
         told stand the rows of all replicas; None where the plan holds for any."""
         self._pairs = set(pairs(planner.first.instructions))  # between which queues are open
         self._looks = Looks()
+        self._hooks, self._known_hooks = global_hook_tables(), sum(map(len, global_hook_tables()))
+        self._lists: set[str] = set()  # of which it was told that they are given whole
         self.dropped: list[int] = []
         """Kinds that are not known any more, for those who keep something of each; they take them out."""
 
@@ -108,6 +114,8 @@ class Agreement:
                 raise RunError(
                     "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"
                 )
+            if sum(map(len, self._hooks)) > self._known_hooks:
+                self._tell_of_hooks()
             if not split_evenly:
                 check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
@@ -121,6 +129,8 @@ class Agreement:
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
             _check_no_gradients(described if training else ())
+            if split_evenly and self._planner.microbatches > 1:
+                check_cut(given[0], self._options.batch_dim)
             counts = tuple(tuple(counts_of(values, self._options.batch_dim).items()) for values in given)
         except RunError as error:  # which the others, who may have been given something else, raise, too
             return Offer(training, split_evenly, flags, (), (), error=str(error)), []
@@ -135,6 +145,14 @@ class Agreement:
                 f"the model's {name} is another parameter than when it was compiled, and its gradient would reach no "
                 "optimizer; write values into what there is, as parameter.data.copy_() does, and load_state_dict() "
                 "without assign=True, or change the model before fxpipe.compile"
+            )
+
+    def _tell_of_hooks(self) -> None:
+        self._known_hooks = sys.maxsize
+        if self._planner.captures is not None:
+            tell(
+                "fxpipe: a hook for all modules was registered after fxpipe.compile; it is called for submodules that "
+                "stages call as they are, and not for those that were traced through: register it before"
             )
 
     def settle(self, offer: Offer) -> Agreed:
@@ -183,7 +201,9 @@ class Agreement:
         return None if plan is None else _GivenToAll(told, plan)
 
     def _merged(self, offers: Sequence[Offer], mine: Offer) -> ToldCall:
-        return ToldCall.of(offers, mine, self._planner, partial(member, self._transport, "pipe"))
+        told = ToldCall.of(offers, mine, self._planner, partial(member, self._transport, "pipe"))
+        self._tell_of_lists(told)
+        return told
 
     def _offers(self, told: Offer, number: int, brought: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[Offer]]:
         """What all ranks tell, and the numbers of that; of which they have ``brought`` something."""
@@ -291,6 +311,18 @@ class Agreement:
             if len(self._rows) > KINDS:  # on all replicas alike, who have asked for the same
                 del self._rows[next(iter(self._rows))]
         return self._rows[key]
+
+    def _tell_of_lists(self, told: ToldCall) -> None:
+        if not (told.has_rows and told.offers[0].split_evenly and len(told.sizes) > 1):
+            return
+        for path in whole_lists(told.merged[0], self._options.batch_dim, sum(told.sizes)):
+            if path not in self._lists:
+                self._lists.add(path)
+                tell(
+                    f"fxpipe: input {path!r} is a list with as many entries as the batch has rows, and each "
+                    f"micro-batch is given all of it; write {written(path, 'fxpipe.Packed(1)')} where it has one for "
+                    f"each row, or {written(path, 'None')} where it has not"
+                )
 
     def _decide(self, told: ToldCall, everyone: tuple[int, ...], is_foreseen: bool) -> Agreed:
         """``is_foreseen``: whether all ranks have told each other that they have the plan, and the same."""

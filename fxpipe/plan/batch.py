@@ -109,7 +109,17 @@ def described(value: Any, exact: bool) -> InputDescription:
     leaves, spec = pytree.tree_flatten(value)
     likes = [TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     told = tuple(leaf if isinstance(leaf, TensorLike) else _told(leaf, exact) for leaf in likes)
-    return InputDescription("input", ("" if spec.is_leaf() else str(spec), told), pytree.tree_unflatten(likes, spec))
+    return InputDescription("input", ("" if spec.is_leaf() else str(spec), told), _made_of(likes, spec, value))
+
+
+def _made_of(likes: list[Any], spec: pytree.TreeSpec, value: Any) -> Any:
+    try:
+        return pytree.tree_unflatten(likes, spec)
+    except Exception as error:  # a container that looks at what it is made of, such as PackedSequence
+        raise RunError(
+            f"an input is a {type(value).__name__}, which cannot be made of anything but true tensors; pass its "
+            f"tensors, and make it of them in forward ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _told(leaf: Any, exact: bool) -> Any:

@@ -23,7 +23,7 @@ from fxpipe.packed import BatchDim, counted, rule_at
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.closeness import differences, gap, in_double, is_close, largest, unit
 from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import FakeTensor, pytree
 from fxpipe.trace import Request
 from fxpipe.trace.keeping import watching
 from fxpipe.trace.regions import Region
@@ -112,6 +112,7 @@ def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[
         return f"not checked: {_in_a_line(error)}"
     except Exception as error:
         raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
+    trial.check_real(wanted)
     trial.compare(got, wanted)
     return "checked against the model on 2 micro-batches"
 
@@ -302,6 +303,15 @@ class _Trial:
 
     # comparing
 
+    def check_real(self, wanted: Seen) -> None:
+        """TraceError where the model computes with what it has made while it was captured."""
+        if any(isinstance(value, FakeTensor) for value in wanted.values()):
+            raise TraceError(
+                "forward keeps a tensor outside of the model's modules, in a global, a class or a cache such as "
+                "functools.lru_cache's, and keeps now what it has made while it was captured, without numbers; empty "
+                "it (cache_clear()), and make the tensor in forward each time, or keep it in a buffer"
+            )
+
     def compare(self, got: Seen, wanted: Seen) -> None:
         """TraceError where the stages' values are not the model's, or the model's not its own when it runs again."""
         suspects = [fact for fact in wanted if not is_close(got.get(fact), wanted[fact])]
@@ -341,6 +351,8 @@ class _Trial:
 
 def _told(fact: Fact, got: Tensor | None, wanted: Tensor | None, ours: str, theirs: str) -> str:
     one, other = in_double(got, wanted), in_double(wanted, got)
+    if one.shape != other.shape:
+        return f"{fact} has shape {list(one.shape)} {ours} and {list(other.shape)} {theirs}"
     apart = differences(one, other)
     place = int(apart.argmax())
     where = f", at {list(map(int, torch.unravel_index(apart.argmax(), one.shape)))}" if one.dim() else ""

@@ -20,20 +20,35 @@ Counts = Mapping[str, tuple[int, ...]]
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple[int, ...]]:
     """The counts of which this rank was given what they are read from. RunError for numbers that are no counts."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            _check_known(name, value, rule_at(batch_dim, name))
     read = {path: _read(path, rule, values, batch_dim) for path, rule in counted(batch_dim).items()}
     return {path: numbers for path, numbers in read.items() if numbers is not None}
 
 
+def check_cut(values: Mapping[str, Any], batch_dim: BatchDim) -> None:
+    """RunError for tensors in what torch's pytree sees as one object, and each micro-batch would be given whole."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            _check_known(name, value, rule_at(batch_dim, name))
+
+
 def _check_known(name: str, value: Any, rule: Rule) -> None:
-    """RunError for tensors in a mapping that torch sees as one object, and would give whole to each micro-batch."""
-    for leaf in pytree.tree_leaves(value) if rule is not None else ():
-        if is_mapping(leaf) and any(isinstance(one, Tensor) and one.dim() for one in leaf.values()):
+    if rule is None or isinstance(rule, Packed):  # whole, or by its entries, whatever they are
+        return
+    is_list = isinstance(value, list | tuple)
+    if is_list and all(map(is_mapping, value)):  # which is refused where its rows are counted
+        return
+    for leaf in pytree.tree_leaves(value):
+        inside = leaf if is_mapping(leaf) else vars(leaf) if hasattr(leaf, "__dict__") else {}
+        if any(isinstance(one, Tensor) and one.dim() for one in inside.values()):
+            instead = (
+                f"pass it as **{name}, where forward takes its entries, or as dict({name})"
+                if is_mapping(leaf)
+                else "pass them in a dict or a tuple, or tell of a dataclass by torch.export.register_dataclass"
+            )
             raise RunError(
                 f"input {name!r} is or holds a {type(leaf).__name__}, in which torch's pytree finds no tensors to be "
-                f"cut; pass it as **{name}, where forward takes its entries, or as dict({name})"
+                f"cut; {instead}; or write {written(name, 'None')} where each micro-batch takes all of it"
+                + (f", {written(name, 'fxpipe.Packed(1)')} where it has one for each row" if is_list else "")
             )
 
 

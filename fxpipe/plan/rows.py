@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, nearest
 from fxpipe.graph.like import TensorLike
 from fxpipe.kinds import is_mapping, shown
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
@@ -51,6 +51,10 @@ def _within(path: str, like: Any, rule: Rule) -> Iterator[tuple[str, InputRows]]
         return
     if not is_mapping(like):
         raise RunError(f"batch_dim names what is in input {path!r}, which is {shown(like)} and no dict")
+    others = [name for name in like if name not in rule]
+    for name in rule:
+        if name not in like and (hint := nearest(name, others)).startswith("; did"):
+            raise RunError(f"batch_dim names {name!r}, which is not in input {path!r}{hint}")
     for name, value in like.items():
         yield from _within(f"{path}.{name}", value, rule.get(name, 0)) if value is not None else ()
 
@@ -136,6 +140,20 @@ def _check_lists(entries: Mapping[str, InputRows], rows: Mapping[str, int], batc
                     f"rows: write {written(place, 'fxpipe.Packed(1)')} where it has an entry for each row, or "
                     f"{written(place, '0')} where each of its tensors has all rows in dimension 0"
                 )
+
+
+def whole_lists(description: Description, batch_dim: BatchDim, rows: int) -> list[str]:
+    """The lists, without tensors, that have as many entries as the batch has rows, where nobody has said what for."""
+    entries = {path: one.like for path, one in entries_of(description, batch_dim).items() if type(one.like) is list}
+    return [
+        path
+        for path, like in entries.items()
+        if len(like) == rows and not _is_named(path, batch_dim) and not any(map(_has_tensors, like))
+    ]
+
+
+def _has_tensors(entry: Any) -> bool:
+    return any(isinstance(leaf, TensorLike) for leaf in pytree.tree_leaves(entry))
 
 
 def _is_named(path: str, batch_dim: BatchDim) -> bool:

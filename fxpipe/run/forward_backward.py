@@ -25,6 +25,7 @@ from fxpipe.parameters.checkpoint import full_state_dict, load_into, tensors_of
 from fxpipe.parameters.ownership import RankModule
 from fxpipe.plan.agreement import Call
 from fxpipe.plan.together import planner_together
+from fxpipe.progress import tell
 from fxpipe.run.detached import detached
 from fxpipe.run.exchange import Exchange, Mailbox
 from fxpipe.run.failing import Failing
@@ -62,7 +63,7 @@ class ForwardBackward:
         self._steppers: WeakValueDictionary[str, DistributedOptimizer] = WeakValueDictionary()
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
-        self._running = False
+        self._running = self._told_of_drift = False
         self._steps = Steps(topology, transport, state, self._exchange, self._failing)
 
     # what it is
@@ -162,7 +163,7 @@ class ForwardBackward:
             elementwise=elementwise,
             cause=self._steps.watch.cause,
             steppers=self._steppers,
-            alone=self._alone,
+            alone=self._stepping,
         )
         self._made.append(ref(optimizer))
         return optimizer
@@ -252,6 +253,17 @@ class ForwardBackward:
             yield
         finally:
             self._running = False
+
+    def _stepping(self, called: str) -> contextlib.AbstractContextManager[None]:
+        """As ``_alone``, of an optimizer. RunError, or a word, where replicas would step by gradients of their own."""
+        if self._transport.data_size > 1 and self._steps.has_unsummed:
+            fact = f"{called} comes behind a call that has not summed its gradients over the replicas"
+            if self._reducer.shards:
+                raise RunError(f"{fact}, of which each steps a part; set_requires_gradient_sync(True) before the last")
+            if not self._told_of_drift:
+                self._told_of_drift = True
+                tell(f"fxpipe: {fact}, whose parameters drift apart; set_requires_gradient_sync(True) before the last")
+        return self._alone(called)
 
     # what ran
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -96,6 +97,36 @@ def test_a_buffer_that_the_stages_leave_as_it_is_is_found() -> None:
 
     with pytest.raises(TraceError, match="the buffer seen on micro-batch 0 is 0 in"):
         compiled(Lost(), tracer="symbolic")
+
+
+def test_a_cache_that_a_capture_has_filled_is_told() -> None:
+    """Or the model would compute with what has no numbers."""
+    ones = functools.cache(lambda rows: torch.ones(rows, 1))
+
+    def cached(h: Any) -> Any:
+        return h * ones(len(h))
+
+    with pytest.raises(TraceError, match=r"forward keeps a tensor outside of the model's modules, .*cache_clear\(\)"):
+        compiled(Hidden(cached, cached), tracer="export")
+
+
+def test_a_buffer_that_forward_registers_anew_is_refused() -> None:
+    class Grows(Hidden):
+        def __init__(self) -> None:
+            super().__init__(self.grown, self.grown)
+            self.register_buffer("table", torch.zeros(0), persistent=False)
+
+        def grown(self, h: Any) -> Any:
+            if h.shape[0] > self.table.shape[0]:
+                self.register_buffer("table", torch.arange(h.shape[0]).float(), persistent=False)
+            return h * self.table[: h.shape[0], None]
+
+    for tracer, told in (
+        ("export", "sets the buffer self.table of torch.float32"),
+        ("record", "registers 'table'"),
+    ):
+        with pytest.raises(TraceError, match=told):
+            compiled(Grows(), tracer=tracer)
 
 
 def test_auto_goes_on_to_the_next_tracer_and_trains_right() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpipe import Offsets, Packed, RunError
-from fxpipe.plan.counts import counts_of, merge_counts
+from fxpipe.plan.counts import check_cut, counts_of, merge_counts
 
 RULES: Any = {"patches": Packed(lambda lengths, twice=1: lengths * twice), "words": Packed("cu"), "cu": Offsets()}
 
@@ -90,9 +91,24 @@ def test_tensors_in_a_mapping_of_ones_own_are_not_given_whole_to_each() -> None:
         """As transformers' BatchFeature: a mapping that pytree does not take apart."""
 
     with pytest.raises(RunError, match=r"input 'batch' is or holds a Features, .* pass it as"):
-        counts_of({"batch": Features(x=torch.ones(3))}, 0)
-    assert counts_of({"batch": Features(x=torch.ones(3))}, {"batch": None}) == {}
-    assert counts_of({"config": Features()}, 0) == {}
+        check_cut({"batch": Features(x=torch.ones(3))}, 0)
+    check_cut({"batch": Features(x=torch.ones(3))}, {"batch": None})
+    check_cut({"config": Features()}, 0)
+
+
+def test_tensors_in_an_object_are_not_given_whole_to_each() -> None:
+    @dataclass
+    class Batch:
+        x: Tensor
+        scale: float = 1.0
+
+    with pytest.raises(RunError, match=r"input 'batch' is or holds a Batch, .*; pass them in a dict .*None}"):
+        check_cut({"batch": Batch(torch.ones(3))}, 0)
+    with pytest.raises(RunError, match=r"{'batch': None} .*{'batch': fxpipe.Packed\(1\)} where it has one"):
+        check_cut({"batch": [Batch(torch.ones(3))]}, 0)
+    check_cut({"batch": Batch(torch.ones(3))}, {"batch": None})
+    check_cut({"batch": [Batch(torch.ones(3))]}, {"batch": Packed(1)})  # an entry for each row
+    check_cut({"config": Batch(torch.ones(()))}, 0)
 
 
 def test_ranks_tell_each_other_what_they_counted_and_must_count_the_same() -> None:

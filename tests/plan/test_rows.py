@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from fxpipe import Offsets, Packed, RunError
 from fxpipe.plan.batch import describe
 from fxpipe.plan.counts import counts_of
-from fxpipe.plan.rows import pieces_of, row_count
+from fxpipe.plan.rows import pieces_of, row_count, whole_lists
 
 PATCHES: Any = {"grid": Packed("images"), "patches": Packed(lambda grid: grid.prod(1), of="grid")}
 
@@ -39,6 +40,7 @@ def zeros(*shape: int) -> Any:
         ({"images": torch.tensor([0, 0]), "grid": None, "patches": None}, PATCHES, 2),
         ({"b": {"x": zeros(6), "y": zeros(1, 3)}}, {"b": {"x": Packed(2), "y": 1}}, 3),
         ({"b": {"x": zeros(3)}}, {"b": {}}, 3),
+        ({"b": {"x": zeros(3)}}, {"b": {"x": 0, "images": Packed(2)}}, 3),  # which this batch has not
     ],
 )
 def test_rows_are_told_by_tensors_lists_counts_and_offsets(values: Any, batch_dim: Any, wanted: int | None) -> None:
@@ -79,6 +81,8 @@ IMAGE = zeros(3, 4, 4)
         ({"x": zeros(2).int(), "y": 3}, {"y": Packed("x")}, "'y' is named in batch_dim as packed, and holds no tensor"),
         ({"x": zeros(2), "y": zeros(2)}, {"y": Packed(1, dim=1)}, "of shape [2] has no dimension 1"),
         ({"b": zeros(2)}, {"b": {"x": 0}}, "batch_dim names what is in input 'b', which is"),
+        ({"b": {"xs": zeros(2)}}, {"b": {"x": 1}}, "names 'x', which is not in input 'b'; did you mean \"xs\"?"),
+        ({"x": pack_sequence([zeros(2), zeros(1)])}, 0, "an input is a PackedSequence, which cannot be made of any"),
         ({"b": {"x": [zeros(2, 2)]}}, {"b": Packed(1)}, "name the list, batch_dim={'b': {'x': fxpipe.Packed(...)}}"),
         ({"x": [zeros(2), zeros(3)]}, 0, "tensors of 2 and of 3 rows; where it is a list with an entry for each row, "),
         # lists that may have an entry for each row, of which nobody has said whether they have
@@ -121,3 +125,26 @@ def test_micro_batches_have_what_is_counted_for_their_rows() -> None:
         "each": (3, 0, 6),
     }
     assert pieces_of(PATCHES, [1], {}) == {}  # neither was given
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_a_shape_is_refused() -> None:
+    with pytest.raises(RunError, match=r"an input is a nested tensor of 2, which has no shape; pass its values padded"):
+        rows({"x": torch.nested.nested_tensor([zeros(2), zeros(1)])}, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "batch_dim", "found"),
+    [
+        (["a", "b", "c"], 0, ["n"]),
+        ([4, 7, 1], {"x": 0}, ["n"]),
+        (["a", "b"], 0, []),
+        ((224, 224, 3), 0, []),
+        (["a", "b", "c"], {"n": None}, []),
+        (["a", "b", "c"], {"n": Packed(1)}, []),
+    ],
+)
+def test_lists_that_are_given_whole_and_may_have_an_entry_for_each_row_are_found(
+    value: Any, batch_dim: Any, found: list[str]
+) -> None:
+    assert whole_lists(describe({"x": zeros(3), "n": value}), batch_dim, 3) == found

@@ -647,6 +647,7 @@ REFUSED: dict[str, tuple[Callable[[Does, Tensor], Any], str]] = {
     "submodule's": (lambda m, h: setattr(m.a, "last", h), "sets a.last"),
     "deleted": (lambda m, h: delattr(m, "count"), "deletes self.count"),
     "list": (lambda m, h: m.log.append(1), "changes Does.log"),
+    "place in memory": (lambda m, h: h * h.storage_offset(), "where in its memory a tensor begins"),
     "buffer's shape": (lambda m, h: setattr(m, "buffer", h.sum(0)), r"buffer self.buffer of torch.float32 \[2\]"),
     "tensor hook": (lambda m, h: h.register_hook(lambda g: 2 * g), "hook on a tensor.*record"),
     "gradient": (_gradient, "gradients are computed inside"),

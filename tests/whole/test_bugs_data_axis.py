@@ -434,6 +434,31 @@ def test_one_optimizers_zero_grad_leaves_what_another_ones_parameters_have(
     assert_parts(run_strict(body, 2), gradients(model, "module."))
 
 
+@every_zero
+def test_an_optimizers_step_behind_an_unsummed_call_is_told_or_refused(
+    zero: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole parameters drift apart, as in DDP; of parts each rank would step its own by its own gradients."""
+
+    def body(rank: int) -> str:
+        step = compiled_alone(linear(), PAIR, microbatches=1, zero=zero)
+        optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
+        step.set_requires_gradient_sync(False)
+        step(torch.full((2, 4), rank + 1.0))
+        try:
+            optimizer.step()
+        except fxpipe.RunError as error:
+            return str(error)
+        optimizer.zero_grad()
+        optimizer.step()  # nothing is left that was not summed
+        return ""
+
+    told = run_strict(body, 2)
+    fact = "optimizer.step() comes behind a call that has not summed its gradients over the replicas"
+    assert [fact in each for each in told] == [zero > 0] * 2
+    assert (fact in capsys.readouterr().err) == (zero == 0)
+
+
 # --- replicas that differ ---
 
 

@@ -849,6 +849,30 @@ def test_optimizers_of_other_parameters_step_beside_each_other() -> None:
         optimizer.step()
 
 
+def test_other_tensors_are_not_put_where_the_stages_hold_theirs() -> None:
+    """The stages would go on with the old ones."""
+    module = fxpipe.compile(Chain(), TWO, microbatches=2).module
+    layer: Any = module.get_submodule("layers.0")
+    with pytest.raises(fxpipe.RunError, match=r"weight is set to another tensor than the stages hold, .*copy_"):
+        layer.weight = nn.Parameter(torch.ones(4, 4))
+    layer.weight = layer.weight
+    layer.note = "as on any module"
+
+
+def test_a_hook_for_all_modules_that_comes_after_compile_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not called for what was traced through."""
+    forward_backward = fxpipe.compile(Chain(), TWO, microbatches=2)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        forward_backward(X, Y)
+        forward_backward(X, Y)
+        assert capsys.readouterr().err.count("a hook for all modules was registered after fxpipe.compile") == 1
+        fxpipe.compile(Chain(), TWO, microbatches=2)(X, Y)
+    finally:
+        hook.remove()
+    assert "a hook" not in capsys.readouterr().err
+
+
 def test_one_process_says_what_it_leaves_out_of_a_topology() -> None:
     topology = Topology([("pipe", 2), ("data", 2)])
     with pytest.warns(UserWarning, match=r"of one replica: data 2 of the topology is left out; start 4 processes"):

@@ -82,6 +82,7 @@ class TracingGuard:
     def _patches(self) -> list[tuple[Any, str, Any]]:
         return [
             (nn.Module, "__delattr__", self._guarded_delattr()),
+            (nn.Module, "register_buffer", self._guarded_register_buffer()),
             (torch.autocast, "__init__", _noting_cache(torch.autocast.__init__)),
             (torch.autocast, "__enter__", self._noting_region(torch.autocast.__enter__)),
             (torch.autograd.Function, "apply", classmethod(_guarded_apply())),
@@ -91,6 +92,7 @@ class TracingGuard:
             (Tensor, "register_hook", _refuse_tensor_hook),
             (Tensor, "register_post_accumulate_grad_hook", _refuse_tensor_hook),
             (Tensor, "data", _recorded_data()),
+            (Tensor, "storage_offset", _refused_to_users(Tensor.storage_offset, _place_in_memory)),
             (torch.autograd.graph.saved_tensors_hooks, "__enter__", _refuse_saved_tensors_hooks),
             (torch.inference_mode, "__enter__", _guarded_inference_mode()),
             (torch.random, "fork_rng", _refused_to_users(torch.random.fork_rng, random_numbers_drawn)),
@@ -121,6 +123,17 @@ class TracingGuard:
             if path is not None:
                 raise refuse(f"forward deletes {_joined(path, name)}, {ONCE}", "delete it outside of forward")
             original(module, name)
+
+        return guarded
+
+    def _guarded_register_buffer(self) -> Callable[..., None]:
+        """As if it were set; of one that is new, and of its ``persistent``, the model would know nothing later."""
+        original = nn.Module.register_buffer
+
+        def guarded(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+            path = self._paths.get(id(vars(module)))
+            if path is None or not self._take_attribute(module, name, tensor, path):
+                original(module, name, tensor, persistent)
 
         return guarded
 
@@ -233,6 +246,13 @@ def _refused_to_users(original: Callable[..., Any], refusal: Callable[[], TraceE
         return original(*args, **kwargs)
 
     return call
+
+
+def _place_in_memory() -> TraceError:
+    return refuse(
+        "forward asks where in its memory a tensor begins, which is another place for each micro-batch",
+        "compute from shapes and strides",
+    )
 
 
 def _recorded_data() -> property:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,26 +17,70 @@ from fxpipe.trace.user_line import current_line, is_users
 
 
 @contextlib.contextmanager
-def symbolic_lengths() -> Iterator[None]:
-    """While it is open ``len()`` of a tensor is symbolic as ``shape[0]`` is: Python's own makes a number of it.
+def sizes_as_numbers() -> Iterator[None]:
+    """While it is open a symbolic size is to Python's own what a number is, which it would else be only to torch.
 
-    In the modules of users, not in ``builtins``: torch._dynamo keeps what it finds there in tables, for good.
+    ``len()`` of a tensor is symbolic as ``shape[0]`` is, where Python's makes a number of it; a size is an ``int`` to
+    ``isinstance`` and ``type``. In the modules of users, not in ``builtins``: torch._dynamo keeps what it finds there
+    in tables, for good. A size that users write into text ("s27" to torch) becomes the number that is written.
     """
     modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
+    modules = {name: home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS}
     users = [home for name, home in modules.items() if name == "__main__" or is_users(home.get("__file__") or "<")]
-    homes = [home for home in users if "len" not in home]
+    homes = [(home, name) for home in users for name in _STAND_INS if name not in home]
     try:
-        for home in homes:
-            home["len"] = _length
-        yield
+        for home, name in homes:
+            home[name] = _STAND_INS[name]
+        with contextlib.ExitStack() as stack:
+            for symbolic, plain in _PLAIN.items():
+                for name in ("__repr__", "__str__"):
+                    stack.enter_context(patched(symbolic, name, _written(getattr(symbolic, name), plain)))
+            yield
     finally:
-        for home in homes:
-            home.pop("len", None)
+        for home, name in homes:
+            home.pop(name, None)
+
+
+_NOT_USERS = (sys.stdlib_module_names | {"sympy", "mpmath"}) - {"__main__"}  # torch reckons with these
+_PLAIN: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def _written(original: Callable[[Any], str], plain: type) -> Callable[[Any], str]:
+    def written(value: Any) -> str:
+        return str(plain(value)) if is_users(sys._getframe(1).f_code.co_filename) else original(value)
+
+    return written
 
 
 def _length(value: Any, /) -> Any:
     is_symbolic = isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
     return value.shape[0] if is_symbolic else len(value)
+
+
+def _isinstance(value: Any, kinds: Any, /) -> bool:
+    plain = _PLAIN.get(type(value))
+    return isinstance(value, kinds) or (plain is not None and isinstance(plain(), kinds))
+
+
+class _IsType(type):
+    """Of what stands in for ``type``: a class is an instance of it, too, and a metaclass a subclass."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, type)
+
+
+class _Type(type, metaclass=_IsType):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not _Type:  # a metaclass that calls type.__new__ makes a class
+            return type.__new__(cls, *args, **kwargs)
+        made = type(*args, **kwargs)
+        return _PLAIN.get(made, made) if len(args) == 1 else made
+
+
+_STAND_INS = {"len": _length, "isinstance": _isinstance, "type": _Type}
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from fxpipe.trace.cutting import cutting
 from fxpipe.trace.export.boundary_operator import marked
 from fxpipe.trace.export.conversion import Traced, modes_as_operations
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
-from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, symbolic_lengths
+from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, sizes_as_numbers
 from fxpipe.trace.export.whole_operator import SizeClauses, whole
 from fxpipe.trace.fake import fake_model
 from fxpipe.trace.keeping import RegionCall, Regions
@@ -125,7 +125,7 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
             sizes = call.dynamic_shapes if call.request.varying or call.stand_ins else None
             given = call.tensors, [tensor for returned in call.stand_ins.values() for tensor in returned]
             any_size = sizes_like_any() if call.stand_ins else contextlib.nullcontext()
-            with any_size, symbolic_lengths() if sizes is not None else contextlib.nullcontext():
+            with any_size, sizes_as_numbers() if sizes is not None else contextlib.nullcontext():
                 exported = torch.export.export(_Root(call), given, dynamic_shapes=sizes, strict=False)
     except TraceError:
         raise

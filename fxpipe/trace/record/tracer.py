@@ -118,7 +118,7 @@ class _RecordedRun:
         first: _RecordedRun | None = None,
     ) -> None:
         self._request, self._plan, self._real, self._before = request, plan, real, before
-        stand_ins = {fake.names[id(tensor)]: tensor for _, tensor in _named_tensors(request.module)}
+        stand_ins = {_known(fake, name, tensor): tensor for name, tensor in _named_tensors(request.module)}
         names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
         self._recorder = Recorder(fake, names, stand_ins, self._changes if plan.watch else tuple)
         excused = frozenset() if first is None else first.excused
@@ -257,6 +257,16 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
+
+
+def _known(fake: FakeModel, name: str, tensor: Tensor) -> str:
+    """The name of what stands in for a parameter or a buffer; TraceError for one that an earlier run has put there."""
+    if id(tensor) not in fake.names:
+        raise TraceError(
+            f"forward registers {name!r}, or sets it to a tensor of another shape; register it in __init__, with the "
+            "shape and type that it keeps, and write into it in place"
+        )
+    return fake.names[id(tensor)]
 
 
 def _refuse_scripted(module: nn.Module) -> None:
