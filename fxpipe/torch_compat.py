@@ -58,11 +58,6 @@ __all__ = [  # of what is imported above, for the others; what is made below nee
     "no_dispatch_modes",
     "pytree",
     "vmap_home",
-<<<<<<< HEAD
-=======
-    "without_onednn",
-    "wrapper",
->>>>>>> atkC
 ]
 
 MODULE_TABLES = (

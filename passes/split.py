@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
-from fxpipe.graph.kept import kept_in
+from fxpipe.graph.kept import KeptWhole, kept_in
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_value, is_compute, made_by

@@ -179,8 +179,8 @@ def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
         raise PartitionError(f'boundaries= has "auto" where a submodule is named; {_WITH_REGIONS}')
     if _is_method(modules, name):
         raise PartitionError(
-            f"boundaries= names {name!r}, a method, which may be whole, but is not cut, as calls of submodules are: name "
-            'the submodule that is given what it returns, {...: "before"}, or put stage_boundary on that in forward'
+            f"boundaries= names {name!r}, a method, which may be whole, but is not cut, as calls of submodules are: "
+            'name the submodule that is given what it returns, {...: "before"}, or put stage_boundary on that in forward'
         )
     parts = name.split(".")
     found = [path for path in modules if path and _matches(path.split("."), parts)]
