@@ -171,7 +171,7 @@ class Post:
         self._hear_all(self.wanted)  # before what they have told: a rank tells, and is gone then
         for key in self.keys:
             if key not in self.told and self._store.check([key]):
-                self.told[key] = Ending.unpacked(self._get(key))
+                self.told[key] = Ending.unpacked(self._store.get(key).decode())
 
     def _hear_all(self, ranks: Collection[int]) -> None:
         there = [rank for rank in ranks if rank in self.heard or self._store.check([_key(rank)])]
@@ -182,9 +182,6 @@ class Post:
         before = self.heard.get(rank)
         if before is None or before.beat != beat:
             self.heard[rank] = Heard(state, beat, time.monotonic())
-
-    def _get(self, key: str) -> str:
-        return str(self._store.get(key).decode())
 
 
 def _key(rank: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fxpipe.formats.layout import lanes
@@ -55,42 +55,40 @@ def _metadata(timeline: Timeline) -> Iterator[Event]:
     schedule = timeline.schedule
     for rank in range(len(schedule.rows)):
         stages = [schedule.label(stage) for stage, owner in enumerate(schedule.placement) if owner == rank]
-        thread = {"ph": "M", "pid": PROCESS, "tid": FIRST_THREAD + rank}
-        yield {**thread, "name": "thread_name", "args": {"name": f"rank {rank} ({', '.join(stages)})"}}
-        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        yield from _thread(rank, f"rank {rank} ({', '.join(stages)})")
+
+
+def _thread(number: int, name: str) -> Iterator[Event]:
+    thread = {"ph": "M", "pid": PROCESS, "tid": FIRST_THREAD + number}
+    yield {**thread, "name": "thread_name", "args": {"name": name}}
+    yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+
+def _slice(thread: int, name: str, category: str, span: Iterable[float], nanoseconds: float) -> Event:
+    start, end = (round(time * nanoseconds) for time in span)
+    where = {"pid": PROCESS, "tid": FIRST_THREAD + thread}
+    return {"ph": "X", "name": name, "cat": category, **where, "ts": start / 1000, "dur": (end - start) / 1000}
 
 
 def _slices(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float) -> Iterator[Event]:
     unit = unit_of(timeline)
     for action in row:
-        start, end = (round(time * nanoseconds) for time in timeline.spans[action])
-        yield {
-            "ph": "X",
-            "name": str(action),
-            "cat": IN_WORDS[action.op],
-            "pid": PROCESS,
-            "tid": FIRST_THREAD + rank,
-            "ts": start / 1000,
-            "dur": (end - start) / 1000,
-            "args": {
-                "stage": timeline.schedule.label(action.stage),
-                "op": IN_WORDS[action.op],
-                "microbatch": action.microbatch if action.count == 1 else numbers(action),
-                "waited_for": waited(timeline, action, unit),
-                "waited_us": round(timeline.waited(action) * nanoseconds) / 1000,
-            },
+        args = {
+            "stage": timeline.schedule.label(action.stage),
+            "op": IN_WORDS[action.op],
+            "microbatch": action.microbatch if action.count == 1 else numbers(action),
+            "waited_for": waited(timeline, action, unit),
+            "waited_us": round(timeline.waited(action) * nanoseconds) / 1000,
         }
+        yield {**_slice(rank, str(action), IN_WORDS[action.op], timeline.spans[action], nanoseconds), "args": args}
 
 
 def _around(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
     """What a process did beside its actions: slices of the first rank that it plays."""
     for spell in timeline.spells:
         if spell.category != COMPUTE:
-            start, end = (round(time * nanoseconds) for time in (spell.start, spell.end))
             name = {WAITING: f"waiting for {spell.what}", BETWEEN: "between actions"}.get(spell.category, spell.what)
-            thread = {"pid": PROCESS, "tid": FIRST_THREAD + spell.ranks[0]}
-            times = {"ts": start / 1000, "dur": (end - start) / 1000}
-            yield {"ph": "X", "name": name, "cat": spell.category, **thread, **times}
+            yield _slice(spell.ranks[0], name, spell.category, (spell.start, spell.end), nanoseconds)
 
 
 def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
@@ -99,14 +97,10 @@ def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
     number = len(timeline.schedule.rows)
     for rank in range(len(timeline.schedule.rows)):
         for lane in lanes(timeline, rank):
-            thread = {"pid": PROCESS, "tid": FIRST_THREAD + number}
-            yield {"ph": "M", **thread, "name": "thread_name", "args": {"name": f"rank {rank}: reductions"}}
-            yield {"ph": "M", **thread, "name": "thread_sort_index", "args": {"sort_index": number}}
-            number += 1
+            yield from _thread(number, f"rank {rank}: reductions")
             for _, what, *span in lane:
-                start, end = (round(time * nanoseconds) for time in span)
-                times = {"ts": start / 1000, "dur": (end - start) / 1000}
-                yield {"ph": "X", "name": what, "cat": "reduction", **thread, **times, "args": {"rank": rank}}
+                yield {**_slice(number, what, "reduction", span, nanoseconds), "args": {"rank": rank}}
+            number += 1
 
 
 def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:

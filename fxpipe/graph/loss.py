@@ -59,16 +59,12 @@ def read_loss(result: Any) -> MicrobatchLoss:
                 "the count of a fxpipe.Sum requires a gradient, and a number of items is given none; write "
                 "fxpipe.Sum(total, count), in this order, with count.detach() where it shall be held fixed"
             )
-    if not _is_scalar(loss):
+    if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()):
         raise RunError(
             f"the loss must be one number, but the model returned {_describe(loss)}; "
             "reduce it (.mean() or fxpipe.Sum(total, count)), or pass loss_fn= to fxpipe.compile"
         )
     return MicrobatchLoss(loss, count, metrics)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def _is_count(value: Any) -> bool:

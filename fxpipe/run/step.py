@@ -159,7 +159,8 @@ class Steps:
 
     def evaluate(self, call: Call, everywhere: bool) -> Any:
         """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
-        with evaluating(self._module), announced(_evaluate(self.number, everywhere) + self._which):
+        asked = f"evaluate, before step {self.number}" + ', outputs="all"' * everywhere
+        with evaluating(self._module), announced(asked + self._which):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
                 self.watch.tell("pipe")
@@ -348,7 +349,3 @@ class Steps:
 def _numbers(agreed: Agreed, shares: Sequence[float]) -> Sequence[int]:
     """A number for each micro-batch, by what its messages look like: of one without weight no gradient may come."""
     return [look if share else ~look for look, share in zip(agreed.looks, shares, strict=True)]
-
-
-def _evaluate(number: int, everywhere: bool) -> str:
-    return f"evaluate, before step {number}" + ', outputs="all"' * everywhere

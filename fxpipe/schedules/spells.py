@@ -63,11 +63,8 @@ class Spent:
 
 def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
     """Each process's sums."""
-    return tuple(_spent(ranks, [one for one in spells if one.ranks == ranks]) for ranks in _processes(spells))
-
-
-def _processes(spells: Sequence[Spell]) -> list[tuple[int, ...]]:
-    return sorted({spell.ranks for spell in spells})
+    processes = sorted({spell.ranks for spell in spells})
+    return tuple(_spent(ranks, [one for one in spells if one.ranks == ranks]) for ranks in processes)
 
 
 def _spent(ranks: tuple[int, ...], spells: Sequence[Spell]) -> Spent:

@@ -32,9 +32,9 @@ from fxpipe.sharding.optimizer_class import (
     OptimizerMaker,
     check_class,
     check_numbers,
-    class_of,
     is_elementwise,
     made_by,
+    unwrapped,
 )
 from fxpipe.sharding.optimizer_state import TargetStates, check_saves_all, read_state_dict, refuse_torchs_helpers
 from fxpipe.sharding.parameter_groups import (
@@ -116,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._alone = alone
         self._steppers = {} if steppers is None else steppers
         self._replaced = ""  # a parameter that a later optimizer steps
-        self._given_to_all = {"cls": getattr(class_of(cls), "__name__", ""), **kw}
+        self._given_to_all = {"cls": getattr(unwrapped(cls), "__name__", ""), **kw}
         super().__init__(self._resolved(params), {})
         self._targets = self._claim(self.param_groups)
         given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]

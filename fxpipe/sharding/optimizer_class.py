@@ -33,12 +33,12 @@ REFUSED = {
 
 def is_elementwise(cls: OptimizerMaker) -> bool:
     """Whether this very class is known to step each element by itself."""
-    return class_of(cls) in ELEMENTWISE
+    return unwrapped(cls) in ELEMENTWISE
 
 
 def check_class(cls: OptimizerMaker, copies: bool) -> None:
     """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
-    made = class_of(cls)
+    made = unwrapped(cls)
     if not callable(made):
         like = f"; write torch.optim.{made}" if isinstance(made, str) and hasattr(torch.optim, made) else ""
         raise RunError(f"cls is {shown(made)}; it is a class of optimizers, such as torch.optim.AdamW{like}")
@@ -50,7 +50,7 @@ def check_class(cls: OptimizerMaker, copies: bool) -> None:
 def made_by(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, Any]) -> torch.optim.Optimizer:
     """``cls(groups, **kw)``. What it refuses is the user's, and is told with what it was given."""
     given = "".join(f", {name}={shown(value)}" for name, value in kw.items())
-    called = f"{getattr(class_of(cls), '__name__', cls)}(params{given})"
+    called = f"{getattr(unwrapped(cls), '__name__', cls)}(params{given})"
     try:
         made = cls(groups, **kw)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
@@ -69,7 +69,8 @@ def check_numbers(kind: type[FxpipeError], group: Mapping[str, Any], known: Mapp
             raise kind(f"a parameter group has {name}={shown(value)}; it is a number")
 
 
-def class_of(cls: OptimizerMaker) -> Any:
+def unwrapped(cls: OptimizerMaker) -> Any:
+    """What stands behind ``functools.partial``."""
     while isinstance(cls, functools.partial):
         cls = cls.func
     return cls
