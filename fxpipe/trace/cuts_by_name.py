@@ -180,7 +180,7 @@ def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
     if _is_method(modules, name):
         raise PartitionError(
             f"boundaries= names {name!r}, a method, which may be whole, but is not cut, as calls of submodules are: "
-            'name the submodule that is given what it returns, {...: "before"}, or put stage_boundary on that in forward'
+            'name the submodule that is given what it returns, {...: "before"}, or put stage_boundary on that'
         )
     parts = name.split(".")
     found = [path for path in modules if path and _matches(path.split("."), parts)]
