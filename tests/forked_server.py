@@ -16,8 +16,8 @@ from multiprocessing import connection, forkserver
 
 import torch
 
-CAN = sys.version_info < (3, 14) and not torch.cuda.is_available()
-"""From 3.14 on the server is told a key; and CUDA does not outlive a fork."""
+CAN = sys.platform == "linux" and sys.version_info < (3, 14) and not torch.cuda.is_available()
+"""Elsewhere libraries have threads; from 3.14 on the server is told a key; and CUDA does not outlive a fork."""
 
 
 def start(preload: Iterable[str]) -> None:

@@ -99,10 +99,11 @@ def test_interleaved_1f1b_idles_a_vth_of_what_1f1b_does_and_warms_up_as_megatron
         warm_up = [2 * (p - r - 1) + (v - 1) * p for r in range(p)]
         peaks = [min(m * v, most + 1) for most in warm_up]
         assert most_in_flight(schedule) == peaks
+        usual = build("1f1b", chain(p), m)
         for forward, backward in ((1, 2), (1, 1), (3, 2)):
             timeline = schedule.simulate(forward, backward, activation_bytes=1)
             assert idle(timeline) == {(p - 1) * (forward + backward)}
-            whole = build("1f1b", chain(p), m).simulate(v * forward, v * backward)
+            whole = usual.simulate(v * forward, v * backward)
             assert idle(whole) == {v * (p - 1) * (forward + backward)}
             assert timeline.peak_bytes == tuple(peaks)
 
