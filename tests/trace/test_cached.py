@@ -294,6 +294,13 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_captured
         fxpipe.preview(Two(), TWO, cache=3)  # type: ignore[arg-type]
 
 
+def test_a_folder_may_be_below_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    fxpipe.preview(Two(), TWO, tracer="export", example_kwargs=vectors(), cache="~/kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
 def test_a_disk_that_is_full_ends_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
