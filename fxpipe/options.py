@@ -133,7 +133,7 @@ class Options:
     @property
     def cache_folder(self) -> str | None:
         """Wherever the process goes meanwhile."""
-        return None if self.cache is None else os.path.abspath(os.fspath(self.cache))
+        return None if self.cache is None else os.path.abspath(os.path.expanduser(os.fsdecode(self.cache)))
 
     @property
     def bucket_bytes(self) -> int:

@@ -207,6 +207,15 @@ def with_target(word: str) -> Callable[[Any], None]:
     return change
 
 
+def with_other_source(data: Any) -> None:
+    next(node for node in data["nodes"] if node[0] == "get_attr")[1] = "a.forward"
+
+
+def with_a_part(data: Any) -> None:
+    """An operator of which no fact is told would be run to find one."""
+    next(node for node in data["nodes"] if "mse_loss" in node[1])[5].clear()
+
+
 def without_facts(data: Any) -> None:
     data["facts"] = []
 
@@ -224,6 +233,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no operator": lambda file: rewritten(file, with_target("operator load_library::x.default")),
     "a function of Python's": lambda file: rewritten(file, with_target("function os.system")),
     "an operator that opens files": lambda file: rewritten(file, with_target("operator aten::from_file.default")),
+    "an attribute that is no tensor": lambda file: rewritten(file, with_other_source),
+    "an operator in place of a part": lambda file: rewritten(file, with_a_part),
     "without facts": lambda file: rewritten(file, without_facts),
     "no program": lambda file: rewritten(file, lambda data: {"nodes": 3}),
 }
@@ -283,6 +294,13 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_captured
         fxpipe.preview(Two(), TWO, cache=3)  # type: ignore[arg-type]
 
 
+def test_a_folder_may_be_below_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    fxpipe.preview(Two(), TWO, tracer="export", example_kwargs=vectors(), cache="~/kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
 def test_a_disk_that_is_full_ends_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,10 +318,10 @@ def test_who_reads_while_others_write_reads_all_or_nothing(tmp_path: Path) -> No
 
     def write() -> None:
         while not over.is_set():
-            folder.write(str(tmp_path), key, data)
+            folder.write(str(tmp_path), key, encode(data))
 
     writers = [threading.Thread(target=write) for _ in range(2)]
-    folder.write(str(tmp_path), key, data)
+    folder.write(str(tmp_path), key, encode(data))
     for writer in writers:
         writer.start()
     found = [folder.read(str(tmp_path), key) for _ in range(50)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import RunError
-from fxpipe.graph.plain_data import MOST_BYTES, decode, encode
+from fxpipe.graph.plain_data import MOST_BYTES, decode
 from fxpipe.progress import tell
 from fxpipe.small_file import read_small
 from fxpipe.trace.cached.facts import versions
@@ -55,9 +55,8 @@ def unusable(folder: str, key: str, error: Exception) -> None:
     tell(f"fxpipe: {_path(folder, key)} cannot be used ({type(error).__name__}: {str(error)[:200]}); captured anew")
 
 
-def write(folder: str, key: str, data: Any) -> None:
-    """Keeps data under a key. A disk that is full ends no training: a line says so."""
-    body = encode(data)
+def write(folder: str, key: str, body: bytes) -> None:
+    """Keeps encoded data under a key. A disk that is full ends no training: a line says so."""
     header = {"what": _MADE_BY, "key": key, "versions": versions(), "sha256": hashlib.sha256(body).hexdigest()}
     try:
         part = Path(folder) / f".{secrets.token_hex(8)}.part"  # which nobody else writes

@@ -121,10 +121,10 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _constant(self, tensor: Tensor) -> str:
         with outside():
-            if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-                raise self._refuse(f"forward makes a tensor of numbers on {tensor.device}")
-            numbers = hashlib.sha256(bytes_of(tensor.detach().contiguous())).hexdigest()
-        return f"{tensor.dtype} {tuple(tensor.shape)} {numbers}"
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise self._refuse(f"forward makes a tensor of numbers that is {tensor.layout} on {tensor.device}")
+            numbers = hashlib.sha256(bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
+        return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device} {numbers}"
 
     def _result(self, value: Any) -> str:
         if not isinstance(value, Tensor):

@@ -6,17 +6,18 @@ A target is one of torch's registered operators, or one of ``_FUNCTIONS``; a ten
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fxpipe.errors import RunError
 from fxpipe.graph.boundary import boundary
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Autocast, Modes
-from fxpipe.graph.plain_data import admitted
+from fxpipe.graph.plain_data import MOST_BYTES, admitted, encode
 from fxpipe.graph.program import Program
 from fxpipe.torch_compat import FakeTensor, FakeTensorMode, OpOverload, bytes_of, overload_name, pytree, schema_of
 from fxpipe.trace.cached.not_kept import NotKept
@@ -40,8 +41,15 @@ class NodeNumber:
     number: int
 
 
-def as_data(program: Program) -> dict[str, Any]:
-    """NotKept where something in the program has no word."""
+def encoded(program: Program) -> bytes:
+    """The program as plain data. NotKept where something in it has no word."""
+    try:
+        return encode(_as_data(program))
+    except RunError:  # whose words are for what is sent to other ranks
+        raise NotKept(f"its graph holds an object, or takes more than {MOST_BYTES >> 20} MiB") from None
+
+
+def _as_data(program: Program) -> dict[str, Any]:
     if program.holds_for is not None or program.fixed_sizes or program.opaque or program.effects:
         raise NotKept("it holds for more than one shape, or keeps regions whole")
     told = _InWords({node: NodeNumber(place) for place, node in enumerate(program.graph.nodes)})
@@ -140,9 +148,9 @@ _FACT_WORDS: Mapping[str, Callable[[Any], Any]] = {
 def _constant(program: Program, name: str, tensor: Tensor) -> Any:
     """Numbers of ``torch.tensor([1.0])``. A tensor that lives somewhere would be another object, which nobody sees."""
     users = [user for node in program.graph.nodes if node.target == name for user in node.users]
-    if not all(_target_word(user) in _LIFTS for user in users) or tensor.device.type != "cpu":
+    if not all(_target_word(user) in _LIFTS for user in users):
         raise NotKept("forward uses a tensor that is kept somewhere and is no buffer; register_buffer keeps it")
-    return tensor.dtype, tuple(tensor.shape), bytes_of(tensor.detach().contiguous())
+    return tensor.dtype, tuple(tensor.shape), tensor.device, bytes_of(tensor.detach().cpu().contiguous())
 
 
 # --- and back
@@ -154,6 +162,8 @@ def program_of(data: Any, request: Request, rehearsal: RunOnFakes) -> Program:
     graph = fx.Graph()
     constants = {name: _tensor(*parts) for name, parts in data["constants"].items()}
     program = Program(request.module, graph, constants, tracer="export", result=rehearsal.result)
+    named = {*constants, *dict(request.module.named_parameters(remove_duplicate=False))}
+    named |= {*dict(request.module.named_buffers(remove_duplicate=False))}
     for op, target, name, args, kwargs, told in data["nodes"]:
         given = pytree.tree_map_only(NodeNumber, lambda one: made[one.number], (args, kwargs))
         node = graph.create_node(op, _target(op, target), given[0], given[1], name)
@@ -161,7 +171,7 @@ def program_of(data: Any, request: Request, rehearsal: RunOnFakes) -> Program:
         if op != "output" and node.name != name:
             raise ValueError(f"{name} would be {node.name}")
         node.meta |= {fact: _FACTS_MADE[fact](facts[place], rehearsal.mode) for fact, place in told.items()}
-        _check_source(program, node, rehearsal)
+        _check_source(node, rehearsal, named)
     if program.inputs != tuple(rehearsal.values):
         raise ValueError(f"inputs {program.inputs}")
     check_boundaries(graph, rehearsal.boundaries)
@@ -188,24 +198,26 @@ def _operator(name: str) -> OpOverload:
     return found
 
 
-def _check_source(program: Program, node: fx.Node, rehearsal: RunOnFakes) -> None:
-    """Inputs and their parts are those of the run; what the graph names, the model has."""
+def _check_source(node: fx.Node, rehearsal: RunOnFakes, named: Collection[str]) -> None:
+    """Inputs and their parts are those of the run; what the graph reads is named, and no attribute is asked for."""
     if node.op == "placeholder":
         node.meta["val"] = rehearsal.values[str(node.target)]
     elif node.op == "get_attr":
-        if not isinstance(program.attribute(str(node.target)), Tensor):
+        if node.target not in named:
             raise ValueError(f"{node.target} is no tensor")
-    elif node.op == "call_function":
-        if not node.meta:
-            node.meta["val"] = node.target(node.args[0].meta["val"], node.args[1])  # type: ignore
-    elif node.op != "output":
+    elif node.op == "call_function" and not node.meta:
+        parent, place = node.args
+        if node.target is not operator.getitem or not isinstance(parent, fx.Node):
+            raise ValueError(f"{node.name} is no part of an input")
+        node.meta["val"] = parent.meta["val"][place]
+    elif node.op not in ("call_function", "output"):
         raise ValueError(f"a node that does {node.op}")
 
 
-def _tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> Tensor:
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, content: bytes) -> Tensor:
     if not content:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape).to(device)
 
 
 def _value(word: Any, mode: FakeTensorMode) -> Any:

@@ -44,7 +44,7 @@ def rehearse(request: Request) -> RunOnFakes:
     except NotKept:
         raise
     except Exception as error:  # what is wrong with it, an export says better
-        asks = "forward asks for the value of a tensor, and this one run has no numbers"
+        asks = "forward asks for the value of a tensor, and a run without numbers has none"
         raise NotKept(asks if needs_values(error) else f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import RunError
+from fxpipe.graph.plain_data import decode
 from fxpipe.graph.program import Program
 from fxpipe.progress import tell
 from fxpipe.schedules.no_gc import paused
 from fxpipe.trace.cached import folder as folders
 from fxpipe.trace.cached.not_kept import NotKept
-from fxpipe.trace.cached.program_data import as_data, program_of
+from fxpipe.trace.cached.program_data import encoded, program_of
 from fxpipe.trace.cached.rehearsed import RunOnFakes, rehearse
 from fxpipe.trace.export.tracer import export
 from fxpipe.trace.patching import plain_modes
@@ -46,14 +47,14 @@ def _read(request: Request, folder: str, rehearsal: RunOnFakes) -> Program | Non
 def _kept(program: Program, request: Request, folder: str, rehearsal: RunOnFakes) -> Program:
     """The program as it will be read, so that ranks that read it and those that captured it have the same."""
     try:
-        data = as_data(program)
-        again = program_of(data, request, rehearsal)
-        if str(again) != str(program) or as_data(again) != data:
+        body = encoded(program)
+        again = program_of(decode(body, "the capture"), request, rehearsal)
+        if str(again) != str(program) or encoded(again) != body:
             raise NotKept("it is not the same when it is read")
         if rehearse(request).key != rehearsal.key:
             raise NotKept("forward does something else each time it is called")
-        folders.write(folder, rehearsal.key, data)
-    except (NotKept, FxpipeError) as why:
+        folders.write(folder, rehearsal.key, body)
+    except (NotKept, RunError) as why:
         return _told_why(program, folder, why)
     return again
 
