@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -234,6 +235,52 @@ def test_a_refusal_names_what_could_be_kept_whole() -> None:
     rules = {"behind": "before", "head": "before"}
     with pytest.raises(TraceError, match=r'boundaries=\{"region": "whole"\}'):
         compiled(replace(SELECTING, ranks=3), boundaries=rules, tracer="export", example_kwargs=SELECTING.batch())
+
+
+class Looks(nn.Module):
+    """One of several: looks at numbers, in code of its own, on which a function of nobody's is called, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[[place for place, row in enumerate(x) if numpy.float32(row.sum().item()) > -1e9]])
+
+
+class Looking(nn.Module):
+    """Two that look at numbers, and a method that does; a cut between the one and the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Looks(), Looks()]), linear()
+
+    def factor(self, y: Tensor) -> Tensor:
+        return y * (2.0 if y.tolist()[0][0] > 0 else 3.0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) - self.factor(y)).square().mean()
+
+
+def test_what_refusals_say_to_keep_whole_leads_to_a_model_that_trains() -> None:
+    case = Case(Looking, vectors, stages=2, ranks=2, microbatches=2)
+    rules: dict[str, Any] = {"head": "before"}
+    for _ in range(2):
+        with pytest.raises(TraceError) as refused:
+            compiled(case, boundaries=rules, tracer="export", example_kwargs=case.batch())
+        (told,) = re.findall(r'boundaries=\{"([\w.*]+)": "whole"\}', str(refused.value))
+        rules[told] = "whole"
+    assert rules.keys() == {"head", "blocks.*", "factor"}
+    wanted, _ = reference(case, [case.batch()])
+    run = trained(case, [case.batch()], boundaries=rules, tracer="export", example_kwargs=case.batch())
+    assert_run([run], wanted, 1e-6)
+
+
+def test_a_refusal_of_what_is_cut_keeps_the_cut() -> None:
+    with pytest.raises(TraceError, match=r'boundaries=\{"region": \["whole", "before"\]\}'):
+        compiled(replace(SELECTING, ranks=2), boundaries=["region"], tracer="export", example_kwargs=SELECTING.batch())
 
 
 class Odder(nn.Module):
