@@ -226,6 +226,40 @@ def test_names_that_cannot_be_whole_are_refused(boundaries: dict[str, Any], told
         compiled(SELECTING, boundaries=boundaries, example_kwargs=SELECTING.batch())
 
 
+WRONG: list[tuple[Any, Any, str]] = [
+    (Selecting, {"region": "whole", "region.*": "before"}, "cuts 'region.first', which is inside of 'region'"),
+    (Selecting, {"region": "whole", "region.*": "whole"}, "keeps 'region.first' whole inside of 'region'"),
+    (Selecting, {"": "whole"}, "names '', the model itself"),
+    (Selecting, {"forward": "whole"}, "pipe ranks"),
+    (Selecting, {"regiom": "whole"}, 'did you mean "region"'),
+    (Selecting, {"reg*m": "whole"}, "matches no submodule"),
+    (
+        lambda: Odd("uncalled"),
+        {"region": "whole", "head": "before"},
+        "keeps region whole, which Odd.forward never calls",
+    ),
+    (lambda: Odd("marks"), {"region": "whole", "head": "before"}, "a boundary lies inside of region"),
+]
+
+
+def _told_wrong() -> list[str]:
+    """What compile says of each, on the engine that this process belongs to."""
+    told = []
+    for build, boundaries, _ in WRONG:
+        with pytest.raises(FxpipeError) as refused:
+            compiled(Case(build, vectors, ranks=2), boundaries=boundaries, example_kwargs=SELECTING.batch())
+        told.append(str(refused.value))
+    return told
+
+
+@pytest.mark.parametrize("name", ["local", "distributed"])
+def test_regions_that_cannot_be_are_told_before_anything_runs(name: str, request: pytest.FixtureRequest) -> None:
+    """On two processes, too, where nobody waits for another."""
+    for told in engine_of(name, lambda: request.getfixturevalue("pool"))(2, _told_wrong):
+        for text, (_, _, fact) in zip(told, WRONG, strict=True):
+            assert fact in text
+
+
 def test_without_a_batch_the_error_asks_for_one() -> None:
     with pytest.raises(TraceError, match=r"region is kept whole, and what it returns is not known.*\n?.*example_args="):
         fxpipe.compile(Selecting(), Topology([("pipe", 4)]), boundaries=CUTS)
