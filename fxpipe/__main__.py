@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import itertools
 import os
 import sys
@@ -187,35 +188,38 @@ def _topology(args: argparse.Namespace) -> None:
 def _preview(args: argparse.Namespace) -> None:
     import fxpipe  # whose preview needs torch
 
-    model, batch = _made_by(args.what)
+    model, batch, options = _made_by(args.what)
     hardware = args.hardware
     axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
     names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
+    written = {
+        "boundaries": names,
+        "microbatches": args.microbatches,
+        "schedule": args.schedule,
+        "tracer": args.tracer,
+        "zero": args.zero,
+        "zero_scope": args.zero_scope,
+        "precision": fxpipe.Precision() if args.bf16 else None,
+        "optimizer": args.optimizer,
+        "recompute": {"all": True}.get(args.recompute, args.recompute),
+        "memory_per_rank": args.memory,
+        "cache": args.cache,
+        "hardware": fxpipe.Hardware.read(hardware) if (hardware or "").lower().endswith(".json") else hardware,
+    }
     told = fxpipe.preview(
         model,
         Topology(axes, args.ranks_per_node),
-        boundaries=names or (),
-        microbatches=args.microbatches,
-        schedule=args.schedule,
-        tracer=args.tracer,
         example_args=batch if isinstance(batch, (tuple, list)) else None,
         example_kwargs=batch if isinstance(batch, Mapping) else None,
-        zero=args.zero,
-        zero_scope=args.zero_scope,
-        precision=fxpipe.Precision() if args.bf16 else None,
-        optimizer=args.optimizer,
-        recompute={None: False, "all": True}.get(args.recompute, args.recompute),
-        memory_per_rank=args.memory,
-        cache=args.cache,
-        hardware=fxpipe.Hardware.read(hardware) if (hardware or "").lower().endswith(".json") else hardware,
+        **{**options, **{name: value for name, value in written.items() if value is not None}},
     )
     if args.json is not None:
         told.to_json(args.json)
     print(told)
 
 
-def _made_by(what: str) -> tuple[Any, Any]:
-    """The model, and the batch or None, that ``module:function`` returns."""
+def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
+    """The model, the batch or None, and the options of ``fxpipe.preview``, that ``module:function`` returns."""
     name, colon, function = what.partition(":")
     if not (name and colon and function):
         raise RunError(f"{what!r} is no function; write its module and its name, as in train:model_and_batch")
@@ -234,14 +238,33 @@ def _made_by(what: str) -> tuple[Any, Any]:
         found = made()
     except OSError as error:  # what is the user's is not told as if it were an option's file
         raise RunError(f"{what} failed: {type(error).__name__}: {error}") from error
-    if isinstance(found, (tuple, list)) and not (isinstance(found, tuple) and len(found) == 2):
+    several = isinstance(found, tuple) and len(found) in (2, 3)
+    if isinstance(found, (tuple, list)) and not several:
         raise RunError(
-            f"{what} returned {shown(found)}; return (model, (x, y)), (model, {{'x': x}}) or the model alone"
+            f"{what} returned {shown(found)}; return (model, (x, y)), (model, {{'x': x}}), the model alone, or with "
+            "options behind the batch"
         )
-    model, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    model, batch, options = (*found, {})[:3] if several else (found, None, {})
     if batch is not None and not isinstance(batch, (tuple, list, Mapping)):
         raise RunError(f"{what} returned a batch that is {shown(batch)}; return (model, (x, y)) or (model, {{'x': x}})")
-    return model, batch
+    _check_options(what, options)
+    return model, batch, options
+
+
+def _check_options(what: str, options: Any) -> None:
+    import fxpipe
+
+    known = [name for name in inspect.signature(fxpipe.preview).parameters if name not in _GIVEN]
+    unknown = next((name for name in options if name not in known), None) if isinstance(options, Mapping) else options
+    if unknown is not None:
+        raise RunError(
+            f"{what} returned {shown(unknown)} among the options; return (model, batch, {{'boundaries': ...}}), a dict "
+            f"of options of fxpipe.preview{nearest(str(unknown), known)}"
+        )
+
+
+_GIVEN = ("model", "topo", "example_args", "example_kwargs")
+"""What is said otherwise, by the command line or by the batch."""
 
 
 # --- checkpoint ---

@@ -43,7 +43,9 @@ examples:
 """
 _PREVIEW = """\
 the function makes what is previewed: it returns (model, example_args), (model, example_kwargs) or the model alone;
-make the model under torch.device("meta"), and nothing is allocated
+make the model under torch.device("meta"), and nothing is allocated. Behind the batch it may return a dict of options of
+fxpipe.preview, which words of this command go ahead of: (model, batch, {"boundaries": {"model.visual": {"whole":
+torch.empty(196, 64, device="meta")}}, "batch_dim": ...}); None for no batch
 
 examples:
   python -m fxpipe preview train:model_and_batch --pipe 8 --data 8 --boundaries auto
@@ -202,14 +204,14 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group("options of fxpipe.compile")
     options.add_argument("--boundaries", metavar="NAME,…", help='submodules that are cut before, or "auto"')
     options.add_argument("-m", "--microbatches", type=_whole, metavar="N", help="4 for each rank of a pipeline")
-    options.add_argument("--schedule", default="1f1b", metavar="FAMILY", help=f"{', '.join(SCHEDULES)}")
-    options.add_argument("--tracer", default="auto", metavar="NAME", help="auto, symbolic, export or record")
-    options.add_argument("--zero", type=_whole, default=0, metavar="N", help="0 to 3")
-    options.add_argument("--zero-scope", default="node", metavar="WHERE", help="node or data")
+    options.add_argument("--schedule", metavar="FAMILY", help=f"{', '.join(SCHEDULES)}; 1f1b")
+    options.add_argument("--tracer", metavar="NAME", help="auto, symbolic, export or record; auto")
+    options.add_argument("--zero", type=_whole, metavar="N", help="0 to 3; 0")
+    options.add_argument("--zero-scope", metavar="WHERE", help="node or data; node")
     options.add_argument("--bf16", action="store_true", help="precision=fxpipe.Precision()")
     options.add_argument("--recompute", choices=("all", "auto"), help="what is recomputed")
     options.add_argument("--memory", type=_number, metavar="BYTES", help="memory_per_rank=, as in 80e9")
-    options.add_argument("--optimizer", default="adamw", metavar="NAME", help="a class of torch.optim; adamw")
+    options.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")
     options.add_argument("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
     options.add_argument("--cache", metavar="DIR", help="a folder in which captures are kept between calls")
     parser.add_argument("--json", metavar="PATH", help="write the figures")

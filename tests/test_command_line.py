@@ -588,6 +588,7 @@ def test_a_gather_that_cannot_be_is_told(options: tuple[str, ...], code: int, fa
 # --- preview ---
 
 MAKERS = """
+import fxpipe
 import torch
 from torch import nn
 
@@ -609,6 +610,31 @@ def by_name():
 
 def wrong():
     return Loss(), 3
+
+class Looks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.see, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+    def look(self, pixels, grid):
+        return torch.stack([part.mean(0) for part in self.see(pixels).split(grid.tolist())])
+    def forward(self, pixels, grid):
+        return self.head(self.look(pixels, grid)).square().mean()
+
+OPTIONS = {
+    "boundaries": {"look": {"whole": torch.empty(4, 8, device="meta")}, "head": "before"},
+    "batch_dim": {"pixels": fxpipe.Packed("grid")}, "microbatches": 2, "zero": 3,
+}
+
+def with_options():
+    with torch.device("meta"):
+        model = Looks()
+    return model, {"pixels": torch.zeros(24, 8), "grid": torch.full((8,), 3)}, OPTIONS
+
+def misspelt():
+    return Loss(), None, {"boundary": "auto"}
+
+def no_dict():
+    return Loss(), None, "auto"
 """
 TWO = "--pipe", "2", "--data", "2", "--boundaries", "layers.2"
 
@@ -641,6 +667,17 @@ def test_preview_prints_and_writes_what_fxpipe_preview_tells(function: str, tmp_
 
 
 @pytest.mark.usefixtures("makers")
+def test_preview_takes_options_from_the_function_and_words_go_ahead_of_them(called: Run) -> None:
+    text = printed(called("preview", "makers_of_models:with_options", *TWO[:4], "--zero", "1"))
+    import makers_of_models
+
+    model, batch, options = makers_of_models.with_options()
+    topology = Topology([("pipe", 2), ("data", 2)])
+    assert text.rstrip() == str(fxpipe.preview(model, topology, example_kwargs=batch, **options | {"zero": 1})).rstrip()
+    assert "look: kept whole, and cannot run without numbers" in text
+
+
+@pytest.mark.usefixtures("makers")
 def test_preview_takes_hardware_from_a_file(tmp_path: Path, called: Run) -> None:
     figures = {"flops": 1e9, "flops_16": 1e9, "bandwidth": 1e9, "link": 1e6}
     (tmp_path / "here.json").write_text(json.dumps(figures))
@@ -663,6 +700,9 @@ def test_preview_keeps_captures_in_a_folder(tmp_path: Path, called: Run) -> None
         ("no_such_module:both", "there is no module 'no_such_module' in"),
         ("makers_of_models:bot", "has no function 'bot'; did you mean \"both\"?"),
         ("makers_of_models:wrong", "returned a batch that is 3; return (model, (x, y))"),
+        ("makers_of_models:misspelt", "returned 'boundary' among the options; return (model, batch, {'boundaries'"),
+        ("makers_of_models:misspelt", 'did you mean "boundaries"?'),
+        ("makers_of_models:no_dict", "returned 'auto' among the options"),
         ("makers_of_models:model --hardware h1000", "hardware is 'h1000'; write one of v100"),
         ("makers_of_models:both --optimizer adamv", "optimizer is 'adamv', which torch.optim has not"),
         ("makers_of_models:both --zero 7", "zero=7; write 0, 1"),

@@ -267,12 +267,12 @@ class Captures:
         if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
             with progress("running what is kept whole"), ignored(self.balancing.finds_cuts):
                 batch = sample.batches[pattern.shapes.index(shape)]
-                found |= observe(request, batch)
+                found |= observe(request, batch, request.may_lack_cuts)
                 self.observed.append((pattern.training, shape, found))
                 if pattern.training and any(module.training for module in self.model.modules()):
                     # later, this rank has its own part of the model alone; a model may not evaluate such a batch
                     with evaluating(self.model), contextlib.suppress(TraceError):
-                        self.observed.append((False, shape, {**declared(request), **observe(request, batch)}))
+                        self.observed.append((False, shape, {**declared(request), **observe(request, batch, True)}))
             del self.observed[: -2 * OBSERVED]
         elif self.observed and shape is not None:
             order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]

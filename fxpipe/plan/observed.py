@@ -48,10 +48,10 @@ def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     return found
 
 
-def observe(request: Request, batch: Batch) -> SeenCalls:
+def observe(request: Request, batch: Batch, may_lack: bool) -> SeenCalls:
     """Runs the model once on a micro-batch, and tells what each call of a region did. All that changes is put back.
 
-    TraceError where the model fails, or a region does what it may not.
+    TraceError where the model fails, a region does what it may not, or is not called and ``may_lack`` is False.
     """
     modules = [module for module in (request.module, request.loss_module) if module is not None]
     devices = sorted({t.get_device() for part in modules for t in all_tensors(part).values() if t.is_cuda})
@@ -74,6 +74,13 @@ def observe(request: Request, batch: Batch) -> SeenCalls:
         ) from error
     finally:
         state.restore()
+    never = [region.name for region in request.whole if region.name not in observer.called]
+    if never and not may_lack:
+        raise TraceError(
+            f"boundaries= keeps {', '.join(never)} whole, which {type(request.module).__name__}.forward never calls "
+            "with these inputs; name what runs, or give an example batch with all that the model takes: a later batch "
+            "may lack some"
+        )
     return observer.calls()
 
 
@@ -83,6 +90,8 @@ class _Observer:
         self._noted: dict[tuple[str, int], set[tuple[int, str]]] = {}
         self._module = request.module
         self._inside: Region | None = None
+        self.called: set[str] = set()
+        """The regions that were, be it inside of others."""
         self._paths = {id(vars(part)): path for path, part in request.module.named_modules()}
         self._names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
 
@@ -107,6 +116,7 @@ class _Observer:
         return value
 
     def call(self, region: Region, number: int, inner: Any, args: Any, kwargs: Any) -> Any:
+        self.called.add(region.name)
         if self._inside is not None:
             return inner(*args, **kwargs)
         self._inside = region

@@ -32,7 +32,7 @@ def auto(request: Request) -> Program:
         except TraceError as error:
             refusals.append(Refusal(name, str(error), len(entered), refused_in(error, request)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
-    raise TraceError(told(refusals) + hint)
+    raise TraceError(told(refusals, request) + hint)
 
 
 def _accepted(program: Program, request: Request) -> Program:
@@ -63,7 +63,7 @@ def capture(request: Request, tracer: TracerName = "auto") -> Program:
     try:
         program = TRACERS[tracer](request)
     except TraceError as error:
-        hint = keep_whole(refused_in(error, request)) if tracer in NEED_SHAPES else ""
+        hint = keep_whole(refused_in(error, request), request)
         raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
     return _accepted(program, request)
 

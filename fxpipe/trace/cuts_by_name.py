@@ -183,15 +183,17 @@ def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
             'name the submodule that is given what it returns, {...: "before"}, or put stage_boundary on that'
         )
     parts = name.split(".")
-    found = [path for path in modules if path and _matches(path.split("."), parts)]
+    found = [path for path in modules if path and fnmatched(path, parts)]
     if not found:
         what = "matches no submodule" if any(sign in name for sign in "*?[") else "is no submodule of the model"
         raise PartitionError(f"boundaries= names {name!r}, which {what}{_hint(modules, name)}")
     return found
 
 
-def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    return len(path) == len(pattern) and all(map(fnmatchcase, path, pattern))
+def fnmatched(path: str, pattern: Sequence[str]) -> bool:
+    """Whether each part of a submodule's path matches the pattern for it."""
+    parts = path.split(".")
+    return len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
 
 
 def _hint(modules: Mapping[str, nn.Module], name: str) -> str:

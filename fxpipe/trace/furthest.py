@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fxpipe.trace.cuts_by_name import fnmatched
 from fxpipe.trace.request import Request
 
-_LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
+_LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -30,29 +33,71 @@ class Refusal:
 
 
 def refused_in(error: BaseException, request: Request) -> str:
-    """The outermost submodule in which no cut lies that an error has come through, or else the innermost method; ""
-    for none."""
+    """The innermost submodule, or method of one, in which the line ran that an error names; "" where a cut lies inside
+    of it, or where it is whole already. Parts that differ by a number, of one class, are named together."""
     paths = {id(vars(part)): path for path, part in request.module.named_modules()}
-    found, link = "", error
-    while True:
-        for frame, _ in traceback.walk_tb(link.__traceback__):
-            owner = frame.f_locals.get("self")
-            path: str | None = paths.get(id(vars(owner))) if isinstance(owner, nn.Module) else None
-            name = frame.f_code.co_name
-            if path and name == "forward" and not any(f"{cut}.".startswith(f"{path}.") for cut in request.cuts):
-                return path
-            if path is not None and not hasattr(nn.Module, name) and callable(getattr(type(owner), name, None)):
-                found = f"{path}.{name}".lstrip(".")
-        if link.__cause__ is None:
-            return found
-        link = link.__cause__
+    traces = [list(traceback.walk_tb(link.__traceback__)) for link in _links(error)]
+    line = _LINE.search(str(error))
+    if line is not None:  # of the errors behind it, the one that it is told of
+        place = line["file"], int(line["line"])
+        traces = [trace for trace in traces if any((f.f_code.co_filename, number) == place for f, number in trace)]
+    found = next((found for trace in traces if (found := _innermost([frame for frame, _ in trace], paths))), None)
+    found = found or getattr(error, "method", None)  # record's, which has met the line in an earlier run
+    if found is None:
+        return ""
+    path, method = found
+    name = f"{path}.{method}".lstrip(".") if method else path
+    whole = any(f"{name}.".startswith(f"{region.name}.") for region in request.whole)
+    return "" if whole or (not method and _is_cut(path, request)) else name if method else _alike(path, request)
 
 
-def keep_whole(name: str) -> str:
-    """What to write for a part of a model that cannot be captured."""
-    return (
-        f'\nor keep it whole, so that its Python runs in every step: boundaries={{"{name}": "whole"}}' if name else ""
-    )
+def _links(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[str, str] | None:
+    """(path, name of the method; "" for forward) of the last of these frames that is a user's submodule's."""
+    for frame in reversed(frames):
+        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+        if not isinstance(owner, nn.Module) or type(owner).__module__.startswith("torch.nn."):
+            continue
+        path = paths.get(id(vars(owner)))
+        if path and name == "forward":
+            return path, ""
+        if path is not None and not hasattr(nn.Module, name) and _is_method(owner, frame):
+            return path, name
+        if path == "" and name == "forward":
+            return None  # there is no part of the model that it is in
+    return None
+
+
+def _is_method(owner: nn.Module, frame: FrameType) -> bool:
+    """Whether a frame runs a method of a module, and no function around it that is called so, too."""
+    function = inspect.unwrap(getattr(type(owner), frame.f_code.co_name, None) or _is_method)
+    return getattr(function, "__code__", None) is frame.f_code
+
+
+def _is_cut(path: str, request: Request) -> bool:
+    """Whether a cut lies inside of a submodule."""
+    return any(cut.startswith(f"{path}.") for cut in request.cuts)
+
+
+def _alike(path: str, request: Request) -> str:
+    """A pattern for the submodules that are called as this one but for numbers, where one rule is for all of them."""
+    modules = dict(request.module.named_modules(remove_duplicate=False))
+    parts = ["*" if part.isdecimal() else part for part in path.split(".")]
+    others = [other for other in modules if fnmatched(other, parts)]
+    same = all(type(modules[other]) is type(modules[path]) and not _is_cut(other, request) for other in others)
+    return ".".join(parts) if same and len(others) > 1 else path
+
+
+def keep_whole(name: str, request: Request) -> str:
+    """What to write for a part of a model that cannot be captured; "" for no part."""
+    cut = request.cuts.get(name)
+    rule = f'["whole", "{cut}"]' if isinstance(cut, str) else '"whole"'
+    return f'\nor keep it whole, so that its Python runs in every step: boundaries={{"{name}": {rule}}}' if name else ""
 
 
 @contextlib.contextmanager
@@ -71,10 +116,12 @@ def entering(module: nn.Module) -> Iterator[set[int]]:
         handle.remove()
 
 
-def told(refusals: Sequence[Refusal]) -> str:
-    """The refusals, a line or two each; of those that got equally far, the last that was tried comes first."""
+def told(refusals: Sequence[Refusal], request: Request) -> str:
+    """The refusals, a line or two each; of those that got equally far, the last that was tried comes first. What could
+    be kept whole is the first's, or else what another has met."""
     first, *others = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]
-    return "\n".join([f"{first.tracer}: {first.reason}{keep_whole(first.inside)}", *map(_in_a_line, others)])
+    inside = next((refusal.inside for refusal in (first, *others) if refusal.inside), "")
+    return "\n".join([f"{first.tracer}: {first.reason}{keep_whole(inside, request)}", *map(_in_a_line, others)])
 
 
 def _in_a_line(refusal: Refusal) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -227,6 +228,40 @@ def test_names_that_cannot_be_whole_are_refused(boundaries: dict[str, Any], told
         compiled(SELECTING, boundaries=boundaries, example_kwargs=SELECTING.batch())
 
 
+WRONG: list[tuple[Any, Any, str]] = [
+    (Selecting, {"region": "whole", "region.*": "before"}, "cuts 'region.first', which is inside of 'region'"),
+    (Selecting, {"region": "whole", "region.*": "whole"}, "keeps 'region.first' whole inside of 'region'"),
+    (Selecting, {"": "whole"}, "names '', the model itself"),
+    (Selecting, {"forward": "whole"}, "pipe ranks"),
+    (Selecting, {"regiom": "whole"}, 'did you mean "region"'),
+    (Selecting, {"reg*m": "whole"}, "matches no submodule"),
+    (
+        lambda: Odd("uncalled"),
+        {"region": "whole", "head": "before"},
+        "keeps region whole, which Odd.forward never calls",
+    ),
+    (lambda: Odd("marks"), {"region": "whole", "head": "before"}, "a boundary lies inside of region"),
+]
+
+
+def _told_wrong() -> list[str]:
+    """What compile says of each, on the engine that this process belongs to."""
+    told = []
+    for build, boundaries, _ in WRONG:
+        with pytest.raises(FxpipeError) as refused:
+            compiled(Case(build, vectors, ranks=2), boundaries=boundaries, example_kwargs=SELECTING.batch())
+        told.append(str(refused.value))
+    return told
+
+
+@pytest.mark.parametrize("name", ["local", "distributed"])
+def test_regions_that_cannot_be_are_told_before_anything_runs(name: str, request: pytest.FixtureRequest) -> None:
+    """On two processes, too, where nobody waits for another."""
+    for told in engine_of(name, lambda: request.getfixturevalue("pool"))(2, _told_wrong):
+        for text, (_, _, fact) in zip(told, WRONG, strict=True):
+            assert fact in text
+
+
 def test_without_a_batch_the_error_asks_for_one() -> None:
     with pytest.raises(TraceError, match=r"region is kept whole, and what it returns is not known.*\n?.*example_args="):
         fxpipe.compile(Selecting(), Topology([("pipe", 4)]), boundaries=CUTS)
@@ -236,6 +271,52 @@ def test_a_refusal_names_what_could_be_kept_whole() -> None:
     rules = {"behind": "before", "head": "before"}
     with pytest.raises(TraceError, match=r'boundaries=\{"region": "whole"\}'):
         compiled(replace(SELECTING, ranks=3), boundaries=rules, tracer="export", example_kwargs=SELECTING.batch())
+
+
+class Looks(nn.Module):
+    """One of several: looks at numbers, in code of its own, on which a function of nobody's is called, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[[place for place, row in enumerate(x) if numpy.float32(row.sum().item()) > -1e9]])
+
+
+class Looking(nn.Module):
+    """Two that look at numbers, and a method that does; a cut between the one and the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Looks(), Looks()]), linear()
+
+    def factor(self, y: Tensor) -> Tensor:
+        return y * (2.0 if y.tolist()[0][0] > 0 else 3.0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) - self.factor(y)).square().mean()
+
+
+def test_what_refusals_say_to_keep_whole_leads_to_a_model_that_trains() -> None:
+    case = Case(Looking, vectors, stages=2, ranks=2, microbatches=2)
+    rules: dict[str, Any] = {"head": "before"}
+    for _ in range(2):
+        with pytest.raises(TraceError) as refused:
+            compiled(case, boundaries=rules, tracer="export", example_kwargs=case.batch())
+        (told,) = re.findall(r'boundaries=\{"([\w.*]+)": "whole"\}', str(refused.value))
+        rules[told] = "whole"
+    assert rules.keys() == {"head", "blocks.*", "factor"}
+    wanted, _ = reference(case, [case.batch()])
+    run = trained(case, [case.batch()], boundaries=rules, tracer="export", example_kwargs=case.batch())
+    assert_run([run], wanted, 1e-6)
+
+
+def test_a_refusal_of_what_is_cut_keeps_the_cut() -> None:
+    with pytest.raises(TraceError, match=r'boundaries=\{"region": \["whole", "before"\]\}'):
+        compiled(replace(SELECTING, ranks=2), boundaries=["region"], tracer="export", example_kwargs=SELECTING.batch())
 
 
 class Odder(nn.Module):

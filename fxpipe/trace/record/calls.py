@@ -211,11 +211,17 @@ class Calls:
         target = f"{name}_{len(self.opaque)}"
         self.opaque[target] = kept
         try:
-            return self._rehearsed(frame, kept, args, kwargs, target, NeedsValues(self._methods[path, name]))
+            return self._rehearsed(frame, kept, args, kwargs, target, self._needs(path, name))
         except NeedsValues as error:
             if isinstance(error.__cause__, FxpipeError):
                 raise
-            raise NeedsValues(self._methods[path, name]) from error  # it needs more than is left of the submodule
+            raise self._needs(path, name) from error  # it needs more than is left of the submodule
+
+    def _needs(self, path: str, name: str) -> NeedsValues:
+        """Why a method cannot be recorded, as an earlier run has met it."""
+        error = NeedsValues(self._methods[path, name])
+        error.method = path, name
+        return error
 
     def rehearses(self) -> bool:
         """Whether what is called now is run on made-up numbers; what holds a region is not to be kept whole by that."""
