@@ -18,7 +18,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.plan.capture_check import Batch, as_in_a_step, own
-from fxpipe.plan.outside import Attributes, assigns, buffers, held, persistent, state_of
+from fxpipe.plan.outside import Attributes, assigns, buffers, held, persistent, state_of, switches
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.replay import State
 from fxpipe.torch_compat import pytree
@@ -171,6 +171,9 @@ class _Observer:
 
     def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
         """``own``: the submodule itself, and those that it has called."""
+        switched = next((path for path, name in sets if name == "training"), None)
+        if switched is not None:
+            raise TraceError(switches(region.name, switched))
         late = next((name for _, name in sets if name in ("_parameters", "_modules")), None)
         if late is not None:
             raise TraceError(

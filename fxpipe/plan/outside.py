@@ -28,7 +28,8 @@ class Unchanged:
 
     ``assigned``: buffers of its own; ``written``: tensors that others read, and that it was not seen to write;
     ``changed``: the name of an attribute that others read, and that is another one than when the step began.
-    ``shared``: submodules, by their paths, that calls in other stages run, too, each rank its own.
+    ``shared``: submodules, by their paths, that calls in other stages run, too, each rank its own; ``run``: all that it
+    runs.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Unchanged:
     written: tuple[Held, ...]
     changed: Callable[[], str | None]
     shared: Mapping[str, nn.Module]
+    run: Mapping[str, nn.Module]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -43,7 +45,11 @@ class Unchanged:
         own = [held(place) for place in self.assigned]
         read = [state_of(held(place)) for place in self.written]
         attributes = Attributes(self.shared)
+        flags = [module.training for module in self.run.values()]
         yield
+        for (path, module), flag in zip(self.run.items(), flags, strict=True):
+            if module.training is not flag:
+                raise RunError(switches(self.name, path))
         for before, place in zip(own, self.assigned, strict=True):
             if held(place) is not before:
                 raise RunError(assigns(self.name, place[2]))
@@ -63,6 +69,15 @@ def assigns(name: str, buffer: str) -> str:
     return (
         f"{name}, which is kept whole, assigns {buffer}, a buffer that is a part of state_dict, which would keep the "
         f"old one: write into it, self.{buffer.rpartition('.')[2]}.copy_(...), or register it with persistent=False"
+    )
+
+
+def switches(name: str, path: str) -> str:
+    """Why a region may not leave a submodule in another mode."""
+    return (
+        f"{name}, which is kept whole, switches {path or 'the model'} between training and evaluation when it runs, "
+        "and micro-batches in flight and other ranks have it as it was: set it between steps, for the whole model, or "
+        "set it back before the region returns"
     )
 
 
@@ -140,9 +155,10 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
         own = tuple(place for place in buffers(program.module, kept.parts.values()) if persistent(place))
         places = [_place(program.module, name) for name in sorted(read)]
         elsewhere = [one for other, one in calls.items() if _stage(program, other) != _stage(program, node)]
-        shared = _modules([kept]) & _modules(elsewhere)
-        named = {path: part for path, part in program.module.named_modules() if id(vars(part)) in shared}
-        kept.watch = Unchanged(kept.name, own, tuple(places), changed, named)
+        inside, outside = _modules([kept]), _modules(elsewhere)
+        run = {path: part for path, part in program.module.named_modules() if id(vars(part)) in inside}
+        shared = {path: part for path, part in run.items() if id(vars(part)) in outside}
+        kept.watch = Unchanged(kept.name, own, tuple(places), changed, shared, run)
 
 
 def _stage(program: Program, node: fx.Node) -> int | None:

@@ -568,6 +568,33 @@ def test_a_region_that_makes_its_parameters_when_it_runs_is_refused(what: str) -
         compiled(case, boundaries={"region": "whole", "head": "before"}, example_kwargs=POSITIVE)
 
 
+class Switches(nn.Module):
+    """Its normalisation goes by other numbers for negative rows: those of a micro-batch behind would be used in B."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = linear(), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.norm.train(x.sum().item() > 0)(self.inner(x))
+        return h
+
+
+@pytest.mark.parametrize(("example", "error"), [(POSITIVE, RunError), (NEGATIVE, TraceError)])
+def test_a_region_that_switches_between_training_and_evaluation_is_refused(example: Any, error: Any) -> None:
+    case = Case(lambda: nn.Sequential(Switches(), linear()), vectors, ranks=2, microbatches=2)
+    options: Any = {"boundaries": {"0": "whole", "1": "before"}, "loss_fn": lambda out, target: (out - target).mean()}
+
+    def train() -> None:
+        forward_backward = compiled(
+            case, **options, example_args=(example["x"],), example_kwargs={"target": example["y"]}
+        )
+        forward_backward(NEGATIVE["x"], target=NEGATIVE["y"])
+
+    with pytest.raises(error, match=r"0, which is kept whole, switches 0\.norm between training and evaluation"):
+        train()
+
+
 def test_a_function_set_on_one_module_in_place_of_its_method_is_refused() -> None:
     """It would run in place of the method, and nothing would be kept whole."""
 
