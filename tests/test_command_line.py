@@ -607,6 +607,12 @@ def both():
 def by_name():
     return Loss(), {"x": torch.zeros(16, 8, device="meta")}
 
+def three():
+    return Loss(), (torch.zeros(16, 8),), {}
+
+def unread():
+    return open("/nowhere/at/all")
+
 def wrong():
     return Loss(), 3
 """
@@ -656,6 +662,8 @@ def test_preview_takes_hardware_from_a_file(tmp_path: Path, called: Run) -> None
         ("no_such_module:both", "there is no module 'no_such_module' in"),
         ("makers_of_models:bot", "has no function 'bot'; did you mean \"both\"?"),
         ("makers_of_models:wrong", "returned a batch that is 3; return (model, (x, y))"),
+        ("makers_of_models:three", "; return (model, (x, y)), (model, {'x': x}) or the model alone"),
+        ("makers_of_models:unread", "makers_of_models:unread failed: FileNotFoundError: [Errno 2]"),
         ("makers_of_models:model --hardware h1000", "hardware is 'h1000'; write one of v100"),
         ("makers_of_models:both --optimizer adamv", "optimizer is 'adamv', which torch.optim has not"),
         ("makers_of_models:both --zero 7", "zero=7; write 0, 1"),
