@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-_NAMES = 6
+_NAMES, _WIDTH, _NAME = 6, 70, 30
+"""How many names a line has, how wide they are together, and one of them where they are too wide."""
 
 
 def preformatted(text: str) -> str:
@@ -14,13 +15,18 @@ def preformatted(text: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names on one line, however many there are.
+    """Names on one line, however many there are, and however long.
 
     >>> listed(["image", "text", "loss"]), listed([str(number) for number in range(100)])
     ('image, text, loss', '0, 1, 2, 3, 4, …, 99')
     """
-    few = names if len(names) <= _NAMES else [*names[: _NAMES - 1], "…", names[-1]]
-    return ", ".join(few)
+    if len(names) <= _NAMES and sum(map(len, names)) <= _WIDTH:
+        return ", ".join(names)
+    short = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in (*names[: _NAMES - 1], names[-1])]
+    few, last = short[: len(names) - 1][: _NAMES - 1], short[-1]
+    while len(few) > 1 and sum(map(len, few)) + len(last) > _WIDTH:
+        few.pop()
+    return ", ".join([*few, *["…"] * (len(few) + 1 < len(names)), last])
 
 
 class Tabular:

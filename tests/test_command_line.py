@@ -608,6 +608,12 @@ def both():
 def by_name():
     return Loss(), {"x": torch.zeros(16, 8, device="meta")}
 
+def four():
+    return Loss(), (torch.zeros(16, 8),), {}, None
+
+def unread():
+    return open("/nowhere/at/all")
+
 def wrong():
     return Loss(), 3
 
@@ -703,6 +709,8 @@ def test_preview_keeps_captures_in_a_folder(tmp_path: Path, called: Run) -> None
         ("makers_of_models:misspelt", "returned 'boundary' among the options; return (model, batch, {'boundaries'"),
         ("makers_of_models:misspelt", 'did you mean "boundaries"?'),
         ("makers_of_models:no_dict", "returned 'auto' among the options"),
+        ("makers_of_models:four", "; return (model, (x, y)), (model, {'x': x}), the model alone, or with options"),
+        ("makers_of_models:unread", "makers_of_models:unread failed: FileNotFoundError: [Errno 2]"),
         ("makers_of_models:model --hardware h1000", "hardware is 'h1000'; write one of v100"),
         ("makers_of_models:both --optimizer adamv", "optimizer is 'adamv', which torch.optim has not"),
         ("makers_of_models:both --zero 7", "zero=7; write 0, 1"),

@@ -46,7 +46,7 @@ def test_every_repr_is_one_short_line(compiled: fxpipe.ForwardBackward) -> None:
     topology = fxpipe.Topology([("pipe", 3)])
     plan = fxpipe.preview(TwoTower(), topology, microbatches=2)
     for value in (compiled, compiled.stages, compiled.stages[0], compiled.schedule, compiled.traffic(), topology, plan):
-        assert re.fullmatch(r"[^\n]{1,250}", repr(value))
+        assert re.fullmatch(r"[^\n]{1,200}", repr(value))
     assert repr(compiled.stages) == f"<StageGraph of 3 stages: {', '.join(compiled.stages.names)}>"
     assert repr(compiled.stages[0]) == "<Stage 0 `image`: (x) -> (image)>"
 
@@ -55,3 +55,21 @@ def test_a_table_keeps_its_own_characters() -> None:
     assert "a &lt;b&gt; &amp; c" in preformatted("a <b> & c")
     assert listed(["a"]) == "a"
     assert listed(list("abcdefg")) == "a, b, c, d, e, …, g"
+
+
+def test_long_names_do_not_make_a_line_long() -> None:
+    long = [f"{letter * 90}" for letter in "abcdefg"]
+    assert listed(long) == f"{'a' * 29}…, …, {'g' * 29}…"
+    assert listed(long[:2]) == f"{'a' * 29}…, {'b' * 29}…"
+    assert listed(long[:1]) == f"{'a' * 29}…"
+    assert listed([*"abcd", *long[:2]]) == f"a, b, c, d, {'a' * 29}…, {'b' * 29}…"
+    assert listed([]) == ""
+
+
+def test_two_pictures_of_a_page_have_no_id_in_common() -> None:
+    table = fxpipe.schedules.build("zb_h1", [(0, 1)], 4)
+    first, second = (set(re.findall(r'id="([^"]+)"', table._repr_html_())) for _ in range(2))
+    assert first
+    assert first.isdisjoint(second)
+    shown = table._repr_html_()
+    assert set(re.findall(r"url\(#([^)]+)\)", shown)) == set(re.findall(r'id="([^"]+)"', shown))

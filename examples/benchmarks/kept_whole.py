@@ -22,6 +22,7 @@ import transformers
 from tabulate import tabulate
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe import Packed
 from tests import hf, kept_whole
 from tests.hf import DECODER, IMAGE_TOKEN, IMAGES, PATCHES, SPECIAL, layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 
 from fxpipe.errors import ScheduleError
@@ -21,6 +22,12 @@ def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> st
     if cells > MOST_CELLS:
         return table + preformatted(f"{cells:,} cells are too many for a notebook: to_html(path) draws them")
     try:
-        return f'<div style="overflow-x: auto">{svg(timeline())}</div>{table}'
+        return f'<div style="overflow-x: auto">{_apart(svg(timeline()))}</div>{table}'
     except ScheduleError as error:
         return table + preformatted(str(error))
+
+
+def _apart(picture: str) -> str:
+    """With ids of its own: of several on a page each would take its stripes from the first, which may be hidden."""
+    own = f"fxpipe-{uuid.uuid4().hex}-"
+    return picture.replace('id="fxpipe-', f'id="{own}').replace("url(#fxpipe-", f"url(#{own}")

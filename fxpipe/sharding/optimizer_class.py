@@ -93,7 +93,8 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
         with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
             optimizer.step()
     state: Entry = dict(optimizer.state[scratch])
-    for key, value in {"step": 0, "mu_product": 1, "eta": options.get("lr")}.items():  # the last two: NAdam, ASGD
+    starts = {"step": 0, "mu_product": 1, "eta": options.get("lr", optimizer.defaults.get("lr"))}  # NAdam's, ASGD's
+    for key, value in starts.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)
         elif key in state:

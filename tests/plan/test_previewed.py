@@ -122,6 +122,7 @@ def test_what_fits_is_told_against_memory_per_rank(share: float, fits: bool) -> 
         ("sgd", 0),
         (functools.partial(torch.optim.SGD, momentum=0.9), 1),
         (torch.optim.Adagrad, 1),
+        ("asgd", 1),
     ],
 )
 def test_the_optimizers_state_is_counted(optimizer: Any, states: int) -> None:
