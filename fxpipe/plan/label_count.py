@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.kinds import is_list
 from fxpipe.plan.batch import Description, InputDescription
+from fxpipe.torch_compat import pytree
 
 IGNORED = -100
 """The label that no loss counts."""
@@ -52,14 +54,14 @@ class Items:
 
     def described(self, batch: Description) -> Description:
         """The batch, with the number of its items, where it has labels and the user has not given the number."""
-        kinds = {name: given.kind for name, given in batch}
-        wanted = self.counts and kinds.get("labels") == "input" and ITEMS not in kinds
+        given = dict(batch)
+        wanted = self.counts and "labels" in given and are_counted(given["labels"].like) and ITEMS not in given
         return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
     def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches, with the number of their items, where ``described`` has it."""
         numbered = [with_number(dict(batch)) for batch in batches]
-        if not self.counts or not all(batch.get("labels") is not None and ITEMS not in batch for batch in numbered):
+        if not self.counts or not all(are_counted(batch.get("labels")) and ITEMS not in batch for batch in numbered):
             return numbered
         count = as_number(self.count(batches).clamp(min=1))
         return [{**batch, ITEMS: count} for batch in numbered]
@@ -71,7 +73,7 @@ class Items:
     def counts_of(self, batches: Sequence[Mapping[str, Any]]) -> list[int]:
         """How many labels these micro-batches have that a loss counts, and how many with the first of each row; of
         micro-batches without labels nothing."""
-        if any(batch.get("labels") is None for batch in batches):
+        if not all(are_counted(batch.get("labels")) for batch in batches):
             return []
         return [int(self.count(batches)), int(replace(self, shifts=False).count(batches))]
 
@@ -80,6 +82,14 @@ class Items:
             return torch.as_tensor(batch["shift_labels"])
         labels = torch.as_tensor(batch["labels"])
         return labels[..., 1:] if self.shifts else labels
+
+
+def are_counted(labels: Any) -> bool:
+    """Whether these are labels: a tensor, or something that stands for one, or numbers in lists. A detector's, a dict
+    for each image, are not counted, by transformers' Trainer, either."""
+    if is_list(labels):
+        return all(isinstance(leaf, Real) for leaf in pytree.tree_leaves(labels))
+    return isinstance(labels, (Tensor, TensorLike))
 
 
 def with_number(inputs: dict[str, Any]) -> dict[str, Any]:

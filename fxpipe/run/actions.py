@@ -117,7 +117,11 @@ class ForwardAction:
             return
         part = read_loss(result)
         if self._keeps and not part.value.requires_grad:
-            raise RunError("the loss needs no gradient: nothing that it is computed from is trainable")
+            raise RunError(
+                "the loss needs no gradient: nothing that it is computed from is trainable; where that is so for some "
+                "micro-batches alone, which plain PyTorch's loss.backward() refuses, too, add what is: "
+                "loss + 0 * self.head.weight.sum()"
+            )
         share = executor.step.shares[microbatch]
         added = executor.made.loss.add(part, share)
         if added is not None and executor.step.extremes is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,11 @@ class SeenCall:
         """What stands for the tensors that it returns."""
         return [like for like in pytree.tree_leaves(self.returned) if isinstance(like, TensorLike)]
 
+    @property
+    def may_return_others(self) -> bool:
+        """Whether it returns as many tensors as something has rows, it may be: a list or tuple of some alike."""
+        return _has_alike(self.returned)
+
     def guessed(self, sizes: Mapping[int, int]) -> SeenCall:
         """What it may do for a batch of other ``sizes``: those of its inputs then → those now. A guess, from which a
         capture begins: what it returns is held against the capture in each step."""
@@ -70,10 +75,25 @@ def _guessed(returned: Any, sizes: Mapping[int, int]) -> Any:
         return many if not many.shape or many.shape[0] != 1 else _resized_first(many, sizes.get(1, 1))
     if type(returned) in (list, tuple):
         parts = [_guessed(part, sizes) for part in returned]
-        alike = parts and all(isinstance(part, TensorLike) and part == parts[0] for part in parts)
-        return type(returned)(parts[:1] * sizes.get(len(parts), len(parts)) if alike else parts)
+        return type(returned)(parts[:1] * sizes.get(len(parts), len(parts)) if _are_alike(parts) else parts)
     leaves, spec = pytree.tree_flatten(returned, is_leaf=lambda part: part is not returned)
     return returned if spec.is_leaf() else pytree.tree_unflatten([_guessed(leaf, sizes) for leaf in leaves], spec)
+
+
+def _are_alike(parts: Sequence[Any]) -> bool:
+    return bool(parts) and all(isinstance(part, TensorLike) and part == parts[0] for part in parts)
+
+
+def _has_alike(returned: Any) -> bool:
+    if type(returned) in (list, tuple) and _are_alike([_of_any_size(part) for part in returned]):
+        return True
+    leaves, spec = pytree.tree_flatten(returned, is_leaf=lambda part: part is not returned)
+    return not spec.is_leaf() and any(map(_has_alike, leaves))
+
+
+def _of_any_size(part: Any) -> Any:
+    """An image's may have a size of its own."""
+    return replace(part, shape=(_SOME,) * len(part.shape), stride=()) if isinstance(part, TensorLike) else part
 
 
 def _resized_first(like: TensorLike, size: int) -> TensorLike:

@@ -149,3 +149,37 @@ def test_what_the_region_refuses_by_itself_says_which_micro_batch() -> None:
     with pytest.raises(ValueError, match="a box without an area") as error:
         forward_backward(**batch)
     assert any("micro-batch 2" in note for note in error.value.__notes__)
+
+
+class Labelled(Detector):
+    """As transformers' detectors: boxes are called labels, and what else a loss may take is taken."""
+
+    def loss_function(self, *given: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return self.losses(*given)
+
+    def forward(self, images: list[Tensor], labels: list[dict[str, Tensor]], **kwargs: Any) -> Any:
+        return {"loss": super().forward(images, labels)}
+
+
+def labelled_loss() -> Tensor:
+    torch.manual_seed(0)
+    images, boxes = batch_of(0).values()
+    forward_backward = fxpipe.compile(
+        Labelled(),
+        Topology([("pipe", 2)]),
+        boundaries={"prepare": "whole", "losses": "whole", "head": "before"},
+        microbatches=MICROBATCHES,
+        batch_dim={"images": Packed(1), "labels": Packed(1)},
+        example_kwargs={"images": images, "labels": boxes},
+    )
+    return forward_backward(images=images, labels=boxes)
+
+
+@pytest.mark.parametrize("engine", ["local", "distributed"])
+def test_labels_that_are_a_dict_for_each_image_are_not_counted(engine: str, request: pytest.FixtureRequest) -> None:
+    """There is no ``num_items_in_batch`` of them: the loss is the mean over micro-batches."""
+    model, batch, size = built(), batch_of(0), ROWS // MICROBATCHES
+    parts = [{name: value[row : row + size] for name, value in batch.items()} for row in range(0, ROWS, size)]
+    wanted = accumulate(lambda _, part: model(**part), parts, [1.0] * len(parts))[0]
+    for loss in engine_of(engine, lambda: request.getfixturevalue("pool"))(2, labelled_loss):
+        assert_same(loss, wanted, "loss")

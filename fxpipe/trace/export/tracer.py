@@ -57,15 +57,16 @@ def export(request: Request) -> Program:
 
     With dimensions that vary kept symbolic, where the model allows it.
     """
-    if request.seen:
-        return _export_regions(request)
+    if any(seen.may_return_others for seen in request.seen.values()):
+        request = replace(request, varying=frozenset())  # how many there are is a part of the capture
+    made = _export_regions if request.seen else _export
     if not request.varying:
-        return _export(request)
+        return made(request)
     try:
-        return _export(request)
+        return made(request)
     except TraceError as error:
         why = f"torch.export takes no symbolic size of {named(request.varying)}: {error}"
-    return _export(replace(request, varying=frozenset())).replace(fixed_sizes=why)
+    return made(replace(request, varying=frozenset())).replace(fixed_sizes=why)
 
 
 def _export(request: Request) -> Program:
@@ -86,7 +87,6 @@ def _export(request: Request) -> Program:
 def _export_regions(request: Request) -> Program:
     """Where a size of what a region returns was 0 or 1 and is taken to be always that, once more for others: if that
     holds for what was seen, too, it is the more general program."""
-    request = replace(request, varying=frozenset())
     program = _export(request)
     if not any(guard.is_of_few for guard in _guards(program)):
         return program
