@@ -35,10 +35,9 @@ def _check_known(name: str, value: Any, rule: Rule) -> None:
     if rule is None or isinstance(rule, Packed):  # whole, or by its entries, whatever they are
         return
     is_list = isinstance(value, list | tuple)
-    if is_list and all(map(is_mapping, value)):  # which is refused where its rows are counted
-        return
+    of_dicts = is_list and all(map(is_mapping, value))  # which is refused where its rows are counted
     for leaf in pytree.tree_leaves(value):
-        inside = leaf if is_mapping(leaf) else vars(leaf) if hasattr(leaf, "__dict__") else {}
+        inside = leaf if is_mapping(leaf) else vars(leaf) if hasattr(leaf, "__dict__") and not of_dicts else {}
         if any(isinstance(one, Tensor) and one.dim() for one in inside.values()):
             instead = (
                 f"pass it as **{name}, where forward takes its entries, or as dict({name})"

@@ -92,6 +92,8 @@ def test_tensors_in_a_mapping_of_ones_own_are_not_given_whole_to_each() -> None:
 
     with pytest.raises(RunError, match=r"input 'batch' is or holds a Features, .* pass it as"):
         check_cut({"batch": Features(x=torch.ones(3))}, 0)
+    with pytest.raises(RunError, match=r"input 'batch' is or holds a Features"):
+        check_cut({"batch": [Features(x=torch.ones(3))]}, {"batch": 0})
     check_cut({"batch": Features(x=torch.ones(3))}, {"batch": None})
     check_cut({"config": Features()}, 0)
 
