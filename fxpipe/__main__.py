@@ -246,6 +246,7 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
     found = made()
     several = isinstance(found, tuple) and len(found) in (2, 3)
     model, batch, options = (*found, {})[:3] if several else (found, None, {})
+    options = {} if options is None else options
     if batch is not None and not isinstance(batch, (tuple, list, Mapping)):
         raise RunError(f"{what} returned a batch that is {shown(batch)}; return (model, (x, y)) or (model, {{'x': x}})")
     _check_options(what, options)
