@@ -48,7 +48,9 @@ def refused_in(error: BaseException, request: Request) -> str:
     path, method = found
     name = f"{path}.{method}".lstrip(".") if method else path
     whole = any(f"{name}.".startswith(f"{region.name}.") for region in request.whole)
-    return "" if whole or (not method and _is_cut(path, request)) else name if method else _alike(path, request)
+    if whole or _is_cut(path, request, method):
+        return ""
+    return name if method else _alike(path, request)
 
 
 def _links(error: BaseException | None) -> Iterator[BaseException]:
@@ -75,13 +77,19 @@ def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[s
 
 def _is_method(owner: nn.Module, frame: FrameType) -> bool:
     """Whether a frame runs a method of a module, and no function around it that is called so, too."""
-    function = inspect.unwrap(getattr(type(owner), frame.f_code.co_name, None) or _is_method)
-    return getattr(function, "__code__", None) is frame.f_code
+    return _code_of(owner, frame.f_code.co_name) is frame.f_code
 
 
-def _is_cut(path: str, request: Request) -> bool:
-    """Whether a cut lies inside of a submodule."""
-    return any(cut.startswith(f"{path}.") for cut in request.cuts)
+def _code_of(owner: nn.Module, method: str) -> Any:
+    """None for what has no code of Python's."""
+    return getattr(inspect.unwrap(getattr(type(owner), method, None) or _code_of), "__code__", None)
+
+
+def _is_cut(path: str, request: Request, method: str = "") -> bool:
+    """Whether a cut lies inside of a submodule, or in a part of it that the code of this method names."""
+    prefix = f"{path}." if path else ""
+    parts = {cut.removeprefix(prefix).split(".")[0] for cut in request.cuts if cut.startswith(prefix)}
+    return bool(parts & set(_code_of(request.module.get_submodule(path), method).co_names) if method else parts)
 
 
 def _alike(path: str, request: Request) -> str:
