@@ -10,8 +10,9 @@ _NAMES, _WIDTH, _NAME = 6, 70, 30
 
 
 def preformatted(text: str) -> str:
-    """A table as HTML: its own characters in one width, which scrolls and does not wrap."""
-    return f'<pre style="overflow-x: auto; white-space: pre; line-height: 1.3">{escape(text)}</pre>'
+    """A table as HTML: its own characters in one width, which does not wrap, and scrolls where it is wide or long."""
+    style = "overflow: auto; max-height: 32em; white-space: pre; line-height: 1.3"
+    return f'<pre style="{style}">{escape(text)}</pre>'
 
 
 def listed(names: Sequence[str]) -> str:
