@@ -85,7 +85,9 @@ class Typed(Sized):
     def behind(self, h: Tensor, words: Tensor) -> Tensor:
         length = words.shape[1]
         named = isinstance(length, (int, str)) and type(length) is int and isinstance(int, type)
-        return self.second(h.mean(1)) * (2 if named else 3)
+        kind = type("Meta", (type,), {})  # classes are what they are
+        plain = type(type(self)) is type and not isinstance(int, kind) and isinstance(kind("Own", (), {}), kind)
+        return self.second(h.mean(1)) * (2 if named else 3) * (5 if plain else 7)
 
 
 class Written(Sized):

@@ -66,10 +66,10 @@ class _IsType(type):
     """Of what stands in for ``type``: a class is an instance of it, too, and a metaclass a subclass."""
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, type)
+        return isinstance(value, type) if cls is _Type else super().__instancecheck__(value)
 
     def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, type)
+        return issubclass(kind, type) if cls is _Type else super().__subclasscheck__(kind)
 
 
 class _Type(type, metaclass=_IsType):
@@ -77,9 +77,10 @@ class _Type(type, metaclass=_IsType):
         if cls is not _Type:  # a metaclass that calls type.__new__ makes a class
             return type.__new__(cls, *args, **kwargs)
         made = type(*args, **kwargs)
-        return _PLAIN.get(made, made) if len(args) == 1 else made
+        return _KINDS.get(made, made) if len(args) == 1 else made
 
 
+_KINDS = {**_PLAIN, type: _Type}
 _STAND_INS = {"len": _length, "isinstance": _isinstance, "type": _Type}
 
 
