@@ -236,7 +236,7 @@ class Captures:
             device=self.device,
             compute=self.balancing.compute,
             whole=self.whole,
-            cache=self.options.cache_folder,
+            cache=self.options.cache,
             accept=accept,
         )
         if self.whole:

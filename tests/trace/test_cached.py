@@ -301,6 +301,17 @@ def test_a_folder_may_be_below_the_users_home(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_later_capture_is_kept_where_the_first_was_wherever_the_process_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    forward_backward = compiled(Two(), vectors(), Path("kept"), check_capture=False)
+    monkeypatch.chdir("elsewhere")
+    forward_backward.evaluate(**vectors())
+    assert len(os.listdir(tmp_path / "kept")) == 2
+
+
 def test_a_disk_that_is_full_ends_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

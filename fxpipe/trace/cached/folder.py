@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import MOST_BYTES, decode
 from fxpipe.progress import tell
-from fxpipe.small_file import read_small
+from fxpipe.small_file import read_small, write_whole
 from fxpipe.trace.cached.facts import versions
 
 _MADE_BY = "fxpipe capture"
@@ -59,12 +58,7 @@ def write(folder: str, key: str, body: bytes) -> None:
     """Keeps encoded data under a key. A disk that is full ends no training: a line says so."""
     header = {"what": _MADE_BY, "key": key, "versions": versions(), "sha256": hashlib.sha256(body).hexdigest()}
     try:
-        part = Path(folder) / f".{secrets.token_hex(8)}.part"  # which nobody else writes
-        try:
-            part.write_bytes(json.dumps(header).encode() + b"\n" + body)
-            os.replace(part, _path(folder, key))
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(_path(folder, key), json.dumps(header).encode() + b"\n" + body)
     except OSError as error:
         tell(f"fxpipe: a capture could not be kept in {folder}: {error.strerror or error}")
 
