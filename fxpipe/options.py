@@ -99,6 +99,8 @@ class Options:
         if not isinstance(self.recompute, str):
             given = self.recompute
             object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
+        if self.cache is not None:
+            object.__setattr__(self, "cache", os.path.abspath(os.path.expanduser(os.fsdecode(self.cache))))
         Hardware.of(self.hardware)
         if self.recompute == AUTO and self.memory_per_rank is None:
             raise RunError(
@@ -132,8 +134,8 @@ class Options:
 
     @property
     def cache_folder(self) -> str | None:
-        """Wherever the process goes meanwhile."""
-        return None if self.cache is None else os.path.abspath(os.path.expanduser(os.fsdecode(self.cache)))
+        """``cache``, which is absolute by now: wherever the process goes meanwhile."""
+        return cast("str | None", self.cache)
 
     @property
     def bucket_bytes(self) -> int:

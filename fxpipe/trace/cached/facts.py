@@ -29,16 +29,16 @@ FORMAT = 1
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What reads and makes captures. ``tracer``: a hash of the sources of fxpipe's own that do."""
+    """What reads and makes captures. ``sources``: a hash of fxpipe's own."""
     try:
         version = metadata.version("fxpipe")
     except metadata.PackageNotFoundError:
         version = "unknown"
-    own = sorted(Path(__file__).parents[1].rglob("*.py"))
+    own = sorted(Path(__file__).parents[2].rglob("*.py"))
     return {
         "format": str(FORMAT),
         "fxpipe": version,
-        "tracer": _hash(b"".join(path.read_bytes() for path in own))[:12],
+        "sources": _hash(b"".join(path.read_bytes() for path in own))[:12],
         "torch": torch.__version__,
         "Python": platform.python_version(),
     }
