@@ -100,9 +100,9 @@ class Options:
         if not isinstance(self.recompute, str):
             given = self.recompute
             object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
-        Hardware.of(self.hardware)
         if self.cache is not None:
             object.__setattr__(self, "cache", os.path.abspath(os.path.expanduser(os.fsdecode(self.cache))))
+        Hardware.of(self.hardware)
         if self.recompute == AUTO and self.memory_per_rank is None:
             raise RunError(
                 'recompute="auto" recomputes as little as fits memory_per_rank=, which is not given; write '

@@ -100,8 +100,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Here no test has run, and no filter of warnings is set; what workers write is captured as what tests write is."""
     needed = any(item.get_closest_marker("processes") for item in session.items)
-    if forked_server.CAN and needed and not session.config.option.collectonly:
-        capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    if needed and capture and not session.config.option.collectonly and forked_server.can():
         capture.resume_global_capture()
         forked_server.start(preloads())
         capture.suspend_global_capture()

@@ -207,6 +207,15 @@ def with_target(word: str) -> Callable[[Any], None]:
     return change
 
 
+def with_code_for_a_name(data: Any) -> None:
+    """A stage is Python code, in which what is given by name stands as it is."""
+    next(node for node in data["nodes"] if "mse_loss" in node[1])[4]["reduction=1) or exit(1) or dict(x"] = 1
+
+
+def with_a_huge_constant(data: Any) -> None:
+    data["constants"]["huge"] = (torch.float32, (2**50,), torch.device("cpu"), b"")
+
+
 def with_other_source(data: Any) -> None:
     next(node for node in data["nodes"] if node[0] == "get_attr")[1] = "a.forward"
 
@@ -233,6 +242,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no operator": lambda file: rewritten(file, with_target("operator load_library::x.default")),
     "a function of Python's": lambda file: rewritten(file, with_target("function os.system")),
     "an operator that opens files": lambda file: rewritten(file, with_target("operator aten::from_file.default")),
+    "an operator that prints": lambda file: rewritten(file, with_target("operator prim::Print.default")),
+    "an operator that seeds": lambda file: rewritten(file, with_target("operator aten::manual_seed.default")),
+    "an operator for other ranks": lambda file: rewritten(
+        file, with_target("operator _c10d_functional::wait_tensor.default")
+    ),
+    "code": lambda file: rewritten(file, with_code_for_a_name),
+    "a constant without numbers": lambda file: rewritten(file, with_a_huge_constant),
     "an attribute that is no tensor": lambda file: rewritten(file, with_other_source),
     "an operator in place of a part": lambda file: rewritten(file, with_a_part),
     "without facts": lambda file: rewritten(file, without_facts),
@@ -301,15 +317,35 @@ def test_a_folder_may_be_below_the_users_home(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_a_later_capture_is_kept_where_the_first_was_wherever_the_process_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
+def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "later").mkdir()
     monkeypatch.chdir(tmp_path)
     forward_backward = compiled(Two(), vectors(), Path("kept"), check_capture=False)
-    monkeypatch.chdir("elsewhere")
+    monkeypatch.chdir(tmp_path / "later")
     forward_backward.evaluate(**vectors())
     assert len(os.listdir(tmp_path / "kept")) == 2
+    assert not os.listdir()
+
+
+def test_any_source_of_fxpipe_is_a_part_of_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trace" / "cached").mkdir(parents=True)
+    (tmp_path / "graph.py").write_text("1")
+    monkeypatch.setattr(facts, "__file__", str(tmp_path / "trace" / "cached" / "facts.py"))
+    before = facts.versions.__wrapped__()
+    (tmp_path / "graph.py").write_text("2")
+    assert facts.versions.__wrapped__() != before
+
+
+def test_what_cannot_be_read_again_is_captured_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: Any) -> Program:
+        raise ValueError("cannot be made")
+
+    monkeypatch.setattr(tracer, "program_of", unreadable)
+    assert exported(Two(), vectors(), cache=str(tmp_path)).tracer == "export"
+    assert "is not kept in" in capfd.readouterr().err
+    assert not os.listdir(tmp_path)
 
 
 def test_a_disk_that_is_full_ends_nothing(

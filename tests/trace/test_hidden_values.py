@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import fxpipe
 from fxpipe import FxpipeError, stage_boundary
+from fxpipe.seeds import seed_of
 from tests.harness import accumulate, assert_same, cut, gradients_of
 from tests.models import WIDTH, Inputs, linear
 from tests.pool import Pool
@@ -593,7 +594,12 @@ def plain(name: str, inline: bool = False) -> list[Step]:
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss, _ = accumulate(lambda place, part: model(**part), cut(batch(step), MICROBATCHES))
+
+        def call(place: int, part: Inputs, step: int = step) -> Tensor:
+            random.seed(seed_of(0, step, 1, place, 0))  # as stage 1 is, where its Python runs
+            return model(**part)
+
+        loss, _ = accumulate(call, cut(batch(step), MICROBATCHES))
         found.append((loss, gradients_of(model.named_parameters())))
         optimizer.step()
     return found

@@ -99,6 +99,14 @@ class Written(Sized):
         return self.second(h.mean(1)) * scale
 
 
+class Flagged(Sized):
+    """Reckons with sizes and truth values."""
+
+    def behind(self, h: Tensor, words: Tensor) -> Tensor:
+        length, yes, no = words.shape[1], self.second is not None, self.second is None
+        return self.second(h.sum(1)) / ((length + yes) * yes - no + (yes + length) + no * (yes - length))
+
+
 class Limited(Sized):
     def behind(self, h: Tensor, words: Tensor) -> Tensor:
         return self.second((h[:, :10] if words.shape[1] > 10 else h).mean(1))
@@ -236,7 +244,7 @@ def test_record_tells_which_input_varies_and_what_takes_any_length(capsys: pytes
     assert 'tracer="export"' in told
 
 
-@pytest.mark.parametrize("cls", [Typed, Written])
+@pytest.mark.parametrize("cls", [Typed, Written, Flagged])
 def test_a_size_is_a_number_to_pythons_own(cls: type[nn.Module], captured: list[Any]) -> None:
     """To torch.export it is an object, that is no int, and is written "s27"."""
     sizes = [(8, length) for length in (6, 7, 9, 11, 12)]

@@ -87,6 +87,11 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
 
+    @property
+    def operators(self) -> frozenset[Any]:
+        """Those that were called."""
+        return frozenset(self._known)
+
     # what is told
 
     def _tell(self, text: str) -> None:

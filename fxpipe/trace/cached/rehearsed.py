@@ -34,6 +34,8 @@ class RunOnFakes:
     mode: FakeTensorMode
     result: pytree.TreeSpec
     boundaries: int
+    operators: frozenset[Any]
+    """Those that were called, below autograd."""
 
 
 def rehearse(request: Request) -> RunOnFakes:
@@ -66,7 +68,7 @@ def _rehearse(request: Request) -> RunOnFakes:
     with aside():
         known += [digest.hexdigest(), str(guard.cached_regions), *sources(request.module, digest.files)]
     key = hashlib.sha256("\n".join(known).encode("utf-8", "surrogatepass")).hexdigest()
-    return RunOnFakes(key, call.values, fake.mode, call.spec, call.boundaries)
+    return RunOnFakes(key, call.values, fake.mode, call.spec, call.boundaries, digest.operators)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

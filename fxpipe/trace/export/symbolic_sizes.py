@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.torch_compat import FakeTensor, hint_of, size_decisions
+from fxpipe.torch_compat import FakeTensor, flags_as_numbers, hint_of, size_decisions
 from fxpipe.trace.patching import patched
 from fxpipe.trace.user_line import current_line, is_users
 
@@ -32,6 +32,7 @@ def sizes_as_numbers() -> Iterator[None]:
         for home, name in homes:
             home[name] = _STAND_INS[name]
         with contextlib.ExitStack() as stack:
+            stack.enter_context(flags_as_numbers())
             for symbolic, plain in _PLAIN.items():
                 for name in ("__repr__", "__str__"):
                     stack.enter_context(patched(symbolic, name, _written(getattr(symbolic, name), plain)))
