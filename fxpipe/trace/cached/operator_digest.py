@@ -29,7 +29,7 @@ _AS_THEY_ARE = (
     torch.memory_format,
 )
 """Told by ``repr``, which differs where they do."""
-_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """What ``torch.tensor([1.0])`` runs on its numbers."""
 
 
@@ -73,7 +73,7 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        lift = operator in _LIFTS and type(args[0]) is Tensor
+        lift = operator in LIFTS and type(args[0]) is Tensor
         told = self._constant(args[0]) if lift else self._word(args)
         self._tell(f"{self._operator(operator)} {told} {self._word(kwargs)} {torch.is_grad_enabled()} {self._line()}")
         result = operator(*args, **kwargs)

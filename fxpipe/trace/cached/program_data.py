@@ -21,6 +21,7 @@ from fxpipe.graph.plain_data import MOST_BYTES, admitted, encode
 from fxpipe.graph.program import Program
 from fxpipe.torch_compat import FakeTensor, FakeTensorMode, OpOverload, bytes_of, overload_name, pytree, schema_of
 from fxpipe.trace.cached.not_kept import NotKept
+from fxpipe.trace.cached.operator_digest import LIFTS
 from fxpipe.trace.cached.rehearsed import RunOnFakes
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.request import Request
@@ -30,7 +31,6 @@ _FACTS = ("val", "sizes", "nn_module_stack", "modes", "stack_trace")
 """What a node may be told; another fact has no word here."""
 _OF_SOURCE = {"val"}
 """The facts of what is computed nowhere: inputs and their parts, parameters, constants."""
-_LIFTS = tuple(f"operator aten::{name}.default" for name in ("lift_fresh_copy", "lift_fresh"))
 
 
 @admitted
@@ -148,7 +148,7 @@ _FACT_WORDS: Mapping[str, Callable[[Any], Any]] = {
 def _constant(program: Program, name: str, tensor: Tensor) -> Any:
     """Numbers of ``torch.tensor([1.0])``. A tensor that lives somewhere would be another object, which nobody sees."""
     users = [user for node in program.graph.nodes if node.target == name for user in node.users]
-    if not all(_target_word(user) in _LIFTS for user in users):
+    if not all(user.target in LIFTS for user in users):
         raise NotKept("forward uses a tensor that is kept somewhere and is no buffer; register_buffer keeps it")
     return tensor.dtype, tuple(tensor.shape), tensor.device, bytes_of(tensor.detach().cpu().contiguous())
 

@@ -66,7 +66,7 @@ def _rehearse(request: Request) -> RunOnFakes:
         if guard.random.rewind():
             raise NotKept("Python's, NumPy's or torch's random numbers are drawn outside of operators")
     with aside():
-        known += [digest.hexdigest(), str(guard.cached_regions), *sources(request.module, digest.files)]
+        known += [digest.hexdigest(), str(guard.cached_regions), *sources(digest.files)]
     key = hashlib.sha256("\n".join(known).encode("utf-8", "surrogatepass")).hexdigest()
     return RunOnFakes(key, call.values, fake.mode, call.spec, call.boundaries, digest.operators)
 
