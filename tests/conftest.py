@@ -58,6 +58,17 @@ SLOW = """
     whole/
 """
 """What takes seconds: folders, files and beginnings of tests' names, from ``tests/`` on."""
+LONGEST = """
+    faults/test_faults.py
+    plan/test_joint_graph.py
+    whole/test_gathered_hf.py
+    whole/test_kept_whole_hf.py
+    whole/test_lengths_hf.py
+    whole/test_loops.py
+    whole/test_readme.py
+    whole/test_without_numpy.py
+"""
+"""Files with tests of many seconds each: of several processes, none shall run one alone at the end."""
 
 os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
 """torch asks for the name of each address that it connects to: 5 s wherever a name server does not answer."""
@@ -134,6 +145,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """``pytest -m "not processes and not slow"`` is the short way through."""
+    items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     slow = tuple(f"tests/{name}" for name in SLOW.split())
     for item in items:
         if item.nodeid.startswith(slow) or "four_times" in item.name:  # which counts each line that runs
@@ -141,3 +153,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         call = getattr(item, "callspec", None)
         if "pool" in getattr(item, "fixturenames", ()) or (call and "distributed" in call.params.values()):
             item.add_marker("processes")
+
+
+def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """So many parts of one length, as worksteal deals them out at first, each with some of the longest in front."""
+    if workers == 1:
+        return items
+    files = [f"tests/{name}" for name in LONGEST.split()]
+    others, ordered = [item for item in items if not item.nodeid.startswith(tuple(files))], list[pytest.Item]()
+    for worker in range(workers):
+        ordered += [item for item in items if item.nodeid.startswith(tuple(files[worker::workers]))]
+        size = max((worker + 1) * len(items) // workers - len(ordered), 0)
+        ordered += others[:size]
+        del others[:size]
+    return ordered + others
