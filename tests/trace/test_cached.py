@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 import fxpipe
@@ -146,20 +148,53 @@ def test_an_attribute_that_changes_after_a_capture_was_found_is_followed(
     assert len(os.listdir(tmp_path)) == 2
 
 
-class Called(Two):
-    """Does something else in each of its calls."""
+class Told(Two):
+    """Asks each time what it shall do."""
 
-    calls = 0
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        super().__init__()
+        self.asked = asked
 
     def loss(self, h: Tensor, y: Tensor) -> Tensor:
-        Called.calls += 1
-        return super().loss(h, y) * Called.calls
+        loss = super().loss(h, y)
+        return loss * 3 if self.asked() else loss
 
 
-def test_what_does_something_else_in_each_call_is_not_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    exported(Called(), vectors(), cache=str(tmp_path))
+def one_by_one(answers: Iterable[bool]) -> Callable[[], bool]:
+    return iter(answers).__next__
+
+
+ASKED: dict[str, Callable[[], bool]] = {
+    "the first call": one_by_one(itertools.chain([True], itertools.repeat(False))),
+    "every other call": one_by_one(itertools.cycle([True, False])),
+    "a call that is traced": lambda: get_proxy_mode() is not None,
+    "a call that is not": lambda: get_proxy_mode() is None,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_does_something_else_in_each_call_or_while_it_is_traced_is_not_kept(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exported(Told(ASKED[name]), vectors(), cache=str(tmp_path))
     assert not os.listdir(tmp_path)
-    assert "forward does something else each time it is called" in capfd.readouterr().err
+    assert "forward does something else each time it is called, or while" in capfd.readouterr().err
+
+
+class OfNumbers(Two):
+    def loss(self, h: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.b(self.b(h)) * torch.tensor([1.0, 2.0] * 3) + torch.arange(6)
+        return super().loss(h.float().relu_(), y) + torch.zeros(())
+
+
+def test_numbers_and_casts_in_forward_are_kept(tmp_path: Path, no_export: Callable[[], None]) -> None:
+    fresh = exported(OfNumbers(), vectors())
+    exported(OfNumbers(), vectors(), cache=str(tmp_path))
+    no_export()
+    found = exported(OfNumbers(), vectors(), cache=str(tmp_path))
+    assert facts_of(found) == facts_of(fresh)
+    assert [*map(torch.Tensor.tolist, found.constants.values())] == [[1.0, 2.0] * 3]
 
 
 def test_what_cannot_be_kept_is_captured_all_the_same_and_a_line_says_why(
@@ -433,7 +468,7 @@ def test_what_symbolic_captures_needs_no_cache(tmp_path: Path, capfd: pytest.Cap
 # --- models of Hugging Face ---
 
 
-@pytest.mark.parametrize("name", every(3, ["Llama", "CLIP", "BERT", "T5", "GPT-2", "Mixtral"]))
+@pytest.mark.parametrize("name", every(6, ["Llama", "CLIP", "T5", "BERT", "GPT-2", "Mixtral"]))
 def test_a_model_of_hugging_face_is_found_and_trains_as_plain_pytorch(
     name: str, tmp_path: Path, no_export: Callable[[], None]
 ) -> None:

@@ -9,7 +9,7 @@ from fxpipe.schedules.no_gc import paused
 from fxpipe.trace.cached import folder as folders
 from fxpipe.trace.cached.not_kept import NotKept
 from fxpipe.trace.cached.program_data import encoded, program_of
-from fxpipe.trace.cached.rehearsed import RunOnFakes, rehearse
+from fxpipe.trace.cached.rehearsed import RunOnFakes, check_same, rehearse
 from fxpipe.trace.export.tracer import export
 from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.request import Request
@@ -50,8 +50,7 @@ def _kept(program: Program, request: Request, folder: str, rehearsal: RunOnFakes
         again = program_of(decode(body, "the capture"), request, rehearsal)
         if (str(again), again.result, encoded(again)) != (str(program), program.result, body):
             raise NotKept("it is not the same when it is read")
-        if rehearse(request).key != rehearsal.key:
-            raise NotKept("forward does something else each time it is called")
+        check_same(again, request, rehearsal)
     except Exception as why:  # whatever a graph holds that cannot be read again
         return _told_why(program, folder, why)
     folders.write(folder, rehearsal.key, body)
