@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +47,95 @@ def ownership(graph: StageGraph) -> Ownership:
     return Ownership(tuple(map(frozenset, names)), {holders: tuple(group) for holders, group in sorted(tied.items())})
 
 
+_ORIGINAL, _HELD = "the model's part", "held as"
+"""Under names that no part of a model can bear. The second is the part's own number, which a copy of it has not."""
+_BEFORE = "change the model before fxpipe.compile"
+_HOOK = "are never called; register it on the model that is given to fxpipe.compile, before"
+
+
+def _reaches_nothing(name: str, instead: str) -> Any:
+    """The method of this name, refused for what a rank holds."""
+    original = getattr(nn.Module, name)
+
+    @functools.wraps(original)
+    def method(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_held(part):
+            raise RunError(f"{name}() of forward_backward.module reaches nothing: its parts {instead}")
+        return original(part, *args, **kwargs)
+
+    return method
+
+
 class _HeldPart(nn.Module):
-    """A part of what a rank holds, whose tensors are those that the stages use."""
+    """A part of what a rank holds, whose tensors are those that the stages use. What would be set here and reach
+    nothing is refused; a copy, such as one that averages weights, is like any module."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        vars(self).update({_ORIGINAL: original, _HELD: id(self)})
+
+    register_forward_hook = _reaches_nothing("register_forward_hook", _HOOK)
+    register_forward_pre_hook = _reaches_nothing("register_forward_pre_hook", _HOOK)
+    register_full_backward_hook = _reaches_nothing("register_full_backward_hook", _HOOK)
+    register_full_backward_pre_hook = _reaches_nothing("register_full_backward_pre_hook", _HOOK)
+    apply = _reaches_nothing("apply", "are of no class that a function would look for; call it on the model itself")
+
+    def train(self, mode: bool = True) -> Self:
+        """As the model's own part has it, which may keep parts of its own in another mode."""
+        vars(self)[_ORIGINAL].train(mode)
+        for part in self.modules():
+            part.training = vars(part)[_ORIGINAL].training
+        return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._check_tensor(name, param)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._check_tensor(name, tensor)
+        super().register_buffer(name, tensor, persistent)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for table in ("_parameters", "_buffers"):
-            held = self.__dict__.get(table, {}).get(name)
-            if held is not None and value is not held:
-                raise RunError(
-                    f"{name} is set to another tensor than the stages hold, and they would go on with the old one; "
-                    "write values into what there is: with torch.no_grad(): module.get_parameter(name).copy_(value), "
-                    "or get_buffer(name)"
-                )
+        self._check_tensor(name, value)
+        if _is_held(self) and self._modules.get(name, value) is not value:
+            raise RunError(f"{name} is set to another module, and the stages would go on with the old one; {_BEFORE}")
+        if _is_held(self) and not name.startswith("_") and name not in (*self._tensors, *self._modules, "training"):
+            self._check_attribute(name)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if _is_held(self) and name in (*self._tensors, *self._modules):
+            raise RunError(f"{name} is what the stages hold, and they would go on with it; {_BEFORE}")
+        super().__delattr__(name)
+
+    @property
+    def _tensors(self) -> dict[str, Tensor | None]:
+        return self._parameters | self._buffers
+
+    def _check_tensor(self, name: str, value: Any) -> None:
+        if _is_held(self) and self._tensors.get(name, value) is not value:
+            raise RunError(
+                f"{name} is set to another tensor than the stages hold, and they would go on with the old one; "
+                "write values into what there is: with torch.no_grad(): module.get_parameter(name).copy_(value), "
+                "or get_buffer(name)"
+            )
+
+    def _check_attribute(self, name: str) -> None:
+        if hasattr(vars(self)[_ORIGINAL], name):
+            raise RunError(
+                f"{name} is set in forward_backward.module, of which stages use tensors alone; set it in the model "
+                "that was given to fxpipe.compile"
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        if _is_held(self):
+            raise RunError("move or cast the model before fxpipe.compile; its stages hold these very tensors")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def _is_held(part: nn.Module) -> bool:
+    return vars(part).get(_HELD) == id(part)
 
 
 class RankModule(_HeldPart):
@@ -69,8 +146,7 @@ class RankModule(_HeldPart):
     """
 
     def __init__(self, model: nn.Module, names: frozenset[str], replica: int = 0) -> None:
-        super().__init__()
-        self.__dict__["the whole model"] = model  # under a name that no part of it can bear
+        super().__init__(model)
         for name in all_tensors(model):
             if name not in names:
                 continue
@@ -84,28 +160,21 @@ class RankModule(_HeldPart):
         if replica:
             self.register_state_dict_post_hook(mark_own_buffers)  # type: ignore[no-untyped-call]
 
-    def train(self, mode: bool = True) -> RankModule:
-        self.__dict__["the whole model"].train(mode)
-        super().train(mode)
-        return self
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        if assign:
+        if assign and _is_held(self):
             raise RunError(
                 "load_state_dict(assign=True) would put other tensors here than the stages hold; leave it out"
             )
-        return super().load_state_dict(state_dict, strict)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> RankModule:
-        raise RunError("move or cast the model before fxpipe.compile; its stages hold these very tensors")
+        return super().load_state_dict(state_dict, strict, assign)
 
 
-def _submodule(root: nn.Module, path: str) -> nn.Module:
-    for part in path.split(".") if path else ():
-        if part not in root._modules:
-            root.add_module(part, _HeldPart())
-        root = root.get_submodule(part)
-    return root
+def _submodule(root: _HeldPart, path: str) -> nn.Module:
+    part: nn.Module = root
+    for name in path.split(".") if path else ():
+        if name not in part._modules:
+            part.add_module(name, _HeldPart(vars(part)[_ORIGINAL].get_submodule(name)))
+        part = part.get_submodule(name)
+    return part
 
 
 def release(model: nn.Module, keep: frozenset[str]) -> None:

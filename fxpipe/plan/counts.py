@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.kinds import is_mapping, shown
@@ -16,6 +18,9 @@ from fxpipe.torch_compat import pytree
 
 Counts = Mapping[str, tuple[int, ...]]
 """Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_MOST = 1000
+"""So many objects are looked at, to find tensors in one."""
 
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple[int, ...]]:
@@ -25,20 +30,31 @@ def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple
 
 
 def check_cut(values: Mapping[str, Any], batch_dim: BatchDim) -> None:
-    """RunError for tensors in what torch's pytree sees as one object, and each micro-batch would be given whole."""
+    """RunError for tensors in what torch's pytree sees as one object, and for arrays: each micro-batch would be given
+    them whole."""
     for name, value in values.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, (Tensor, *_PLAIN)):
             _check_known(name, value, rule_at(batch_dim, name))
 
 
 def _check_known(name: str, value: Any, rule: Rule) -> None:
     if rule is None or isinstance(rule, Packed):  # whole, or by its entries, whatever they are
         return
+    if is_mapping(value) and not pytree.tree_structure(value).is_leaf():
+        for entry, inside in value.items():
+            _check_known(f"{name}.{entry}", inside, rule.get(entry, 0) if isinstance(rule, Mapping) else rule)
+        return
     is_list = isinstance(value, list | tuple)
     of_dicts = is_list and all(map(is_mapping, value))  # which is refused where its rows are counted
+    each = f", {written(name, 'fxpipe.Packed(1)')} where it has one for each row" if is_list else ""
+    whole = f"or write {written(name, 'None')} where each micro-batch takes all of it{each}"
     for leaf in (leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, Tensor)):
-        inside = leaf if is_mapping(leaf) else vars(leaf) if hasattr(leaf, "__dict__") and not of_dicts else {}
-        if any(isinstance(one, Tensor) and one.dim() for one in inside.values()):
+        if _is_array(leaf):
+            raise RunError(
+                f"input {name!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass "
+                f"torch.as_tensor of it; {whole}"
+            )
+        if (is_mapping(leaf) or not of_dicts) and any(isinstance(one, Tensor) and one.dim() for one in _inside(leaf)):
             instead = (
                 f"pass it as **{name}, where forward takes its entries, or as dict({name})"
                 if is_mapping(leaf)
@@ -46,9 +62,41 @@ def _check_known(name: str, value: Any, rule: Rule) -> None:
             )
             raise RunError(
                 f"input {name!r} is or holds a {type(leaf).__name__}, in which torch's pytree finds no tensors to be "
-                f"cut; {instead}; or write {written(name, 'None')} where each micro-batch takes all of it"
-                + (f", {written(name, 'fxpipe.Packed(1)')} where it has one for each row" if is_list else "")
+                f"cut; {instead}; {whole}"
             )
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether it has numbers in dimensions, as NumPy's and pandas' arrays and tables have."""
+    if not hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
+        return False
+    return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
+
+
+def _inside(leaf: Any) -> Iterator[Any]:
+    """What an object that is no tensor holds, and what that holds, as far as is cheap to look."""
+    found, seen = deque(_held(leaf)), {id(leaf)}
+    while found and len(seen) < _MOST:
+        one = found.popleft()
+        if id(one) not in seen and not isinstance(one, _PLAIN):
+            seen.add(id(one))
+            yield one
+            found.extend(_held(one))
+
+
+def _held(value: Any) -> Iterable[Any]:
+    if isinstance(value, (Tensor, nn.Module, type, FunctionType, ModuleType)):
+        return ()
+    if is_mapping(value):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> tuple[int, ...] | None:

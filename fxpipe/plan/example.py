@@ -16,7 +16,7 @@ from fxpipe.options import Options
 from fxpipe.packed import check_names
 from fxpipe.plan.batch import bind, describe, required_names
 from fxpipe.plan.capture_check import Sample
-from fxpipe.plan.counts import counts_of
+from fxpipe.plan.counts import check_cut, counts_of
 from fxpipe.plan.cuts import split
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Pattern, pattern_of
@@ -113,6 +113,8 @@ def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:
         given = bind(planner.signature, args, options.example_kwargs or {})
     except TypeError as error:
         raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
+    if planner.microbatches > 1:
+        check_cut(given, options.batch_dim)
     counts = counts_of(given, options.batch_dim)
     rows = row_count(describe(given), options.batch_dim, counts)
     if rows is None or rows < planner.microbatches:

@@ -144,12 +144,27 @@ def _check_lists(entries: Mapping[str, InputRows], rows: Mapping[str, int], batc
 
 def whole_lists(description: Description, batch_dim: BatchDim, rows: int) -> list[str]:
     """The lists, without tensors, that have as many entries as the batch has rows, where nobody has said what for."""
-    entries = {path: one.like for path, one in entries_of(description, batch_dim).items() if type(one.like) is list}
-    return [
-        path
-        for path, like in entries.items()
-        if len(like) == rows and not _is_named(path, batch_dim) and not any(map(_has_tensors, like))
-    ]
+    entries = [place for path, one in entries_of(description, batch_dim).items() for place in _plain(path, one.like)]
+    return [path for path, like in entries if len(like) == rows and not _is_named(path, batch_dim)]
+
+
+_FEW = 4
+"""A tuple of so many numbers is a shape, or a mean, more often than it is rows."""
+
+
+def _plain(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """The lists without tensors that an input is or has in a dict, and the tuples that may be rows."""
+    if is_mapping(like):
+        for name, value in like.items():
+            yield from _plain(f"{path}.{name}", value)
+    elif _looks_like_rows(like) and not any(map(_has_tensors, like)):
+        yield path, like
+
+
+def _looks_like_rows(like: Any) -> bool:
+    return type(like) is list or (
+        type(like) is tuple and (len(like) > _FEW or (len(like) > 0 and isinstance(like[0], str)))
+    )
 
 
 def _has_tensors(entry: Any) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe import Offsets, Packed, RunError
 from fxpipe.plan.counts import check_cut, counts_of, merge_counts
@@ -90,6 +92,8 @@ def test_tensors_in_a_mapping_of_ones_own_are_not_given_whole_to_each() -> None:
     class Features(dict[str, Tensor]):
         """As transformers' BatchFeature: a mapping that pytree does not take apart."""
 
+        __getattr__ = dict.__getitem__
+
     with pytest.raises(RunError, match=r"input 'batch' is or holds a Features, .* pass it as"):
         check_cut({"batch": Features(x=torch.ones(3))}, 0)
     with pytest.raises(RunError, match=r"input 'batch' is or holds a Features"):
@@ -114,6 +118,32 @@ def test_tensors_in_an_object_are_not_given_whole_to_each() -> None:
     image = torch.ones(3)
     vars(image)["mask"] = torch.ones(3)
     check_cut({"images": [image]}, 0)  # a tensor is cut, whatever is noted on it
+
+
+@dataclass(slots=True)
+class Slots:
+    x: Any
+
+
+@pytest.mark.parametrize(
+    "inside", [Slots(torch.ones(3)), [torch.ones(3)], {"y": (torch.ones(3),)}, Slots({1: [torch.ones(3)]})]
+)
+def test_tensors_anywhere_in_an_object_are_found(inside: Any) -> None:
+    batch = SimpleNamespace(inside=inside, scale=2.0)
+    batch.itself = batch
+    with pytest.raises(RunError, match=r"'d.batch' is or holds a SimpleNamespace, .*{'d': {'batch': None}}"):
+        check_cut({"d": {"batch": batch}}, 0)
+    check_cut({"d": {"batch": batch}}, {"d": {"batch": None}})
+    check_cut({"layer": nn.Linear(2, 2), "config": SimpleNamespace(sizes=[1, 2], layer=nn.Linear(2, 2))}, 0)
+
+
+def test_arrays_are_not_given_whole_to_each() -> None:
+    """They are habit's, from a loader without collation."""
+    with pytest.raises(RunError, match=r"'x' is or holds a ndarray, which is not cut .*; pass torch.as_tensor of it"):
+        check_cut({"x": np.ones((3, 2))}, 0)
+    with pytest.raises(RunError, match=r"'b.x' is or holds a ndarray, .*{'x': fxpipe.Packed\(1\)}} where it has one"):
+        check_cut({"b": {"x": [np.ones(2)]}}, 0)
+    check_cut({"x": np.ones(3), "scale": np.float32(2), "names": np.array(["a", "b"])}, {"x": None})
 
 
 def test_ranks_tell_each_other_what_they_counted_and_must_count_the_same() -> None:

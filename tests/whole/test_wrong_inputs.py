@@ -857,6 +857,64 @@ def test_other_tensors_are_not_put_where_the_stages_hold_theirs() -> None:
         layer.weight = nn.Parameter(torch.ones(4, 4))
     layer.weight = layer.weight
     layer.note = "as on any module"
+    with pytest.raises(fxpipe.RunError, match="weight is set to another tensor than the stages hold"):
+        layer.register_parameter("weight", nn.Parameter(torch.ones(4, 4)))
+    with pytest.raises(fxpipe.RunError, match="weight is what the stages hold, and they would go on with it"):
+        nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(fxpipe.RunError, match="0 is set to another module, and the stages would go on with the old"):
+        setattr(module.layers, "0", nn.Linear(4, 4))
+    with pytest.raises(fxpipe.RunError, match=r"in_features is set in forward_backward.module, of which stages use"):
+        layer.in_features = 5
+
+
+def test_what_would_reach_nothing_by_a_ranks_module_is_refused_and_modes_reach_the_model() -> None:
+    """Its parts have the model's tensors, and are neither called nor of the model's classes."""
+    model = Chain()
+    module = fxpipe.compile(model, TWO, microbatches=2).module
+    layer = module.get_submodule("layers.0")
+    for register in (layer.register_forward_hook, layer.register_full_backward_hook, layer.register_forward_pre_hook):
+        with pytest.raises(
+            fxpipe.RunError, match=r"hook\(\) of forward_backward.module reaches nothing: its parts are ne"
+        ):
+            register(lambda *given: None)
+    with pytest.raises(fxpipe.RunError, match=r"apply\(\) of forward_backward.module .* call it on the model itself"):
+        module.apply(lambda part: None)
+    with pytest.raises(fxpipe.RunError, match=r"move or cast the model before"):
+        layer.double()
+    layer.eval()
+    assert [part.training for part in (model, model.get_submodule("layers.0"))] == [True, False]
+
+
+def test_modes_that_a_model_keeps_by_itself_stay() -> None:
+    """As those of a frozen normalisation do, that is in eval mode always."""
+
+    class Kept(Chain):
+        def train(self, mode: bool = True) -> Kept:
+            super().train(mode)
+            self.layers[0].eval()
+            return self
+
+    model = Kept()
+    module = fxpipe.compile(model, TWO, microbatches=2).module.train()
+    for one in (model, module):
+        assert [one.training, *(one.get_submodule(f"layers.{place}").training for place in (0, 1))] == [
+            True,
+            False,
+            True,
+        ]
+
+
+def test_a_copy_of_a_ranks_module_is_like_any_module() -> None:
+    forward_backward = fxpipe.compile(Chain(), TWO, microbatches=2)
+    loss = forward_backward.evaluate(X, Y)
+    average = torch.optim.swa_utils.AveragedModel(forward_backward.module, device="cpu")
+    other: Any = copy.deepcopy(forward_backward.module).double().eval()
+    layer = other.get_submodule("layers.0")
+    layer.weight = nn.Parameter(torch.zeros(4, 4))
+    layer.register_forward_hook(lambda *given: None)
+    average.update_parameters(forward_backward.module)
+    assert forward_backward.module.training
+    assert torch.equal(forward_backward.evaluate(X, Y), loss)
 
 
 def test_a_hook_for_all_modules_that_comes_after_compile_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:

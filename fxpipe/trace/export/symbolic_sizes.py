@@ -5,52 +5,107 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxpipe.errors import TraceError
 from fxpipe.torch_compat import FakeTensor, flags_as_numbers, hint_of, size_decisions
-from fxpipe.trace.patching import patched
-from fxpipe.trace.user_line import current_line, is_users
+from fxpipe.trace.patching import patched, refuse
+from fxpipe.trace.user_line import current_line
 
 
 @contextlib.contextmanager
 def sizes_as_numbers() -> Iterator[None]:
-    """While it is open a symbolic size is to Python's own what a number is, which it would else be only to torch.
+    """While it is open a symbolic size is to users' Python what a number is, which it would else be only to torch.
 
-    ``len()`` of a tensor is symbolic as ``shape[0]`` is, where Python's makes a number of it; a size is an ``int`` to
-    ``isinstance`` and ``type``. In the modules of users, not in ``builtins``: torch._dynamo keeps what it finds there
-    in tables, for good. A size that users write into text ("s27" to torch) becomes the number that is written.
+    Its class is ``int``, to ``isinstance``, ``match`` and ``singledispatch``, too; a comparison is True or False; what
+    users write into text ("s27" to torch) is the number, which it then is for this capture. What a hash is made for is
+    refused: a table would keep what holds for one length. In the modules of users ``len()`` of a tensor is symbolic as
+    ``shape[0]`` is, where Python's makes a number of it, and ``type`` of a size is ``int``; not in ``builtins``:
+    torch._dynamo keeps what it finds there in tables, for good.
     """
-    modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
-    modules = {name: home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS}
-    users = [home for name, home in modules.items() if name == "__main__" or is_users(home.get("__file__") or "<")]
-    homes = [(home, name) for home in users for name in _STAND_INS if name not in home]
+    homes = [(home, name) for home in _users_modules() for name in _STAND_INS if name not in home]
+    refused = list[TraceError]()
     try:
         for home, name in homes:
             home[name] = _STAND_INS[name]
         with contextlib.ExitStack() as stack:
             stack.enter_context(flags_as_numbers())
-            for symbolic, plain in _PLAIN.items():
-                for name in ("__repr__", "__str__"):
-                    stack.enter_context(patched(symbolic, name, _written(getattr(symbolic, name), plain)))
+            for owner, name, value in _as_numbers(refused):
+                stack.enter_context(patched(owner, name, value))
             yield
+        if refused:  # and forward has caught it
+            raise refused[0]
     finally:
         for home, name in homes:
             home.pop(name, None)
 
 
-_NOT_USERS = (sys.stdlib_module_names | {"sympy", "mpmath"}) - {"__main__"}  # torch reckons with these
 _PLAIN: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_LOOKED_THROUGH = sys.stdlib_module_names - {"__main__", "copy", "copyreg", "pickle"}
+_NOT_USERS = frozenset({"torch", "fxpipe", "functorch", "sympy", "mpmath", "copy", "copyreg", "pickle"})
+
+
+def _users_modules() -> list[dict[str, Any]]:
+    modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
+    return [home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS | _LOOKED_THROUGH]
+
+
+def _is_users_question() -> bool:
+    """Whether it is a user's code that asks what the caller answers, be it through Python's own library."""
+    frame: FrameType | None = sys._getframe(2)
+    home = ""
+    while frame is not None:
+        home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if home not in _LOOKED_THROUGH:
+            break
+        frame = frame.f_back
+    return frame is not None and home not in _NOT_USERS
+
+
+def _as_numbers(refused: list[TraceError]) -> Iterator[tuple[type, str, Any]]:
+    """What of torch's symbolic numbers is another to users: the class, a name, what stands there."""
+    symbolic: Any
+    for symbolic, plain in _PLAIN.items():
+        yield symbolic, "__getattribute__", _with_class(symbolic.__getattribute__, plain)
+        yield symbolic, "__hash__", _refusing(symbolic.__hash__, refused)
+        for name in ("__repr__", "__str__"):
+            yield symbolic, name, _written(getattr(symbolic, name), plain)
+        for name in _COMPARISONS if plain is not bool else ():
+            yield symbolic, name, _decided(getattr(symbolic, name))
+
+
+def _with_class(original: Callable[[Any, str], Any], plain: type) -> Callable[[Any, str], Any]:
+    def get(value: Any, name: str) -> Any:
+        return plain if name == "__class__" and _is_users_question() else original(value, name)
+
+    return get
 
 
 def _written(original: Callable[[Any], str], plain: type) -> Callable[[Any], str]:
-    def written(value: Any) -> str:
-        return str(plain(value)) if is_users(sys._getframe(1).f_code.co_filename) else original(value)
+    return lambda value: str(plain(value)) if _is_users_question() else original(value)
 
-    return written
+
+def _refusing(original: Callable[[Any], int], refused: list[TraceError]) -> Callable[[Any], int]:
+    def hashed(value: Any) -> int:
+        if _is_users_question():
+            refused.append(refuse("forward looks up a size in a table, or keeps something by it", "compare it with =="))
+            raise refused[-1]
+        return original(value)
+
+    return hashed
+
+
+def _decided(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def compare(value: Any, other: Any) -> Any:
+        answer = original(value, other)
+        return bool(answer) if isinstance(answer, torch.SymBool) and _is_users_question() else answer
+
+    return compare
 
 
 def _length(value: Any, /) -> Any:
@@ -58,13 +113,8 @@ def _length(value: Any, /) -> Any:
     return value.shape[0] if is_symbolic else len(value)
 
 
-def _isinstance(value: Any, kinds: Any, /) -> bool:
-    plain = _PLAIN.get(type(value))
-    return isinstance(value, kinds) or (plain is not None and isinstance(plain(), kinds))
-
-
 class _IsType(type):
-    """Of what stands in for ``type``: a class is an instance of it, too, and a metaclass a subclass."""
+    """Of what stands in for ``type``: a class is an instance of it, too, a metaclass a subclass, and it is ``type``."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, type) if cls is _Type else super().__instancecheck__(value)
@@ -72,17 +122,22 @@ class _IsType(type):
     def __subclasscheck__(cls, kind: type) -> bool:
         return issubclass(kind, type) if cls is _Type else super().__subclasscheck__(kind)
 
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or (cls is _Type and other is type)
+
+    def __hash__(cls) -> int:
+        return hash(type) if cls is _Type else super().__hash__()
+
 
 class _Type(type, metaclass=_IsType):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not _Type:  # a metaclass that calls type.__new__ makes a class
             return type.__new__(cls, *args, **kwargs)
         made = type(*args, **kwargs)
-        return _KINDS.get(made, made) if len(args) == 1 else made
+        return _PLAIN.get(made, _Type if made in (type, _IsType) else made) if len(args) == 1 else made
 
 
-_KINDS = {**_PLAIN, type: _Type}
-_STAND_INS = {"len": _length, "isinstance": _isinstance, "type": _Type}
+_STAND_INS = {"len": _length, "type": _Type}
 
 
 @contextlib.contextmanager
