@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fxpipe.distributed.collective import Scope
 from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
 
 
 def broadcast(tensors: Sequence[Tensor], transport: Transport, scope: Scope, source: int) -> None:
@@ -24,15 +25,24 @@ def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object])
         call(flat)
         offset = 0
         for tensor in group:
-            _overwrite(tensor, flat[offset : offset + tensor.numel()].view_as(tensor))
+            overwrite(tensor, flat[offset : offset + tensor.numel()].view_as(tensor))
             offset += tensor.numel()
 
 
-def _overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Into an expanded tensor, into whose repetitions torch writes nothing: what repeats, once."""
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """``tensor.copy_(values)``, also where ``expand`` has made it, into whose repetitions torch writes nothing.
+
+    RunError where the values do not repeat.
+    """
     for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim]:
-            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        if stride == 0 and tensor.shape[dim] > 1:
+            once = values.narrow(dim, 0, 1)
+            if not bool(((values == once) | (values != values)).all()):
+                raise RunError(
+                    f"a tensor of shape {list(tensor.shape)} repeats one memory, as expand() makes it, and is given "
+                    "values that differ there; register tensor.expand(...).clone()"
+                )
+            tensor, values = tensor.narrow(dim, 0, 1), once
     tensor.copy_(values)
 
 

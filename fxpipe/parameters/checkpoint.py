@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fxpipe.distributed.broadcast import broadcast
+from fxpipe.distributed.broadcast import broadcast, overwrite
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import CheckpointError, nearest
@@ -99,4 +99,4 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
             )
     with torch.no_grad():
         for name, tensor in held.items():
-            local(tensor).copy_(part_of(tensor, state[name]))
+            overwrite(local(tensor), part_of(tensor, state[name]))

@@ -258,12 +258,16 @@ class _Loading:
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
-    """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not."""
+    """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not; and one
+    of its own for what repeats its memory."""
     saved = values.entries()
     wide = {name: saved.get(name, (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()}
     return {
         name: torch.empty_like(tensor, dtype=wide[name])
-        if converts(wide[name], tensor.dtype) and wide[name].itemsize > tensor.dtype.itemsize and not is_dtensor(tensor)
+        if not is_dtensor(tensor)
+        and (
+            0 in tensor.stride() or (converts(wide[name], tensor.dtype) and wide[name].itemsize > tensor.dtype.itemsize)
+        )
         else tensor
         for name, tensor in state.items()
     }

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -936,3 +937,19 @@ def test_an_expanded_buffer_is_that_of_the_first_replica() -> None:
 
     for told in run_strict(body, 4):
         assert all(torch.equal(scale, torch.full((2, 8), 2.0)) for scale in told)
+
+
+def test_an_expanded_buffer_is_loaded_and_one_that_would_differ_is_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> Tensor:
+        step = fxpipe.compile(model := Expanded(2.0), SQUARE, microbatches=2)
+        fxpipe.save(tmp_path, step, None, step=1)
+        state = step.state_dict(full=True)
+        step.load_state_dict(state | {"scale": torch.full((2, 8), 3.0)})
+        assert rank > 1 or torch.equal(model.scale, torch.full((2, 8), 3.0))
+        fxpipe.load(tmp_path, step)
+        if rank < 2:
+            with pytest.raises(fxpipe.RunError, match="repeats one memory, as expand"):
+                step.load_state_dict(state | {"scale": torch.arange(16.0).view(2, 8)})
+        return step.state_dict(full=True)["scale"]
+
+    assert all(torch.equal(scale, torch.full((2, 8), 2.0)) for scale in run_strict(body, 4))
