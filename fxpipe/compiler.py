@@ -186,8 +186,8 @@ def _tell_what_is_left_out(transport: Transport, topology: Topology) -> None:
 
 def _check_cache(options: Options) -> None:
     """RunError where nothing could be kept in the folder, before anything is captured."""
-    if options.cache_folder is not None:
-        check_folder(options.cache_folder)
+    if options.cache is not None:
+        check_folder(options.cache)
 
 
 def preview(

@@ -113,7 +113,7 @@ class Hardware:
         _check_names(figures, "Hardware.measured(...)")
         file, here = Path(path), _device_at_hand()
         if not file.exists():
-            write_whole(file, json.dumps({_DEVICE: here, **_measure()}, indent=1) + "\n")
+            write_whole(file, json.dumps({_DEVICE: here, **_measure()}, indent=1).encode() + b"\n")
         found = _figures_in(file)
         there = found.pop(_DEVICE, here)
         if there != here:

@@ -65,7 +65,8 @@ class Options:
     recompute: Recompute = False
     memory_per_rank: float | None = None
     hardware: Hardware | str | None = None
-    cache: str | os.PathLike[str] | None = None
+    cache: str | None = None
+    """A whole path: the process may go elsewhere before a later capture."""
     init_fn: Callable[..., Any] | None = None
     checkpoint: Any = None
     parallelize: Callable[..., None] | None = None
@@ -99,6 +100,8 @@ class Options:
         if not isinstance(self.recompute, str):
             given = self.recompute
             object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
+        if self.cache is not None:
+            object.__setattr__(self, "cache", os.path.abspath(os.path.expanduser(os.fsdecode(self.cache))))
         Hardware.of(self.hardware)
         if self.recompute == AUTO and self.memory_per_rank is None:
             raise RunError(
@@ -129,11 +132,6 @@ class Options:
     def microbatches_on(self, ranks: int) -> int:
         """How many a batch is cut into: as asked for, or 4 for each pipe rank, or 1 where there is one rank."""
         return self.microbatches or (4 * ranks if ranks > 1 else 1)
-
-    @property
-    def cache_folder(self) -> str | None:
-        """Wherever the process goes meanwhile."""
-        return None if self.cache is None else os.path.abspath(os.path.expanduser(os.fsdecode(self.cache)))
 
     @property
     def bucket_bytes(self) -> int:

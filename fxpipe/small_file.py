@@ -29,7 +29,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file of which nobody ever sees a part: another process has all of it, or what was there before.
 
     OSError where that fails.
@@ -37,7 +37,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     target = Path(path)
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content)
         os.replace(part, target)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None

@@ -230,9 +230,17 @@ def import_dynamo() -> None:
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
-    """While it is open, models are told that they are exported: ``torch.compiler.is_exporting()``."""
-    with importlib.import_module("torch._export.utils")._compiling_state_context():
-        yield
+    """While it is open, models are told that they are exported: ``torch.compiler.is_exporting()``.
+
+    And torch.nn's attention in evaluation runs no fused operators, which tell less: to them both kinds of GELU are one.
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with importlib.import_module("torch._export.utils")._compiling_state_context():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def aot_compiled(
@@ -323,6 +331,28 @@ def sizes_like_any() -> Iterator[None]:
             yield
     finally:
         symbolic_shapes.make_symbol = make
+
+
+@contextlib.contextmanager
+def flags_as_numbers() -> Iterator[None]:
+    """While it is open, ``size + True`` is ``size + 1`` of a symbolic size, too, and so on, as it is from 2.13 on."""
+    if torch.__version__ >= "2.13":  # compared as versions are
+        yield
+        return
+    importlib.import_module("torch.fx.experimental.sym_node")  # which makes the methods
+    names = [f"__{side}{name}__" for name in ("add", "sub", "mul") for side in ("", "r")]
+    before = {name: vars(torch.SymInt)[name] for name in names}
+
+    def with_number(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda size, other: method(size, int(other) if type(other) is bool else other)
+
+    try:
+        for name, method in before.items():
+            setattr(torch.SymInt, name, with_number(method))
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(torch.SymInt, name, method)
 
 
 def size_decisions() -> tuple[type, str]:

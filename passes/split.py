@@ -19,7 +19,9 @@ from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_va
 from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
-from fxpipe.passes.analysis.effects import is_number, is_random, writes_apart
+from fxpipe.passes.alias_groups import holders_of_written
+from fxpipe.passes.analysis.effects import aliased, is_number, is_random, writes_apart
+from fxpipe.passes.analysis.union import Union
 from fxpipe.passes.analysis.varying import varying_marked
 from fxpipe.passes.gather import crossed, entering, readers_of, way
 
@@ -97,8 +99,9 @@ class _WholeProgram:
             raise PartitionError("the model's output depends on inputs alone, or on parameters alone")
         self.output_stage = program.output_stage
         self.rewritten = self._rewritten()
+        self.holders = [node for nodes in holders_of_written(program) for node in nodes]
         self.kept = self._kept()
-        self.fresh = self._fresh()
+        self.may_write = frozenset().union({node.name for node in self.holders}, *program.written)
         self.uses: dict[fx.Node, list[_Use]] = {}
         for node in self.nodes:
             stage = self.output_stage if node is output else self.stage_of(node)
@@ -117,13 +120,17 @@ class _WholeProgram:
         return found
 
     def _kept(self) -> frozenset[str]:
-        """The nodes that are a buffer which is written, or share its memory: the next micro-batch writes it again."""
-        named = {node.name for node in self.nodes if node.op == "get_attr"}
-        return frozenset().union(*(group for group in self.program.written if not named.isdisjoint(group)))
-
-    def _fresh(self) -> frozenset[str]:
-        """Those of them whose own result is no part of the buffer, such as a batch norm."""
-        return frozenset(n.name for n in self.nodes if n.name in self.kept and writes_apart(self.program, n))
+        """The nodes that are a buffer which is written, or share its memory: the next micro-batch writes it again. What
+        a batch norm returns is no part of it."""
+        buffers = [node for node in self.holders if node.op == "get_attr"]
+        if not buffers:
+            return frozenset()
+        memory = Union(self.nodes)
+        for node in self.nodes:
+            for source in () if writes_apart(self.program, node) else aliased(self.program, node):
+                memory.join(node, source)
+        roots = {memory.find(node) for node in buffers}
+        return frozenset(node.name for node in self.nodes if memory.find(node) in roots)
 
     def stage_of(self, node: fx.Node) -> int | None:
         return self.program.stage_of.get(node.name)
@@ -194,7 +201,7 @@ class _Builder:
                 self._built[node] = self.graph.node_copy(node, partial(self._read, node))
                 self._check_shapes(node)
                 self._make_private(node)
-                if node.name in whole.kept:
+                if node.name in whole.may_write:
                     self._as_now.clear()
                 self.draws_random |= is_random(program, node)
                 self.runs_python |= node.name in program.effects
@@ -330,14 +337,16 @@ class _Builder:
         self._handed_off[value.name, stage] = made
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
-        value = made_by(operand)
+        value, program = made_by(operand), self.whole.program
         if value in self._in_two_ways:
             return self._arrived[value, self._way_of[reader, value, crossed(operand)[0]]]
-        return self._built[value] if reader.name in self.whole.kept or is_number(reader) else self._now(value)
+        if value.name in self.whole.kept and not is_number(reader) and operand not in aliased(program, reader):
+            return self._now(value)
+        return self._built[value]
 
     def _now(self, value: fx.Node) -> fx.Node:
         """What ``value`` is at this place, for a backward or another stage to have when the buffer is written again."""
-        if value.name not in self.whole.kept or value.name in self.whole.fresh:
+        if value.name not in self.whole.kept:
             return self._built[value]
         if value not in self._as_now:
             self._as_now[value] = self.graph.call_function(private, (self._built[value],))

@@ -24,8 +24,16 @@ def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object])
         call(flat)
         offset = 0
         for tensor in group:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+            _overwrite(tensor, flat[offset : offset + tensor.numel()].view_as(tensor))
             offset += tensor.numel()
+
+
+def _overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Into an expanded tensor, into whose repetitions torch writes nothing: what repeats, once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim]:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 def _by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -26,7 +26,7 @@ from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
 from fxpipe.plan.methods import unused, with_unused
-from fxpipe.plan.observed import SeenCalls, declared, observe
+from fxpipe.plan.observed import SeenCalls, check_called, declared, observe
 from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
@@ -236,7 +236,7 @@ class Captures:
             device=self.device,
             compute=self.balancing.compute,
             whole=self.whole,
-            cache=self.options.cache_folder,
+            cache=self.options.cache,
             accept=accept,
         )
         if self.whole:
@@ -267,12 +267,18 @@ class Captures:
         if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
             with progress("running what is kept whole"), ignored(self.balancing.finds_cuts):
                 batch = sample.batches[pattern.shapes.index(shape)]
-                found |= observe(request, batch, request.may_lack_cuts)
+                called: set[str] = set()
+                found |= observe(request, batch, called)
                 self.observed.append((pattern.training, shape, found))
+                evaluates = True
                 if pattern.training and any(module.training for module in self.model.modules()):
                     # later, this rank has its own part of the model alone; a model may not evaluate such a batch
+                    evaluates = False
                     with evaluating(self.model), contextlib.suppress(TraceError):
-                        self.observed.append((False, shape, {**declared(request), **observe(request, batch, True)}))
+                        self.observed.append((False, shape, {**declared(request), **observe(request, batch, called)}))
+                        evaluates = True
+                if evaluates and not request.may_lack_cuts:
+                    check_called(request, called)
             del self.observed[: -2 * OBSERVED]
         elif self.observed and shape is not None:
             order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]

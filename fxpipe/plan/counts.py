@@ -36,7 +36,7 @@ def _check_known(name: str, value: Any, rule: Rule) -> None:
         return
     is_list = isinstance(value, list | tuple)
     of_dicts = is_list and all(map(is_mapping, value))  # which is refused where its rows are counted
-    for leaf in pytree.tree_leaves(value):
+    for leaf in (leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, Tensor)):
         inside = leaf if is_mapping(leaf) else vars(leaf) if hasattr(leaf, "__dict__") and not of_dicts else {}
         if any(isinstance(one, Tensor) and one.dim() for one in inside.values()):
             instead = (

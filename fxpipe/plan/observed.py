@@ -48,10 +48,11 @@ def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     return found
 
 
-def observe(request: Request, batch: Batch, may_lack: bool) -> SeenCalls:
+def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     """Runs the model once on a micro-batch, and tells what each call of a region did. All that changes is put back.
 
-    TraceError where the model fails, a region does what it may not, or is not called and ``may_lack`` is False.
+    ``called``: the names of regions that are called, be it inside of others, are added to it. TraceError where the
+    model fails, or a region does what it may not.
     """
     modules = [module for module in (request.module, request.loss_module) if module is not None]
     devices = sorted({t.get_device() for part in modules for t in all_tensors(part).values() if t.is_cuda})
@@ -74,14 +75,19 @@ def observe(request: Request, batch: Batch, may_lack: bool) -> SeenCalls:
         ) from error
     finally:
         state.restore()
-    never = [region.name for region in request.whole if region.name not in observer.called]
-    if never and not may_lack:
+        called |= observer.called
+    return observer.calls()
+
+
+def check_called(request: Request, called: set[str]) -> None:
+    """TraceError for a region that the model calls neither in training nor in evaluation."""
+    never = [region.name for region in request.whole if region.name not in called]
+    if never:
         raise TraceError(
             f"boundaries= keeps {', '.join(never)} whole, which {type(request.module).__name__}.forward never calls "
-            "with these inputs; name what runs, or give an example batch with all that the model takes: a later batch "
-            "may lack some"
+            "with these inputs, in training or in evaluation; name what runs, or give an example batch with all that "
+            "the model takes: a later batch may lack some"
         )
-    return observer.calls()
 
 
 class _Observer:

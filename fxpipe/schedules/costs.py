@@ -84,7 +84,7 @@ class Costs:
         for stage, (whole, half) in enumerate(zip(full, part, strict=True)):
             if half > whole:
                 raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
-        bytes_given = zip(_BYTES, (activation_bytes, input_bytes, deferred_bytes), strict=False)
+        bytes_given = zip(_BYTES[:3], (activation_bytes, input_bytes, deferred_bytes), strict=True)
         held = (None if given is None else _per_stage(name, given, stages) for name, given in bytes_given)
         return Costs(_per_stage("forward", forward, stages), full, part, comm, *held)
 

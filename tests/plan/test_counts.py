@@ -111,6 +111,9 @@ def test_tensors_in_an_object_are_not_given_whole_to_each() -> None:
     check_cut({"batch": Batch(torch.ones(3))}, {"batch": None})
     check_cut({"batch": [Batch(torch.ones(3))]}, {"batch": Packed(1)})  # an entry for each row
     check_cut({"config": Batch(torch.ones(()))}, 0)
+    image = torch.ones(3)
+    vars(image)["mask"] = torch.ones(3)
+    check_cut({"images": [image]}, 0)  # a tensor is cut, whatever is noted on it
 
 
 def test_ranks_tell_each_other_what_they_counted_and_must_count_the_same() -> None:

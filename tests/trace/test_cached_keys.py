@@ -344,6 +344,17 @@ def test_the_type_of_what_forward_makes_is_seen() -> None:
         assert key(request) != before
 
 
+def test_what_only_the_fused_operators_of_attention_do_not_tell_is_seen() -> None:
+    """Without gradients in evaluation, an encoder runs one operator for both kinds of GELU; an export does not."""
+
+    def encoding(approximate: str) -> Request:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, activation=nn.GELU(approximate), batch_first=True)
+        return asked(lambda m, x, *_: layer(x[None]), lambda m: setattr(m, "layer", layer.eval().requires_grad_(False)))
+
+    assert key(encoding("none")) == key(encoding("none")) != key(encoding("tanh"))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_models_on_other_devices_have_keys_of_their_own() -> None:
     with torch.device("meta"):
         model = Probe(plainly)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -196,3 +197,52 @@ def test_so_it_is_where_a_stage_runs_once_for_a_group(schedule: Any, group: int,
     later = costs_of_one("zb_h1").deferred_bytes
     assert_counted(forward_backward, held, dataclasses.replace(costs_of_one("store_all", group), deferred_bytes=later))
     assert bool(forward_backward.schedule.dependencies.recomputed) == (recompute or schedule == "cached")
+
+
+class Residual(nn.Module):
+    """A block of a residual network, which writes in place what a batch norm returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
+        self.norm_one, self.norm_two, self.relu = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm_one(self.one(x)))
+        y = self.norm_two(self.two(y))
+        y += x
+        return self.relu(y)
+
+
+class Residuals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Residual(), Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(stage_boundary(self.first(x))).square().mean()
+
+
+def bytes_saved(run: Callable[[], Any], module: nn.Module) -> int:
+    """What autograd keeps, without parameters and buffers; each memory once."""
+    left_out = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in left_out)
+
+
+@pytest.mark.parametrize("tracer", fxpipe.TRACERS)
+def test_what_is_written_in_place_takes_no_more_than_in_plain_pytorch(tracer: str) -> None:
+    torch.manual_seed(0)
+    model, x = Residuals(), torch.randn(2, 4, 8, 8)
+    wanted = bytes_saved(lambda: model(x), model)
+    options = {"microbatches": 1, "tracer": tracer, "example_args": (x,)}
+    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), **options)
+    forward_backward(x)
+    assert bytes_saved(lambda: forward_backward(x), model) == wanted

@@ -910,3 +910,29 @@ def test_other_memory_for_a_parameter_that_has_a_master_is_refused(options: dict
     forward_backward(torch.ones(4, 4), target=None)
     with pytest.raises(fxpipe.RunError, match=r"1\.bias was given other memory, as by parameter\.data = "):
         optimizer.step()
+
+
+# --- memory that repeats ---
+
+
+class Expanded(nn.Module):
+    """Has a buffer of one number, seen eight times; other ones on each rank."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("scale", torch.full((1, 1), number).expand(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(stage_boundary(self.one(x) * self.scale[0])).square().mean()
+
+
+def test_an_expanded_buffer_is_that_of_the_first_replica() -> None:
+    def body(rank: int) -> list[Tensor]:
+        model = Expanded(2.0 + rank)
+        step = fxpipe.compile(model, SQUARE, microbatches=2)
+        step(torch.ones(4, 8))
+        return [step.state_dict(full=True)["scale"], *([model.scale] if rank in (0, 1) else [])]
+
+    for told in run_strict(body, 4):
+        assert all(torch.equal(scale, torch.full((2, 8), 2.0)) for scale in told)

@@ -729,3 +729,39 @@ def test_an_object_that_no_rank_can_be_told_of_is_what_its_own_rank_has(given: t
 def test_an_object_that_a_capture_would_hold_is_refused_on_all_ranks() -> None:
     for told in refusals(lambda rank: with_vocabulary(True, "record"), 2):
         assert "input 'vocabulary' holds <tests.whole.test_bugs_values.Vocabulary object" in told
+
+
+# --- what is written in place ---
+
+
+class Statistics(nn.Module):
+    """Uses a statistic that each micro-batch's batch norm writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.one(x))
+        return self.two(stage_boundary(self.scaled(h))).square().mean()
+
+    def scaled(self, h: Tensor) -> Tensor:
+        return h * self.norm.running_var
+
+
+class StatisticsInPlace(Statistics):
+    def scaled(self, h: Tensor) -> Tensor:
+        return h.mul_(self.norm.running_var.view(1, WIDTH))
+
+
+@pytest.mark.parametrize("kind", [Statistics, StatisticsInPlace])
+@pytest.mark.parametrize("tracer", fxpipe.TRACERS)
+def test_a_backward_sees_a_statistic_as_its_own_micro_batch_did(kind: type[nn.Module], tracer: str) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(8, WIDTH)
+    plain = copy.deepcopy(model)
+    for part in x.chunk(4):
+        (plain(part) / 4).backward()
+    fxpipe.compile(model, TWO, microbatches=4, tracer=tracer, example_args=(x,), check_capture=False)(x)
+    for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, wanted.grad), name

@@ -262,6 +262,40 @@ def test_regions_that_cannot_be_are_told_before_anything_runs(name: str, request
             assert fact in text
 
 
+class Judges(nn.Module):
+    """A loss in training; in evaluation what a region makes of the prediction, as a detector's boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = linear(), linear()
+
+    def boxes(self, x: Tensor) -> list[dict[str, Tensor]]:
+        return [{"box": row * (2 if row.sum().item() > 0 else 3)} for row in x.unbind()]
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        found = self.head(torch.relu(self.inner(x)))
+        return (found - y).square().mean() if self.training else self.boxes(found)
+
+
+@pytest.mark.parametrize("name", ["local", "distributed"])
+def test_a_region_may_be_called_in_evaluation_alone(name: str, request: pytest.FixtureRequest) -> None:
+    model, batch = JUDGES.model().eval(), JUDGES.batch()
+    wanted = model(**batch)
+    for found in engine_of(name, lambda: request.getfixturevalue("pool"))(2, _judged):
+        if found is not None:  # the ranks of the last stage
+            for got, one in zip(found, wanted, strict=True):
+                assert_same(got["box"], one["box"], "box", 1e-6)
+
+
+JUDGES = Case(Judges, vectors, stages=2, ranks=2, microbatches=2)
+
+
+def _judged() -> Any:
+    forward_backward = compiled(JUDGES, boundaries={"boxes": "whole", "head": "before"}, example_kwargs=JUDGES.batch())
+    forward_backward(**JUDGES.batch())
+    return forward_backward.evaluate(**JUDGES.batch())
+
+
 def test_without_a_batch_the_error_asks_for_one() -> None:
     with pytest.raises(TraceError, match=r"region is kept whole, and what it returns is not known.*\n?.*example_args="):
         fxpipe.compile(Selecting(), Topology([("pipe", 4)]), boundaries=CUTS)

@@ -85,7 +85,9 @@ class Typed(Sized):
     def behind(self, h: Tensor, words: Tensor) -> Tensor:
         length = words.shape[1]
         named = isinstance(length, (int, str)) and type(length) is int and isinstance(int, type)
-        return self.second(h.mean(1)) * (2 if named else 3)
+        kind = type("Meta", (type,), {})  # classes are what they are
+        plain = type(type(self)) is type and not isinstance(int, kind) and isinstance(kind("Own", (), {}), kind)
+        return self.second(h.mean(1)) * (2 if named else 3) * (5 if plain else 7)
 
 
 class Written(Sized):
@@ -95,6 +97,14 @@ class Written(Sized):
         length = words.shape[1]
         scale = {"9": 2, "12": 3}.get(f"{length}", 1) * len(str([*words.shape]))
         return self.second(h.mean(1)) * scale
+
+
+class Flagged(Sized):
+    """Reckons with sizes and truth values."""
+
+    def behind(self, h: Tensor, words: Tensor) -> Tensor:
+        length, yes, no = words.shape[1], self.second is not None, self.second is None
+        return self.second(h.sum(1)) / ((length + yes) * yes - no + (yes + length) + no * (yes - length))
 
 
 class Limited(Sized):
@@ -234,7 +244,7 @@ def test_record_tells_which_input_varies_and_what_takes_any_length(capsys: pytes
     assert 'tracer="export"' in told
 
 
-@pytest.mark.parametrize("cls", [Typed, Written])
+@pytest.mark.parametrize("cls", [Typed, Written, Flagged])
 def test_a_size_is_a_number_to_pythons_own(cls: type[nn.Module], captured: list[Any]) -> None:
     """To torch.export it is an object, that is no int, and is written "s27"."""
     sizes = [(8, length) for length in (6, 7, 9, 11, 12)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import linecache
 import platform
 from collections.abc import Iterable, Iterator
@@ -21,24 +20,19 @@ from fxpipe.torch_compat import pytree
 from fxpipe.trace.cached.not_kept import NotKept
 from fxpipe.trace.request import Request
 from fxpipe.trace.snapshot import storage_of
-from fxpipe.trace.user_line import is_users
-
-FORMAT = 1
-"""Of the files."""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What reads and makes captures. ``tracer``: a hash of the sources of fxpipe's own that do."""
+    """What reads and makes captures. ``sources``: a hash of fxpipe's own, for what a graph means is told by all."""
     try:
         version = metadata.version("fxpipe")
     except metadata.PackageNotFoundError:
         version = "unknown"
-    own = sorted(Path(__file__).parents[1].rglob("*.py"))
+    own = sorted(Path(__file__).parents[2].rglob("*.py"))
     return {
-        "format": str(FORMAT),
         "fxpipe": version,
-        "tracer": _hash(b"".join(path.read_bytes() for path in own))[:12],
+        "sources": _hash(b"".join(path.read_bytes() for path in own))[:12],
         "torch": torch.__version__,
         "Python": platform.python_version(),
     }
@@ -58,12 +52,9 @@ def facts(request: Request) -> list[str]:
     ]
 
 
-def sources(module: nn.Module, files: Iterable[str]) -> list[str]:
-    """The user's files in which classes of submodules are, and these, with a hash of what is in each."""
-    classes = {cls for part in module.modules() for cls in type(part).__mro__}
-    homes = {inspect.getmodule(cls) for cls in classes}
-    names = {str(getattr(home, "__file__", None) or "") for home in homes} | set(files)
-    return [f"{name} {_content(name)}" for name in sorted(names) if name and is_users(name)]
+def sources(files: Iterable[str]) -> list[str]:
+    """These files, with a hash of what is in each."""
+    return [f"{name} {_content(name)}" for name in sorted(files)]
 
 
 def _content(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import MOST_BYTES, decode
 from fxpipe.progress import tell
-from fxpipe.small_file import read_small
+from fxpipe.small_file import read_small, write_whole
 from fxpipe.trace.cached.facts import versions
-
-_MADE_BY = "fxpipe capture"
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -37,15 +34,12 @@ def read(folder: str, key: str) -> Any:
     path = _path(folder, key)
     try:
         header, _, body = read_small(path, MOST_BYTES).partition(b"\n")
-        found = json.loads(header)
-        if found["what"] != _MADE_BY or found["key"] != key or found["versions"] != versions():
-            raise ValueError("it is not the capture that its name says")
-        if found["sha256"] != hashlib.sha256(body).hexdigest():
-            raise ValueError("it is damaged")
+        if json.loads(header) != _header(key, body):
+            raise ValueError("it is damaged, or not the capture that its name says")
         return decode(body, path.name)
     except FileNotFoundError:
         _tell_of_others(folder, key)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, RunError) as error:
+    except (OSError, ValueError, RecursionError, RunError) as error:
         unusable(folder, key, error)
     return None
 
@@ -57,16 +51,15 @@ def unusable(folder: str, key: str, error: Exception) -> None:
 
 def write(folder: str, key: str, body: bytes) -> None:
     """Keeps encoded data under a key. A disk that is full ends no training: a line says so."""
-    header = {"what": _MADE_BY, "key": key, "versions": versions(), "sha256": hashlib.sha256(body).hexdigest()}
     try:
-        part = Path(folder) / f".{secrets.token_hex(8)}.part"  # which nobody else writes
-        try:
-            part.write_bytes(json.dumps(header).encode() + b"\n" + body)
-            os.replace(part, _path(folder, key))
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(_path(folder, key), json.dumps(_header(key, body)).encode() + b"\n" + body)
     except OSError as error:
         tell(f"fxpipe: a capture could not be kept in {folder}: {error.strerror or error}")
+
+
+def _header(key: str, body: bytes) -> dict[str, Any]:
+    digest = hashlib.sha256(body).hexdigest()
+    return {"what": "fxpipe capture", "key": key, "versions": versions(), "sha256": digest}
 
 
 def _tell_of_others(folder: str, key: str) -> None:

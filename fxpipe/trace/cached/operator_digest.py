@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -29,8 +30,10 @@ _AS_THEY_ARE = (
     torch.memory_format,
 )
 """Told by ``repr``, which differs where they do."""
-_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """What ``torch.tensor([1.0])`` runs on its numbers."""
+_DETACH = torch.ops.aten.detach.default
+_NUMBERED = re.compile(r"%\d+~")
 
 
 class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -40,10 +43,12 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     by the identity of its ``__dict__``.
     """
 
-    def __init__(self, given: Mapping[str, Tensor], paths: Mapping[int, str]) -> None:
+    def __init__(self, given: Iterable[tuple[str, Tensor]], paths: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.files: set[str] = set()
         """The user's files from which operators were called."""
+        self.done: list[str] = []
+        """What was computed, call by call, each told by what it was computed of, however often and from where."""
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # an identity is good as long as its object lives
         self._paths = paths
@@ -51,7 +56,7 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[Any, str] = {}
         self._is_users: dict[str, bool] = {}
         self._refusal = ""
-        for name, tensor in given.items():
+        for name, tensor in given:
             self._call(name, tensor)
 
     @contextlib.contextmanager
@@ -73,19 +78,34 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        lift = operator in _LIFTS and type(args[0]) is Tensor
-        told = self._constant(args[0]) if lift else self._word(args)
-        self._tell(f"{self._operator(operator)} {told} {self._word(kwargs)} {torch.is_grad_enabled()} {self._line()}")
+        lift = operator in LIFTS and type(args[0]) is Tensor
+        told = f"numbers {self._constant(args[0])}" if lift else f"{self._operator(operator)} {self._word(args)}"
+        told += f" {self._word(kwargs)} {torch.is_grad_enabled()}"
+        self._tell(f"{told} {self._line()}")
         result = operator(*args, **kwargs)
-        self._tell(self._result(result))
+        if operator is _DETACH:  # torch.zeros(4) and its like call it, too, where they are no operators by themselves
+            self._tell(self._result(result, self._tensor(args[0]).rpartition("~")[2].removesuffix("+")))
+            return result
+        self._tell(self._result(result, short := _short(told)))
+        if operator.namespace != "prim":  # which only asks
+            self.done.append(short)
         return result
 
     def value(self, leaf: Any) -> str:
         """A part of forward's result, in words; of an object, which no graph returns, its class."""
         return self._word(leaf) if isinstance(leaf, (Tensor, *_AS_THEY_ARE)) else f"a {type(leaf)}"
 
+    def outline(self, leaves: Iterable[Any]) -> list[str]:
+        """What tensors are computed of, however often that was."""
+        return [_NUMBERED.sub("%", self._tensor(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
+
+    @property
+    def operators(self) -> frozenset[Any]:
+        """Those that were called."""
+        return frozenset(self._known)
 
     # what is told
 
@@ -126,17 +146,17 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
             numbers = hashlib.sha256(bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
         return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device} {numbers}"
 
-    def _result(self, value: Any) -> str:
+    def _result(self, value: Any, of: str) -> str:
+        if isinstance(value, (list, tuple)):
+            return ", ".join(self._result(part, f"{of}.{place}") for place, part in enumerate(value))
         if not isinstance(value, Tensor):
-            return ", ".join(map(self._result, value)) if isinstance(value, (list, tuple)) else self._word(value)
-        if id(value) in self._names:
-            return self._names[id(value)]
-        name = self._call(f"%{len(self._names)}", value)
-        return f"{name} {tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
+            return self._word(value)
+        self._call(f"%{len(self._alive)}~{of}", value)  # a name anew where it is written in place
+        return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
 
-    def _call(self, name: str, tensor: Tensor) -> str:
+    def _call(self, name: str, tensor: Tensor) -> None:
         self._alive.append(tensor)
-        return self._names.setdefault(id(tensor), name)
+        self._names[id(tensor)] = name
 
     def _refuse(self, why: str) -> NotKept:
         self._refusal = self._refusal or why
@@ -172,11 +192,15 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return change
 
 
-def fakes_of(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Name and place → tensor, of the fake tensors in inputs."""
-    return {
-        f"input {name!r} {place}": leaf
+def _short(told: str) -> str:
+    return hashlib.blake2b(_NUMBERED.sub("%", told).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def fakes_of(named: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """The fake tensors in inputs, with their names and places."""
+    return [
+        (f"input {name!r} {place}", leaf)
         for name, value in named.items()
         for place, leaf in enumerate(pytree.tree_leaves(value))
         if isinstance(leaf, FakeTensor)
-    }
+    ]

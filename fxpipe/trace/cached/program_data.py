@@ -21,6 +21,7 @@ from fxpipe.graph.plain_data import MOST_BYTES, admitted, encode
 from fxpipe.graph.program import Program
 from fxpipe.torch_compat import FakeTensor, FakeTensorMode, OpOverload, bytes_of, overload_name, pytree, schema_of
 from fxpipe.trace.cached.not_kept import NotKept
+from fxpipe.trace.cached.operator_digest import LIFTS
 from fxpipe.trace.cached.rehearsed import RunOnFakes
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.request import Request
@@ -30,7 +31,6 @@ _FACTS = ("val", "sizes", "nn_module_stack", "modes", "stack_trace")
 """What a node may be told; another fact has no word here."""
 _OF_SOURCE = {"val"}
 """The facts of what is computed nowhere: inputs and their parts, parameters, constants."""
-_LIFTS = tuple(f"operator aten::{name}.default" for name in ("lift_fresh_copy", "lift_fresh"))
 
 
 @admitted
@@ -148,7 +148,7 @@ _FACT_WORDS: Mapping[str, Callable[[Any], Any]] = {
 def _constant(program: Program, name: str, tensor: Tensor) -> Any:
     """Numbers of ``torch.tensor([1.0])``. A tensor that lives somewhere would be another object, which nobody sees."""
     users = [user for node in program.graph.nodes if node.target == name for user in node.users]
-    if not all(_target_word(user) in _LIFTS for user in users):
+    if not all(user.target in LIFTS for user in users):
         raise NotKept("forward uses a tensor that is kept somewhere and is no buffer; register_buffer keeps it")
     return tensor.dtype, tuple(tensor.shape), tensor.device, bytes_of(tensor.detach().cpu().contiguous())
 
@@ -166,8 +166,10 @@ def program_of(data: Any, request: Request, rehearsal: RunOnFakes) -> Program:
     named |= {*dict(request.module.named_buffers(remove_duplicate=False))}
     for op, target, name, args, kwargs, told in data["nodes"]:
         given = pytree.tree_map_only(NodeNumber, lambda one: made[one.number], (args, kwargs))
-        node = graph.create_node(op, _target(op, target), given[0], given[1], name)
+        node = graph.create_node(op, _target(op, target, rehearsal.operators), given[0], given[1], name)
         made.append(node)
+        if not node.kwargs.keys() <= _names(node.target):
+            raise ValueError(f"{name} has no arguments {[*node.kwargs]}")
         if op != "output" and node.name != name:
             raise ValueError(f"{name} would be {node.name}")
         node.meta |= {fact: _FACTS_MADE[fact](facts[place], rehearsal.mode) for fact, place in told.items()}
@@ -179,23 +181,30 @@ def program_of(data: Any, request: Request, rehearsal: RunOnFakes) -> Program:
     return program
 
 
-def _target(op: str, word: str) -> Any:
+def _target(op: str, word: str, met: Collection[Any]) -> Any:
     if op != "call_function":
         return word
     kind, _, name = word.partition(" ")
-    return _FUNCTIONS[name] if kind == "function" else _operator(name)
+    return _FUNCTIONS[name] if kind == "function" else _operator(name, met)
 
 
-def _operator(name: str) -> OpOverload:
-    """A registered operator; none that opens files."""
+def _operator(name: str, met: Collection[Any]) -> OpOverload:
+    """One of ``met``, which forward runs by itself, or one of torch's that computes tensors from what it is given."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     if not isinstance(found, OpOverload) or _operator_name(found) != name:
         raise ValueError(f"there is no operator {name}")
-    if any(argument.name == "filename" for argument in schema_of(found).arguments):
-        raise ValueError(f"{name} opens a file")
+    schema = schema_of(found)
+    computes = namespace == "aten" and any("Tensor" in str(part.type) for part in schema.returns)
+    if found not in met and (not computes or "filename" in _names(found)):
+        raise ValueError(f"{name} does more than to compute, and forward does not call it")
     return found
+
+
+def _names(target: Any) -> set[str]:
+    """Of the arguments of an operator: what is given by name becomes a part of Python code."""
+    return {argument.name for argument in schema_of(target).arguments} if isinstance(target, OpOverload) else set()
 
 
 def _check_source(node: fx.Node, rehearsal: RunOnFakes, named: Collection[str]) -> None:
@@ -215,9 +224,8 @@ def _check_source(node: fx.Node, rehearsal: RunOnFakes, named: Collection[str]) 
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, content: bytes) -> Tensor:
-    if not content:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape).to(device)
+    numbers = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return numbers.reshape(shape).to(device)
 
 
 def _value(word: Any, mode: FakeTensorMode) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import decode
 from fxpipe.graph.program import Program
 from fxpipe.progress import tell
@@ -10,7 +9,7 @@ from fxpipe.schedules.no_gc import paused
 from fxpipe.trace.cached import folder as folders
 from fxpipe.trace.cached.not_kept import NotKept
 from fxpipe.trace.cached.program_data import encoded, program_of
-from fxpipe.trace.cached.rehearsed import RunOnFakes, rehearse
+from fxpipe.trace.cached.rehearsed import RunOnFakes, check_same, rehearse
 from fxpipe.trace.export.tracer import export
 from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.request import Request
@@ -49,16 +48,16 @@ def _kept(program: Program, request: Request, folder: str, rehearsal: RunOnFakes
     try:
         body = encoded(program)
         again = program_of(decode(body, "the capture"), request, rehearsal)
-        if str(again) != str(program) or encoded(again) != body:
+        if (str(again), again.result, encoded(again)) != (str(program), program.result, body):
             raise NotKept("it is not the same when it is read")
-        if rehearse(request).key != rehearsal.key:
-            raise NotKept("forward does something else each time it is called")
-        folders.write(folder, rehearsal.key, body)
-    except (NotKept, RunError) as why:
+        check_same(again, request, rehearsal)
+    except Exception as why:  # whatever a graph holds that cannot be read again
         return _told_why(program, folder, why)
+    folders.write(folder, rehearsal.key, body)
     return again
 
 
 def _told_why(program: Program, folder: str, why: Exception) -> Program:
-    tell(f"fxpipe: the capture is not kept in {folder}: {why}")
+    kind = "" if isinstance(why, NotKept) else f"{type(why).__name__}: "
+    tell(f"fxpipe: the capture is not kept in {folder}: {kind}{str(why)[:200]}")
     return program

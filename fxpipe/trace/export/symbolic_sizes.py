@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.torch_compat import FakeTensor, hint_of, size_decisions
+from fxpipe.torch_compat import FakeTensor, flags_as_numbers, hint_of, size_decisions
 from fxpipe.trace.patching import patched
 from fxpipe.trace.user_line import current_line, is_users
 
@@ -32,6 +32,7 @@ def sizes_as_numbers() -> Iterator[None]:
         for home, name in homes:
             home[name] = _STAND_INS[name]
         with contextlib.ExitStack() as stack:
+            stack.enter_context(flags_as_numbers())
             for symbolic, plain in _PLAIN.items():
                 for name in ("__repr__", "__str__"):
                     stack.enter_context(patched(symbolic, name, _written(getattr(symbolic, name), plain)))
@@ -66,10 +67,10 @@ class _IsType(type):
     """Of what stands in for ``type``: a class is an instance of it, too, and a metaclass a subclass."""
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, type)
+        return isinstance(value, type) if cls is _Type else super().__instancecheck__(value)
 
     def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, type)
+        return issubclass(kind, type) if cls is _Type else super().__subclasscheck__(kind)
 
 
 class _Type(type, metaclass=_IsType):
@@ -77,9 +78,10 @@ class _Type(type, metaclass=_IsType):
         if cls is not _Type:  # a metaclass that calls type.__new__ makes a class
             return type.__new__(cls, *args, **kwargs)
         made = type(*args, **kwargs)
-        return _PLAIN.get(made, made) if len(args) == 1 else made
+        return _KINDS.get(made, made) if len(args) == 1 else made
 
 
+_KINDS = {**_PLAIN, type: _Type}
 _STAND_INS = {"len": _length, "isinstance": _isinstance, "type": _Type}
 
 
