@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,3 +92,17 @@ def test_outside_the_generator_is_restored_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="size"), seeded(7, CPU):
         torch.rand(5) @ torch.rand(4)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_pythons_and_numpys_numbers_are_seeded_inside_and_go_on_outside() -> None:
+    random.seed(7)
+    np.random.seed(7)
+    inside = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    wanted = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    with seeded(7, CPU, python=True):
+        assert (random.random(), np.random.rand()) == inside
+    assert (random.random(), np.random.rand()) == wanted

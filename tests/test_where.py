@@ -113,6 +113,7 @@ trace/crossing: trace/every_tracer trace/symbolic
 trace/cached/: trace/cached trace/cached_keys
 trace/export/: trace/export trace/every_tracer
 trace/fake: trace/record trace/export
+trace/export/symbolic_sizes: whole/lengths
 trace/furthest: whole/bugs_refusals
 trace/patching: trace/symbolic trace/export
 trace/record/: trace/record trace/hidden_values trace/operations

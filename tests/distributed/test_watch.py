@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.distributed import watch as watching
 from fxpipe.distributed.bell import Bell
+from fxpipe.distributed.last_words import ends_later
 from fxpipe.distributed.process_state import ProcessId, state_of, this_process
 from fxpipe.distributed.watch import WorldWatch
 from fxpipe.distributed.whereabouts import Call, announced, first_difference, here
@@ -479,6 +480,38 @@ def frozen_on_one_rank() -> str:
 def test_how_models_differ_is_told(pool: Pool, rank: Callable[[], str], told: str) -> None:
     for text in pool.run(rank, ranks=2):
         assert text.startswith(f"rank 0 (pipe 0) and rank 1 (pipe 1) {told}"), text
+
+
+def test_a_sigterm_is_put_off_in_the_main_thread_where_nobody_else_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[int, int]] = []
+    with ends_later():
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # which would end the tests
+        signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
+        assert sent == []
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with ends_later():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    failed: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            with ends_later():
+                pass
+        except ValueError as error:  # of signal.signal
+            failed.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(60)
+    assert failed == []
 
 
 # --- between calls

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
+from fxpipe.graph.stage_calls import check_shapes
 
 
 class Towers(nn.Module):
@@ -183,3 +184,10 @@ def test_a_written_input_is_refused_as_before_where_it_needs_a_gradient() -> Non
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         graph["end"].forward(torch.ones(1, 2, requires_grad=True))
     assert entered[0].grad_fn is not None
+
+
+@pytest.mark.parametrize("whole", ["", "part"])
+def test_other_shapes_than_were_captured_are_refused_and_the_same_are_not(whole: str) -> None:
+    check_shapes({"h": [torch.ones(2)]}, {"h": [(2,)]}, "part", False, whole)
+    with pytest.raises(fxpipe.RunError, match="kept whole, returned" if whole else "part returned"):
+        check_shapes({"h": [torch.ones(3)]}, {"h": [(2,)]}, "part", False, whole)

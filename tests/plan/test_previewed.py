@@ -481,6 +481,8 @@ def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
         ({"optimizer": 3}, 'optimizer is 3; write a name such as "adamw"'),
         ({"optimizer": nn.Linear}, "cannot step a matrix"),
         ({"optimizer": "lbfgs"}, "torch.optim.LBFGS takes the parameters of the whole model as one vector"),
+        ({"optimizer": "sparseadam", "zero": 1}, "torch.optim.SparseAdam "),
+        ({"optimizer": "sparseadam", "precision": fxpipe.Precision()}, "torch.optim.SparseAdam "),
         ({"memory_per_rank": "80GB"}, "memory_per_rank is '80GB'; it is a number of bytes, such as 80e9"),
         ({"memory_per_rank": float("inf")}, "memory_per_rank=inf; write a number above 0, in bytes"),
         ({"zero": 4}, "zero=4; write 0, 1"),

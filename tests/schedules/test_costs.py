@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -50,3 +51,11 @@ def test_an_action_of_a_stage_that_the_costs_do_not_know_is_refused() -> None:
         Costs.of(2).time(Action(2, Op.F, 0))
     with pytest.raises(ScheduleError, match=r"7F0 is of a stage outside of 0\.\.0"):
         Schedule(((Action(7, Op.F, 0),),), (), (0,), (True,), 1).simulate()
+
+
+def test_what_an_action_holds_beside_its_stage_is_that_of_backwards_and_of_each_micro_batch() -> None:
+    costs = dataclasses.replace(Costs.of(2), again_bytes=(3.0, 5.0))
+    held = {op: costs.beside(Action(1, op, 0, 2)) for op in Op}
+    assert {op for op, number in held.items() if number} == {Op.B, Op.I}
+    assert held[Op.B] == held[Op.I] == 2 * 5
+    assert Costs.of(2).beside(Action(1, Op.B, 0)) == 0
