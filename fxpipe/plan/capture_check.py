@@ -26,6 +26,7 @@ from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_che
 from fxpipe.torch_compat import FakeTensor, pytree
 from fxpipe.trace import Request
 from fxpipe.trace.keeping import watching
+from fxpipe.trace.patching import LEFT_BEHIND
 from fxpipe.trace.regions import Region
 
 MOST_PARAMETERS = 2**28
@@ -306,11 +307,7 @@ class _Trial:
     def check_real(self, wanted: Seen) -> None:
         """TraceError where the model computes with what it has made while it was captured."""
         if any(isinstance(value, FakeTensor) for value in wanted.values()):
-            raise TraceError(
-                "forward keeps a tensor outside of the model's modules, in a global, a class or a cache such as "
-                "functools.lru_cache's, and keeps now what it has made while it was captured, without numbers; empty "
-                "it (cache_clear()), and make the tensor in forward each time, or keep it in a buffer"
-            )
+            raise TraceError(LEFT_BEHIND)
 
     def compare(self, got: Seen, wanted: Seen) -> None:
         """TraceError where the stages' values are not the model's, or the model's not its own when it runs again."""

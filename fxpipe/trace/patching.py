@@ -17,6 +17,11 @@ from fxpipe.trace.user_line import current_line, definition
 
 KEEPS = "tracer='record' keeps it"
 UNREGISTERED = "a tensor that needs a gradient and is no parameter is used in forward", "register it as an nn.Parameter"
+LEFT_BEHIND = (
+    "forward keeps a tensor outside of the model's modules, in a global, a class or a cache such as "
+    "functools.lru_cache's, and keeps now what it has made while it was captured, without numbers; empty it "
+    "(cache_clear()), and make the tensor in forward each time, or keep it in a buffer"
+)
 ONCE = "which would happen once, while tracing"
 DRAWN = (
     "Python's, NumPy's or torch's random numbers are drawn or seeded {where}, and what was drawn would be the same "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import json
@@ -213,6 +214,29 @@ def test_what_cannot_be_kept_is_captured_all_the_same_and_a_line_says_why(
     told = capfd.readouterr().err
     assert "is not kept" in told
     assert "shape [6] that is neither an input nor one of the model's" in told
+
+
+@functools.lru_cache
+def made_once(width: int) -> Tensor:
+    return torch.ones(width)
+
+
+class Remembering(Two):
+    def loss(self, h: Tensor, y: Tensor) -> Tensor:
+        return super().loss(h * made_once(6), y)
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_a_tensor_that_is_kept_from_call_to_call_is_refused_with_a_cache_as_without(
+    with_cache: bool, tmp_path: Path
+) -> None:
+    made_once.cache_clear()
+    with pytest.raises(fxpipe.TraceError, match=r"and keeps now what it has made while it was captured.*cache_clear"):
+        fxpipe.compile(
+            *(Remembering(), TWO), tracer="export", example_kwargs=vectors(), cache=tmp_path if with_cache else None
+        )
+    made_once.cache_clear()
+    assert not os.listdir(tmp_path)
 
 
 # --- the folder ---

@@ -43,7 +43,7 @@ from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it regi
 from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
 from fxpipe.trace.export.whole_operator import clauses_of, guards_of
 from fxpipe.trace.keeping import RegionCall
-from fxpipe.trace.patching import UNREGISTERED, patched
+from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, patched
 from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import is_users
 
@@ -345,7 +345,9 @@ class _Conversion:
     def _constant(self, node: fx.Node, target: str) -> str:
         """The name of a tensor that forward has met: the model's, where it is one of the model's, from a list say."""
         tensor = self._traced.exported.constants[target]
-        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor):
+            raise TraceError(LEFT_BEHIND + _line_of(*node.users))
+        if not isinstance(tensor, Tensor):
             raise TraceError(
                 f"forward uses {target.removeprefix(self._traced.root + '.')}, a {type(tensor).__name__} that is no "
                 f"input and no result of torch's operations; a stage cannot hold it{_line_of(*node.users)}"
