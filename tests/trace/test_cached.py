@@ -67,7 +67,7 @@ NEVER_KEPT = {"numbers", "constants", "containers"}
 """A number that only running shows, a tensor that is no buffer, an input of a class of the user's."""
 
 
-@pytest.mark.parametrize("name", every(3, sorted(CASES)))
+@pytest.mark.parametrize("name", every(5, sorted(CASES)))
 def test_what_is_found_is_what_was_captured_and_trains_as_plain_pytorch(
     name: str, tmp_path: Path, no_export: Callable[[], None]
 ) -> None:
