@@ -245,6 +245,7 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
             "options behind the batch"
         )
     model, batch, options = (*found, {})[:3] if several else (found, None, {})
+    options = {} if options is None else options
     if batch is not None and not isinstance(batch, (tuple, list, Mapping)):
         raise RunError(f"{what} returned a batch that is {shown(batch)}; return (model, (x, y)) or (model, {{'x': x}})")
     _check_options(what, options)
