@@ -636,6 +636,9 @@ def with_options():
         model = Looks()
     return model, {"pixels": torch.zeros(24, 8), "grid": torch.full((8,), 3)}, OPTIONS
 
+def without_options():
+    return *both(), None
+
 def misspelt():
     return Loss(), None, {"boundary": "auto"}
 
@@ -652,7 +655,7 @@ def makers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("makers")
-@pytest.mark.parametrize("function", ["both", "by_name"])
+@pytest.mark.parametrize("function", ["both", "by_name", "without_options"])
 def test_preview_prints_and_writes_what_fxpipe_preview_tells(function: str, tmp_path: Path, called: Run) -> None:
     options = "--zero", "1", "--hardware", "h100", "--memory", "1e6", "--bf16", "--json", "told.json"
     text = printed(called("preview", f"makers_of_models:{function}", *TWO, *options))

@@ -128,7 +128,8 @@ class KeptWhole(nn.Module):
             raise RunError(
                 f"{self.name}, which is kept whole, returned {returned}, but {self._returned} when the model was "
                 "captured, and what comes behind it holds for that alone: return the same containers each time, and a "
-                "tensor in place of a number, a word or None that is not always the same"
+                "tensor in place of a number, a word or None that is not always the same; a list with an entry for "
+                'each of an input\'s is captured for each number of them by tracer="export"'
             )
         for tensor, seen in zip(returned.tensors, self._returned.tensors, strict=True):
             self._check(tensor, seen)

@@ -31,7 +31,7 @@ from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.row_places import check_rows_known
-from fxpipe.plan.sizes import sizes_between, told_of_nothing, unlike
+from fxpipe.plan.sizes import entries_between, sizes_between, told_of_nothing, unlike
 from fxpipe.plan.varying import FAMILIES, Count, Family, family_of
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
@@ -283,7 +283,8 @@ class Captures:
         elif self.observed and shape is not None:
             order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
             _, then, calls = self.observed[order.index(min(order))]
-            found |= {key: seen.guessed(sizes_between(then, shape)) for key, seen in calls.items()}
+            changed = sizes_between(then, shape), entries_between(then, shape)
+            found |= {key: seen.guessed(*changed) for key, seen in calls.items()}
         return found
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:

@@ -11,6 +11,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.kinds import is_list
 from fxpipe.plan.batch import Description, InputDescription
 from fxpipe.precision import Precision
 from fxpipe.trace.request import Place
@@ -50,6 +51,15 @@ def sizes_between(then: Description, now: Description) -> dict[int, int]:
     for name, place, leaf in tensors_of(now):
         for old, new in zip(before[name, place].shape if (name, place) in before else (), leaf.shape, strict=False):
             found.setdefault(old, set()).add(new)
+    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+
+
+def entries_between(then: Description, now: Description) -> dict[int, int]:
+    """How many entries the lists among the inputs have had, and how many they have now, as ``sizes_between``."""
+    before, found = dict(then), dict[int, set[int]]()
+    for name, given in now:
+        if is_list(given.like) and name in before and is_list(before[name].like):
+            found.setdefault(len(before[name].like), set()).add(len(given.like))
     return {old: new.pop() for old, new in found.items() if len(new) == 1}
 
 

@@ -51,11 +51,12 @@ class SeenCall:
         """Whether it returns as many tensors as something has rows, it may be: a list or tuple of some alike."""
         return _has_alike(self.returned)
 
-    def guessed(self, sizes: Mapping[int, int]) -> SeenCall:
-        """What it may do for a batch of other ``sizes``: those of its inputs then → those now. A guess, from which a
-        capture begins: what it returns is held against the capture in each step."""
+    def guessed(self, sizes: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
+        """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``entries``: how many
+        its lists have. A guess, from which a capture begins: what it returns is held against the capture in each
+        step."""
         known = {old: new for old, new in sizes.items() if old in self.given}  # a length may equal a layer's width
-        return replace(self, returned=_guessed(self.returned, known))
+        return replace(self, returned=_guessed(self.returned, known, entries))
 
     @property
     def general(self) -> SeenCall:
@@ -68,20 +69,33 @@ _SOME = 3
 """A size that is like any other."""
 
 
-def _guessed(returned: Any, sizes: Mapping[int, int]) -> Any:
-    """A value for other sizes; a list of tensors alike is as long as such a size is, as one for each image is."""
+def _guessed(returned: Any, sizes: Mapping[int, int], entries: Mapping[int, int]) -> Any:
+    """A value for other sizes; a list of tensors alike is as long as such a size is, as one for each image is, and so
+    is a list of containers alike, whatever the sizes in each."""
     if isinstance(returned, TensorLike):
         many = _resized(returned, {old: new for old, new in sizes.items() if old > 1})
         return many if not many.shape or many.shape[0] != 1 else _resized_first(many, sizes.get(1, 1))
     if type(returned) in (list, tuple):
-        parts = [_guessed(part, sizes) for part in returned]
+        parts = [_guessed(part, sizes, entries) for part in returned]
+        if entries.get(len(parts), len(parts)) != len(parts) and _are_containers_alike(parts):
+            return type(returned)(parts[:1] * entries[len(parts)])
         return type(returned)(parts[:1] * sizes.get(len(parts), len(parts)) if _are_alike(parts) else parts)
     leaves, spec = pytree.tree_flatten(returned, is_leaf=lambda part: part is not returned)
-    return returned if spec.is_leaf() else pytree.tree_unflatten([_guessed(leaf, sizes) for leaf in leaves], spec)
+    if spec.is_leaf():
+        return returned
+    return pytree.tree_unflatten([_guessed(leaf, sizes, entries) for leaf in leaves], spec)
 
 
 def _are_alike(parts: Sequence[Any]) -> bool:
     return bool(parts) and all(isinstance(part, TensorLike) and part == parts[0] for part in parts)
+
+
+def _are_containers_alike(parts: Sequence[Any]) -> bool:
+    """Whether each is a dict with tensors, say, of any sizes."""
+    outlines = [pytree.tree_map_only(TensorLike, _of_any_size, part) for part in parts]
+    leaves = pytree.tree_leaves(parts[:1])
+    holds = any(leaf is not parts[0] and isinstance(leaf, TensorLike) for leaf in leaves)
+    return holds and all(outline == outlines[0] for outline in outlines)
 
 
 def _has_alike(returned: Any) -> bool:

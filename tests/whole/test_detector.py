@@ -143,6 +143,19 @@ def test_images_and_boxes_in_lists_train_as_in_plain_pytorch(
             assert_same(kept[name], tensor, name, tolerance)
 
 
+def test_a_last_batch_of_fewer_images_trains_too() -> None:
+    """A region that returns a dict for each image is captured by export for as many as there are; symbolic says so."""
+    batch = {name: value[:3] for name, value in batch_of(1).items()}
+    with pytest.raises(fxpipe.RunError, match=r'each number of them by tracer="export"'):
+        compiled(4, 1, tracer="symbolic")(**batch)
+    forward_backward, model = compiled(4, 1, tracer="export"), built()
+    parts = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(3)]
+    wanted = accumulate(lambda _, part: model(**part), parts, [1.0] * 3)[0]
+    assert_same(forward_backward(**batch), wanted, "loss")
+    for name, parameter in forward_backward.named_parameters():
+        assert_same(parameter.grad, model.get_parameter(name).grad, name)
+
+
 def test_what_the_region_refuses_by_itself_says_which_micro_batch() -> None:
     forward_backward, batch = compiled(4, 1), batch_of(1)
     batch["targets"][4] = {"boxes": torch.tensor([[3.0, 3.0, 3.0, 9.0]]), "labels": torch.tensor([0])}
