@@ -123,7 +123,6 @@ trace/regions: whole/kept_whole
 trace/request: trace/every_tracer
 trace/snapshot: trace/symbolic trace/export
 trace/symbolic/: trace/symbolic
-trace/user_line: trace/symbolic
 passes/analysis/blocks: plan/balance
 passes/analysis/inner_gradients: whole/bugs_values
 passes/analysis/lone_writes: passes/partition

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import random
 from collections.abc import Sequence
 from numbers import Integral
@@ -134,6 +135,24 @@ class Written(Sized):
         length = words.shape[1]
         scale = {"9": 2, "12": 3}.get(f"{length}", 1) * len(str([*words.shape]))
         return self.second(h.mean(1)) * scale
+
+
+class Told(Sized):
+    """Writes sizes for those who read them, as the messages of checks are, and what is printed."""
+
+    def behind(self, h: Tensor, words: Tensor) -> Tensor:
+        rows, length = words.shape
+        checked(
+            length > 0,
+            f"{length} words of {rows} rows",
+            rows=f"{rows} rows",
+        )
+        print(words.shape, file=io.StringIO())
+        return self.second(h.mean(1))
+
+
+def checked(condition: bool, message: str, rows: str) -> None:
+    assert condition, (message, rows)
 
 
 class Flagged(Sized):
@@ -281,7 +300,7 @@ def test_record_tells_which_input_varies_and_what_takes_any_length(capsys: pytes
     assert 'tracer="export"' in told
 
 
-@pytest.mark.parametrize("cls", [Typed, Sorted, Written, Tabled, Flagged])
+@pytest.mark.parametrize("cls", [Typed, Sorted, Written, Tabled, Told, Flagged])
 def test_a_size_is_a_number_to_pythons_own(cls: type[nn.Module], captured: list[Any]) -> None:
     """To torch.export it is an object, that is no int, and is written "s27"."""
     sizes = [(8, length) for length in (6, 7, 9, 11, 12)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxpipe.errors import TraceError
 from fxpipe.torch_compat import FakeTensor, flags_as_numbers, hint_of, size_decisions
 from fxpipe.trace.patching import patched, refuse
-from fxpipe.trace.user_line import current_line
+from fxpipe.trace.user_line import current_line, only_tells
 
 
 @contextlib.contextmanager
@@ -22,10 +22,10 @@ def sizes_as_numbers() -> Iterator[None]:
     """While it is open a symbolic size is to users' Python what a number is, which it would else be only to torch.
 
     Its class is ``int``, to ``isinstance``, ``match`` and ``singledispatch``, too; a comparison is True or False; what
-    users write into text ("s27" to torch) is the number, which it then is for this capture. What a hash is made for is
-    refused: a table would keep what holds for one length. In the modules of users ``len()`` of a tensor is symbolic as
-    ``shape[0]`` is, where Python's makes a number of it, and ``type`` of a size is ``int``; not in ``builtins``:
-    torch._dynamo keeps what it finds there in tables, for good.
+    users write into text ("s27" to torch) is the number, which it then is for this capture, where the text is not only
+    for its reader, as an error's is. What a hash is made for is refused: a table would keep what holds for one length.
+    In the modules of users ``len()`` of a tensor is symbolic as ``shape[0]`` is, where Python's makes a number of it,
+    and ``type`` of a size is ``int``; not in ``builtins``: torch._dynamo keeps what it finds there in tables, for good.
     """
     homes = [(home, name) for home in _users_modules() for name in _STAND_INS if name not in home]
     refused = list[TraceError]()
@@ -55,8 +55,9 @@ def _users_modules() -> list[dict[str, Any]]:
     return [home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS | _LOOKED_THROUGH]
 
 
-def _is_users_question() -> bool:
-    """Whether it is a user's code that asks what the caller answers, be it through Python's own library."""
+def _who_asks() -> FrameType | None:
+    """The user's code that asks what the caller answers, be it through Python's own library; None where it is not a
+    user's."""
     frame: FrameType | None = sys._getframe(2)
     home = ""
     while frame is not None:
@@ -64,7 +65,7 @@ def _is_users_question() -> bool:
         if home not in _LOOKED_THROUGH:
             break
         frame = frame.f_back
-    return frame is not None and home not in _NOT_USERS
+    return None if home in _NOT_USERS else frame
 
 
 def _as_numbers(refused: list[TraceError]) -> Iterator[tuple[type, str, Any]]:
@@ -81,18 +82,25 @@ def _as_numbers(refused: list[TraceError]) -> Iterator[tuple[type, str, Any]]:
 
 def _with_class(original: Callable[[Any, str], Any], plain: type) -> Callable[[Any, str], Any]:
     def get(value: Any, name: str) -> Any:
-        return plain if name == "__class__" and _is_users_question() else original(value, name)
+        return plain if name == "__class__" and _who_asks() is not None else original(value, name)
 
     return get
 
 
 def _written(original: Callable[[Any], str], plain: type) -> Callable[[Any], str]:
-    return lambda value: str(plain(value)) if _is_users_question() else original(value)
+    def written(value: Any) -> str:
+        asking = _who_asks()
+        if asking is None:
+            return original(value)
+        hint = hint_of(value)
+        return str(plain(value) if hint is None or not only_tells(asking) else plain(hint))
+
+    return written
 
 
 def _refusing(original: Callable[[Any], int], refused: list[TraceError]) -> Callable[[Any], int]:
     def hashed(value: Any) -> int:
-        if _is_users_question():
+        if _who_asks() is not None:
             refused.append(refuse("forward looks up a size in a table, or keeps something by it", "compare it with =="))
             raise refused[-1]
         return original(value)
@@ -103,7 +111,7 @@ def _refusing(original: Callable[[Any], int], refused: list[TraceError]) -> Call
 def _decided(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def compare(value: Any, other: Any) -> Any:
         answer = original(value, other)
-        return bool(answer) if isinstance(answer, torch.SymBool) and _is_users_question() else answer
+        return bool(answer) if isinstance(answer, torch.SymBool) and _who_asks() is not None else answer
 
     return compare
 
