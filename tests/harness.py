@@ -74,6 +74,11 @@ def trained(case: Case, batches: Sequence[Inputs], recorded: bool = False, **opt
     forward_backward = compiled(case, **options)
     forward_backward.record_timeline(recorded)
     assert len(forward_backward.stages) == case.stages, str(forward_backward.stages)
+    return stepped(forward_backward, case, batches)
+
+
+def stepped(forward_backward: fxpipe.ForwardBackward, case: Case, batches: Sequence[Inputs]) -> Run:
+    """A step per batch of what is compiled already."""
     optimizer = forward_backward.optimizer(case.optimizer, **case.optimizer_options)
     run = Run()
     for batch in batches:

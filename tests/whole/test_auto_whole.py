@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import FxpipeError, PartitionError, Topology
 from fxpipe.graph.kept import kept_in
-from tests.harness import Run, assert_run, compiled, engine_of, gradients_of, reference
+from tests.harness import Run, assert_run, compiled, engine_of, reference, stepped
 from tests.models import WIDTH, Case, linear, vectors
 
 TRACERS = ["symbolic", "export", "record"]
@@ -70,16 +70,7 @@ def case(tracer: str = "export") -> Case:
 def _trained(tracer: str, options: dict[str, Any]) -> tuple[Run, list[str]]:
     batches = [case().batch(number) for number in range(2)]
     fb = compiled(case(tracer), boundaries=RULES, tracer=tracer, example_kwargs=batches[0], **options)
-    optimizer = fb.optimizer(case().optimizer, **case().optimizer_options)
-    run = Run()
-    for batch in batches:
-        optimizer.zero_grad()
-        run.losses.append(fb(**batch))
-        run.metrics.append(dict(fb.metrics))
-        run.gradients.append(gradients_of(fb.named_parameters()))
-        optimizer.step()
-    run.state = fb.state_dict(full=True)
-    return run, [str([kept.name for kept in kept_in(stage.module)]) for stage in fb.stages]
+    return stepped(fb, case(), batches), [str([kept.name for kept in kept_in(stage.module)]) for stage in fb.stages]
 
 
 @pytest.mark.parametrize(
