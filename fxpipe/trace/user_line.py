@@ -75,7 +75,10 @@ def only_tells(frame: FrameType) -> bool:
 
 @functools.lru_cache(64)
 def _telling_lines(source: str) -> frozenset[int]:
-    nodes = list(ast.walk(ast.parse(source)))
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except SyntaxError:  # written anew since it was imported, say
+        return frozenset()
     calls = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     told = {id(argument) for call in calls for argument in (*call.args, *(each.value for each in call.keywords))}
     used = (node for node in nodes if _makes_text(node) and id(node) not in told)

@@ -55,3 +55,10 @@ def test_a_line_only_tells_where_nobody_takes_what_its_call_makes_of_the_text(
     exec(compile(line, str(source), "exec"), NAMES | {"size": (size := Size())})
     assert size.told
     assert set(size.told) == {wanted}
+
+
+def test_a_file_that_is_no_python_any_more_tells_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "users.py"
+    source.write_text('check(True, f"no {')
+    exec(compile('check(True, f"no {size}")', str(source), "exec"), NAMES | {"size": (size := Size())})
+    assert size.told == [False]
