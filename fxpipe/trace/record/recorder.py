@@ -81,8 +81,6 @@ class Recorder:
         """Those that were changed inside of calls that are kept whole."""
         self.hooked: dict[int, Tensor] = {}
         """The tensors that gradient hooks were put on."""
-        self.hooks = 0
-        """How often forward has done what may read tensors later, in backward."""
         self.differentiated: list[TapeValue] = []
         """What gradients were taken by, in forward."""
         self.tape: list[Operation | Obstacle] = []
@@ -175,8 +173,6 @@ class Recorder:
             self.differentiated += [self.value_of(tensor) for tensor in tensors(inputs)]
         if name.startswith("register_"):
             self.hooked[id(args[0])] = args[0]
-        if name.startswith("register_") or getter_of(function) == "grad_fn":  # which takes hooks, too
-            self.hooks += 1
         setter = setter_of(function)
         if setter == "requires_grad":
             self.call(Tensor.requires_grad_, args, kwargs)
@@ -258,6 +254,7 @@ class Recorder:
         effects: Effects | None = None,
     ) -> Operation:
         self.check_random()
+        self.touched.note(touched)  # the calls around do what is done inside of them
         self.serial += 1
         place = place or self.place()
         ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,22 +24,15 @@ from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal has shown. ``result``: with a ``TensorLike`` or ``GivenBack`` in place of each tensor.
+    """What a rehearsal has shown. ``result``: with a ``TensorLike`` in place of each tensor.
 
     ``touched``: memory of the model's tensors and of the arguments, by the identity of what stands for them in the
-    capture.
+    capture. ``shares``: which leaf of the result may share memory with which tensor argument, by their places.
     """
 
     result: Any
     touched: Touched
-    shares: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GivenBack:
-    """The tensor argument of that place, returned as it is."""
-
-    place: int
+    shares: Mapping[int, int]
 
 
 def rehearse(
@@ -63,7 +56,11 @@ def rehearse(
             state.restore()
     if first.result != second.result:
         raise TraceError("the shape of what it returns depends on the values of its inputs")
-    return first
+    shares = {**first.shares, **second.shares}
+    if shares != {**second.shares, **first.shares}:
+        raise TraceError("the values of its inputs decide which of them it returns; return a copy of it")
+    first.touched.add(second.touched)  # on other numbers it may go another way
+    return replace(first, shares=shares)
 
 
 def _cuda_devices(real_of: Mapping[int, Tensor]) -> list[int]:
@@ -96,11 +93,10 @@ class _Rehearsal:
             with mode, mode.noting() as touched:
                 result = self.function(*args, **kwargs)
         places = {storage_of(copies[key]): storage_of(original) for key, original in originals.items()}
-        shared = {storage_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
         return Rehearsed(
-            pytree.tree_map(lambda leaf: _described(leaf, given), result),
+            pytree.tree_map(_described, result),
             Touched(_translated(touched.reads, places), _translated(touched.writes, places), touched.draws_random),
-            tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
+            _shares(result, given),
         )
 
 
@@ -122,13 +118,17 @@ def _translated(storages: set[int], places: Mapping[int, int]) -> set[int]:
     return {places[storage] for storage in storages if storage in places}
 
 
-def _described(leaf: Any, given: list[Tensor]) -> Any:
-    if not isinstance(leaf, Tensor):
-        if leaf is None:
-            return None
-        raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
-    place = next((place for place, tensor in enumerate(given) if tensor is leaf), None)
-    return TensorLike.of(leaf) if place is None else GivenBack(place)
+def _described(leaf: Any) -> TensorLike | None:
+    if leaf is None or isinstance(leaf, Tensor):
+        return None if leaf is None else TensorLike.of(leaf)
+    raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
+
+
+def _shares(result: Any, given: list[Tensor]) -> dict[int, int]:
+    places = {storage_of(tensor): place for place, tensor in enumerate(given)}
+    leaves = enumerate(pytree.tree_leaves(result))
+    memory = {number: storage_of(leaf) for number, leaf in leaves if isinstance(leaf, Tensor)}
+    return {number: places[storage] for number, storage in memory.items() if storage in places}
 
 
 def _numbers(real: Tensor | None, fake: Tensor, seed: int = 0, highest: int = 0) -> Tensor:
