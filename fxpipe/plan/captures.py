@@ -236,7 +236,6 @@ class Captures:
             device=self.device,
             compute=self.balancing.compute,
             whole=self.whole,
-            cache=self.options.cache,
             accept=accept,
         )
         if self.whole:
