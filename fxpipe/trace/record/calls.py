@@ -313,6 +313,8 @@ class Calls:
             raise error
         self.reset = frame.reset
         found.touched.is_stateful |= any(states)
+        # another branch may draw: a vector quantiser puts random rows in place of codes that died
+        found.touched.draws_random |= bool(found.touched.reads & self.storages.keys())
         if isinstance(frame.module, Method):  # of the parts that it uses, it may use more another time
             used = (part for part in frame.module.parts.children() if held_by(part) & found.touched.reads)
             found.touched.reads |= set().union(*map(held_by, used))

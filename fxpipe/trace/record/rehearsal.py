@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.like import TensorLike
+from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.record.tape import Touched
 from fxpipe.trace.record.touched import TouchedMode
@@ -80,15 +81,20 @@ class _Rehearsal:
     def run(self, seed: int, highest: int = 0) -> Rehearsed:
         torch.manual_seed(seed)
         copies: dict[int, Tensor] = {}  # by the identity of the fake tensor
-        fakes = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-        for fake in fakes:
-            copies[id(fake)] = _numbers(self.real_of.get(id(fake)), fake, seed, highest)
-        given = [copies[id(fake)] for fake in fakes]
-        originals = {id(tensor): tensor for tensor in fakes}
+        originals: dict[int, Tensor] = {}
+
+        def copy_of(fake: Tensor) -> Tensor:
+            originals[id(fake)] = fake
+            if id(fake) not in copies:
+                copies[id(fake)] = _numbers(self.real_of.get(id(fake)), fake, seed, highest)
+            return copies[id(fake)]
+
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        given = [copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         with contextlib.ExitStack() as stack:
             if self.module is not None:
-                stack.enter_context(_copies_in(self.module, self.real_of, copies, originals))
-            args, kwargs = pytree.tree_map_only(Tensor, lambda fake: copies[id(fake)], (self.args, self.kwargs))
+                stack.enter_context(_copies_in(self.module, copy_of))
+            args, kwargs = pytree.tree_map_only(Tensor, copy_of, (self.args, self.kwargs))
             mode = TouchedMode()
             with mode, mode.noting() as touched:
                 result = self.function(*args, **kwargs)
@@ -131,16 +137,15 @@ def _shares(result: Any, given: list[Tensor]) -> dict[int, int]:
     return {number: places[storage] for number, storage in memory.items() if storage in places}
 
 
-def _numbers(real: Tensor | None, fake: Tensor, seed: int = 0, highest: int = 0) -> Tensor:
-    """The model's own numbers, in the type of what stands for them; made up where there are none."""
+def _numbers(real: Tensor | None, fake: Tensor, seed: int, highest: int) -> Tensor:
+    """The model's own numbers, in the type of what stands for them; made up where this process has none."""
     if real is None:
         return _made_up(fake, seed, highest)
-    if real.is_meta:
-        raise TraceError("the model is on the meta device, so it has no numbers to run with; build it on the CPU")
-    copy = real.detach().to(fake.dtype, copy=True)
-    if isinstance(real, nn.Parameter):
-        return nn.Parameter(copy, requires_grad=real.requires_grad)
-    return copy.requires_grad_(real.requires_grad)
+    is_elsewhere = real.is_meta or is_dtensor(real)  # on another rank, or in shards
+    numbers = _made_up(fake.detach(), seed, highest) if is_elsewhere else real.detach().to(fake.dtype, copy=True)
+    if isinstance(fake, nn.Parameter):
+        return nn.Parameter(numbers, requires_grad=fake.requires_grad)
+    return numbers.requires_grad_(fake.requires_grad)
 
 
 def _made_up(fake: Tensor, seed: int, highest: int) -> Tensor:
@@ -161,20 +166,14 @@ def _behind(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 @contextlib.contextmanager
-def _copies_in(
-    module: nn.Module, real_of: Mapping[int, Tensor], copies: dict[int, Tensor], originals: dict[int, Tensor]
-) -> Iterator[None]:
+def _copies_in(module: nn.Module, copy_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Copies of the real parameters and buffers in a module; its attributes are put back afterwards."""
     snapshot = Snapshot(module)
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, fake in table.items():
-                if fake is None:
-                    continue
-                originals[id(fake)] = fake
-                if id(fake) not in copies:
-                    copies[id(fake)] = _numbers(real_of.get(id(fake)), fake)
-                table[name] = copies[id(fake)]  # type: ignore[assignment]
+                if fake is not None:
+                    table[name] = copy_of(fake)  # type: ignore[assignment]
     try:
         yield
     finally:
