@@ -23,7 +23,7 @@ from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, py
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
-from fxpipe.trace.record.certain import outcome
+from fxpipe.trace.record.certain import outcome, passing
 from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
     PLAIN,
@@ -103,6 +103,8 @@ class Recorder:
         self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self.serial = 0
         self._line: str | None = None
+        self._unmapped: NeedsValues | None = None
+        """Why ``torch.vmap`` cannot be recorded, as it was found inside of it."""
         self._random = RandomState()
         for name, tensor in stand_ins.items():
             self.name(tensor, TapeValue(NamedSource("get_attr", name, tensor)))
@@ -158,8 +160,11 @@ class Recorder:
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
         if function in CHECKS and isinstance(args[0], Tensor):
             return None  # an assertion on the values of tensors is not a part of the program
-        if function is Tensor.__bool__ and (certain := outcome(self.known(args[0]), self.tape)) is not None:
-            return certain
+        if function is Tensor.__bool__:
+            certain = outcome(self.known(args[0]), self.tape)
+            certain = passing() if certain is None else certain
+            if certain is not None:
+                return certain
         if name in _HOOKS:
             self.problem(f"forward calls {name} on a tensor, which is not recorded", _INSIDE)
         if function is BACKWARD:
@@ -322,12 +327,15 @@ class Recorder:
                 yield
         finally:
             self.paused = False
+        if self._unmapped is not None:
+            raise self._unmapped
 
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operator on fake tensors, and records it."""
         if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
             fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
-            raise NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
+            # not raised here: torch.vmap's C++ code lets no exception through, and would end the process
+            self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
         with self.touched.noting() as touched:
             result = self._run(operator, args, kwargs)
         if not self._changes_nothing(operator, args, kwargs, result, touched):
