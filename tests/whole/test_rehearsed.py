@@ -169,7 +169,7 @@ def by_fxpipe(kind: Callable[[], nn.Module], depth: int) -> Any:
     """(losses, gradients of all steps, buffers, what evaluation returned)"""
     first, *_ = given = batches()
     forward_backward = fxpipe.compile(model_of(kind, depth), TWO, microbatches=2, tracer="record", example_kwargs=first)
-    assert len(forward_backward.stages) == (4 if kind is Between else 3)
+    assert len(forward_backward.stages) == 3
     losses = [forward_backward(**batch) for batch in given]
     forward_backward.module.eval()
     evaluated = [forward_backward.evaluate(**batch, outputs="all")["y"] for batch in given]

@@ -61,7 +61,7 @@ def passing() -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
-    code = [one for one in dis.get_instructions(frame.f_code) if one.opname not in ("TO_BOOL", "NOT_TAKEN")]
+    code = [one for one in dis.get_instructions(frame.f_code) if one.opname not in _BETWEEN]
     places = [place for place, one in enumerate(code) if one.offset >= frame.f_lasti]
     jump = next((place for place in places[:2] if "_IF_" in code[place].opname), None)
     if jump is None:
@@ -88,6 +88,10 @@ def _raises(code: Sequence[dis.Instruction], start: int) -> bool:
         if not name.startswith("JUMP_") or "_IF_" in name:
             waiting.append(place + 1)
     return True
+
+
+_BETWEEN = ("PRECALL", "TO_BOOL", "NOT_TAKEN")
+"""Instructions of some versions of Python between the one that asks and the jump."""
 
 
 def _target(code: Sequence[dis.Instruction], jump: int) -> int:

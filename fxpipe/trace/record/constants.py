@@ -52,8 +52,8 @@ class Constants:
         if maker.kind == "call_module" or maker.touched.draws_random:
             raise NotConstant
         args, kwargs = mapped(maker.args, self._leaf), mapped(maker.kwargs, self._leaf)
-        found = getattr(args[0], maker.target)(*args[1:], **kwargs) if maker.kind == "call_method" else None
-        found = maker.target(*args, **kwargs) if maker.kind == "call_function" else found
+        function = getattr(torch.Tensor, maker.target) if maker.kind == "call_method" else maker.target
+        found: Any = function(*args, **kwargs)
         for key in value.path:
             found = found[key]
         return found
