@@ -236,7 +236,7 @@ class Captures:
             cuts=self.cuts,
             may_lack_cuts=self.first is not None,  # which has called them all
             training=pattern.training,
-            autocast=pattern.autocast,
+            autocast=pattern.ambient.autocast,
             varying=free,
             device=self.device,
             compute=self.balancing.compute,
@@ -348,7 +348,7 @@ class Captures:
                 found = self.balancing.placed(program, pattern, shape)
         graph = default_passes.split(program)
         example = {} if shape is None else example_of(pattern, shape)
-        check_rows_known(graph, program, example, self.device, pattern.autocast, self.balancing.compute)
+        check_rows_known(graph, program, example, self.device, pattern.ambient.autocast, self.balancing.compute)
         return program, Captured(
             graph,
             _told(self.model, program),
