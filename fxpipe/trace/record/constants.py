@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.trace.fake import is_fake
 from fxpipe.trace.record.tape import NamedSource, Obstacle, Operation, TapeValue, mapped, tensors
 from fxpipe.trace.record.targets import name_of
 from fxpipe.trace.snapshot import storage_of
@@ -46,7 +47,7 @@ class Constants:
             raise NotConstant
         if isinstance(maker, NamedSource):
             tensor = self._real.get(maker.name, maker.result)
-            if maker.kind != "get_attr" or isinstance(tensor, nn.Parameter) or tensor.is_meta:
+            if maker.kind != "get_attr" or isinstance(tensor, nn.Parameter) or is_fake(tensor) or tensor.is_meta:
                 raise NotConstant
             return tensor.detach()
         if maker.kind == "call_module" or maker.touched.draws_random:
