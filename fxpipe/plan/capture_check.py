@@ -149,11 +149,12 @@ def _positions(given: Tensor) -> int:
 
 @contextlib.contextmanager
 def as_in_a_step(request: Request, devices: Sequence[int] | None) -> Iterator[None]:
-    """As around a training step; models that torch compiles run as they are written, and what is checkpointed so that
-    no gradient can be asked for runs once. ``devices``: where all draw the same random numbers; None: as they come."""
+    """As around a training step, or an evaluation; what torch compiles runs as it is written, and what is checkpointed
+    so that no gradient can be asked for runs once. ``devices``: where all draw the same random numbers; None: as they
+    come."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_reentrant_checkpoints())
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))

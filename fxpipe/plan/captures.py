@@ -323,6 +323,7 @@ class Captures:
         first = self.first
         found: Balanced | None = None
         if self.whole:
+            program = default_passes.drop_unused(program)
             self.unused = unused(program) if first is None else self.unused
             program = with_unused(program, self.unused)
         if self.balancing.finds_cuts:

@@ -11,11 +11,9 @@ from fxpipe.trace.cached.not_kept import NotKept
 from fxpipe.trace.cached.program_data import encoded, program_of
 from fxpipe.trace.cached.rehearsed import RunOnFakes, check_same, rehearse
 from fxpipe.trace.export.tracer import export
-from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.request import Request
 
 
-@plain_modes()
 @paused()
 def export_or_cached(request: Request) -> Program:
     """What ``export`` captures, or has captured before: the same nodes by the same names. TraceError as there.
