@@ -13,7 +13,7 @@ from fxpipe.passes.analysis.blocks import blocks
 from fxpipe.passes.chain import Pass
 from fxpipe.passes.drop_unused import drop_unused
 from fxpipe.passes.erase_boundaries import erase_boundaries
-from fxpipe.passes.follow import follow
+from fxpipe.passes.follow import as_before, follow
 from fxpipe.passes.gather import gather
 from fxpipe.passes.mark_copies import mark_copies
 from fxpipe.passes.name_stages import name_stages
@@ -34,6 +34,7 @@ def before_balance() -> tuple[Pass, ...]:
 
 __all__ = [
     "alias_groups",
+    "as_before",
     "before_balance",
     "blocks",
     "default",

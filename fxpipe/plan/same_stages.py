@@ -76,8 +76,9 @@ def _relabelled(stage: Stage, called: Mapping[Edge, Edge]) -> Stage:
 
 def _counterpart(stage: Stage, first: StageGraph) -> int:
     """The stage of ``first`` with this name, or else the one that holds its tensors."""
-    named = [other.index for other in first if other.name == stage.name and set(stage.tensors) <= set(other.tensors)]
-    holding = [other.index for other in first if stage.tensors and set(stage.tensors) <= set(other.tensors)]
+    mine = set(stage.tensors) & {name for other in first for name in other.tensors}  # what is new, the planner judges
+    named = [other.index for other in first if other.name == stage.name and mine <= set(other.tensors)]
+    holding = [other.index for other in first if mine and mine <= set(other.tensors)]
     if not named and len(holding) != 1:
         raise _different(StageGraph((stage,), (), first.module), first)
     return (named or holding)[0]
