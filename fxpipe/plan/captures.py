@@ -225,8 +225,9 @@ class Captures:
         cuts: list[Program] = []
 
         def accept(program: Program) -> None:
-            if (pattern.training, program.tracer) in self.wrong:
-                raise TraceError(self.wrong[pattern.training, program.tracer])
+            for training in (True, pattern.training):  # what is wrong in training is not tried in evaluation
+                if (training, program.tracer) in self.wrong:
+                    raise TraceError(self.wrong[training, program.tracer])
             cut, made = self._cut(program, pattern, shape)
             places = [i for i, other in enumerate(pattern.shapes) if not made.of_one_shape or other == shape]
             with aside():
