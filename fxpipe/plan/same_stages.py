@@ -87,9 +87,7 @@ def _counterpart(stage: Stage, first: StageGraph) -> int:
 def _different(graph: StageGraph, first: StageGraph) -> PartitionError:
     return PartitionError(
         f"this kind of batch gives the stages {list(graph.names)}, the first kind gave {list(first.names)}; a model "
-        "must keep its stages. Use example_args= of the kind that uses most of it; and make an output that only "
-        "evaluation needs from what the loss is made of (logits = v @ t.T, and the loss from logits): one that is made "
-        "anew behind a boundary is a stage of its own"
+        "must keep its stages. Use example_args= of the kind that uses most of it"
     )
 
 
