@@ -17,7 +17,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.kept import calls_kept
-from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
+from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture_check import Sample
@@ -127,8 +127,11 @@ class Planner:
 
     @property
     def leaves_unused(self) -> bool:
-        """Whether the model has parameters or buffers that no stage of the first plan uses."""
-        return not _held(self.first.graph).issuperset(map(id, all_tensors(self.module).values()))
+        """Whether no stage of the first plan uses some parameter, or some buffer that is saved: others are tables, of
+        which many models hold more than they read."""
+        parts = self.module.modules()
+        saved = {id(one) for m in parts for n, one in m._buffers.items() if n not in m._non_persistent_buffers_set}
+        return not _held(self.first.graph).issuperset(saved.union(map(id, self.module.parameters())) - {id(None)})
 
     @property
     def tables(self) -> Tables:
