@@ -113,7 +113,7 @@ class _Attribute(_Writes, fx.proxy.Attribute):
 
     @property
     def node(self) -> fx.Node:  # type: ignore[override]
-        with torch.set_grad_enabled(self.asked):
+        with torch.set_grad_enabled(vars(self)["asked"]):
             return super().node
 
 
