@@ -23,7 +23,7 @@ from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
 from fxpipe.trace.keeping import Regions
-from fxpipe.trace.patching import plain_modes, refuse_changes
+from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
 from fxpipe.trace.record.methods import Name
@@ -38,7 +38,6 @@ _FINE = 32
 """Where nothing marks a cut, submodules of up to this part of the model's parameters are kept whole."""
 
 
-@plain_modes()
 def record(request: Request) -> Program:
     """Captures a model by running it on fake tensors; TraceError for what cannot be recorded, with the user's line."""
     assert request.example is not None
