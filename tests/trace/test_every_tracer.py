@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.pool import Pool
 from tests.thinned import ALL, every, in_turn
 
 STEPS = 2
+BY_EACH = ("named as graphs are", "sets attributes")
 TRACED: Mapping[str, Case] = {name: case for name, case in CASES.items() if case.build is not Callables}
 REFUSED = {("BatchNorm", "export"): "branches on the value of a tensor, or asks for it"}
 """With momentum=None its share in the running mean is one over a number of calls, which is a tensor's value."""
@@ -35,7 +37,10 @@ def train(case: Case, tracer: str) -> Run:
     return trained(case, batches, **options)
 
 
-@pytest.mark.parametrize(("name", "tracer"), in_turn(every(2, list(TRACED)), sorted(NEED_SHAPES)))
+@pytest.mark.parametrize(
+    ("name", "tracer"),
+    dict.fromkeys([*in_turn(every(2, list(TRACED)), sorted(NEED_SHAPES)), *product(BY_EACH, sorted(NEED_SHAPES))]),
+)
 def test_two_steps_equal_plain_pytorch(name: str, tracer: str) -> None:
     case = TRACED[name]
     if (name, tracer) in REFUSED:
