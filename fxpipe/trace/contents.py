@@ -78,7 +78,7 @@ def reading_of(cls: type) -> _Reading:
     items: Callable[[Any], list[Any]] | None = list if issubclass(cls, _CONTAINERS) else None
     if issubclass(cls, dict):
         items = _entries
-    users = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
+    users = [base for base in cls.__mro__ if not is_library(base.__module__)]
     if not users and cls not in _SETTINGS:
         return _Reading(items)
     tables = [vars(base) for base in users]
@@ -90,6 +90,11 @@ def reading_of(cls: type) -> _Reading:
         tuple(slot for slot in slots if isinstance(slot, types.MemberDescriptorType)),
         tuple((table, name) for name, table in shared.items() if not isinstance(table[name], _DESCRIPTORS)),
     )
+
+
+def is_library(module: str) -> bool:
+    """Whether a module is torch's, NumPy's, fxpipe's or of Python's own library."""
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _entries(table: dict[Any, Any]) -> list[Any]:

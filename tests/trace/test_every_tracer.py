@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import TraceError
@@ -100,3 +102,30 @@ def test_over_replicas_it_trains_as_with_the_symbolic_tracer(
                 assert_same(loss, wanted_loss, "loss", 1e-6)
             for key, tensor in wanted.items():
                 assert_same(state[key], tensor, key, 1e-5)
+
+
+@functools.lru_cache
+def table_of(rows: int) -> Tensor:
+    return torch.arange(float(rows))
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(fxpipe.stage_boundary(self.a(x)))
+        return (h * table_of(x.shape[0])[:, None] * table_of(3)).square().mean()
+
+
+@pytest.mark.parametrize("tracer", sorted(NEED_SHAPES))
+def test_what_a_capture_leaves_in_a_cache_of_the_users_is_not_met_later(tracer: Any) -> None:
+    table_of.cache_clear()
+    torch.manual_seed(0)
+    plain = Cached()
+    model, topology = copy.deepcopy(plain), fxpipe.Topology([("pipe", 2)])
+    compiled = fxpipe.compile(model, topology, microbatches=2, tracer=tracer, example_args=(torch.ones(4, 3),))
+    for rows in (4, 6, 10):
+        assert_same(compiled(torch.ones(rows, 3)), plain(torch.ones(rows // 2, 3)).detach(), f"{rows} rows")
+        assert type(table_of(rows // 2)) is Tensor
