@@ -112,7 +112,6 @@ sharding/stepped_piece: sharding/distributed_optimizer
 trace/attributes: trace/export trace/record
 trace/contents: plan/reads
 trace/crossing: trace/every_tracer trace/symbolic
-trace/cached/: trace/cached trace/cached_keys
 trace/export/: trace/export trace/every_tracer
 trace/fake: trace/record trace/export
 trace/export/symbolic_sizes: whole/lengths

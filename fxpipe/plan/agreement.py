@@ -283,7 +283,8 @@ class Agreement:
             if rank is None or graph.placement[stage.index] == rank
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
-        if ITEMS in used:
+        items = self._planner.items
+        if ITEMS in used and items is not None and items.counts:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
         used |= read_for(used, self._options.batch_dim, graph.inputs)
         return tuple(name for name in dict.fromkeys((*graph.inputs, *sorted(used))) if name in used)

@@ -21,6 +21,7 @@ from fxpipe.graph.modes import evaluating
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
+from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
@@ -236,7 +237,6 @@ class Captures:
             device=self.device,
             compute=self.balancing.compute,
             whole=self.whole,
-            cache=self.options.cache,
             accept=accept,
         )
         if self.whole:
@@ -325,6 +325,8 @@ class Captures:
         if self.whole:
             self.unused = unused(program) if first is None else self.unused
             program = with_unused(program, self.unused)
+        if first is not None:
+            program = program.replace(written_before=names_of_written(first))
         if self.balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:

@@ -37,6 +37,10 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             around.add(self._now)
             self._now = around
 
+    def note(self, touched: Touched) -> None:
+        """Notes what was learnt in another way than by watching operators, for all that is open now."""
+        self._now.add(touched)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (schema := schema_of(func)) is None:  # a higher-order operator, such as flex_attention
