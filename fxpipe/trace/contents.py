@@ -64,8 +64,7 @@ class _Reading:
         return parts
 
 
-@functools.lru_cache(1024)
-def reading_of(cls: type) -> _Reading:
+def _reading_of(cls: type) -> _Reading:
     """How to read what values of a class hold."""
     if cls is types.MethodType:
         return _Reading(lambda method: [method.__func__, method.__self__])
@@ -90,6 +89,9 @@ def reading_of(cls: type) -> _Reading:
         tuple(slot for slot in slots if isinstance(slot, types.MemberDescriptorType)),
         tuple((table, name) for name, table in shared.items() if not isinstance(table[name], _DESCRIPTORS)),
     )
+
+
+reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(_reading_of)
 
 
 def is_library(module: str) -> bool:
