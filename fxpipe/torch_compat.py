@@ -33,7 +33,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what ex
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.experimental import _config as fx_config
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer  # export's
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot  # export's
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
 from torch.utils import _pytree as pytree  # trees of containers; documented, and private all the same
 from torch.utils import checkpoint as checkpointing
@@ -457,3 +457,18 @@ def fsdp_forget(root: Any) -> None:
 def default_device() -> str:
     """``torch.get_default_device()``, which takes a while: another than the CPU is a mode of torch functions."""
     return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"
+
+
+def is_constant(value: Any) -> bool:
+    """Whether what torch.export computes is a tensor of no inputs, parameters or random numbers: always the same."""
+    mode = get_proxy_mode()
+    slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
+    waiting, seen = [slot.proxy.node] if slot is not None else [], set()
+    while waiting:
+        node = waiting.pop()
+        tags = getattr(node.target, "tags", ())
+        if node.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags:
+            return False
+        seen.add(node)
+        waiting += [one for one in node.all_input_nodes if one not in seen]
+    return slot is not None

@@ -273,7 +273,7 @@ class Captures:
             for seen in request.seen.values()
             for path, name in seen.sets  # which only regions read, or a capture refuses
         }
-        self.reads.keep(noted - own, roots, _called(program))
+        self.reads.keep(noted - own, roots, _called(program), program.sets)
         (made,), (cut,) = accepted, cuts
         watch(cut, self.reads.changed)
         self.numbers = self.numbers or _small_numbers(self.model)

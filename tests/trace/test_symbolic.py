@@ -81,8 +81,9 @@ def attribute_set(m: Any, x: Tensor) -> Any:
     return m.a(x)
 
 
-def attribute_of_a_submodule_set(m: Any, x: Tensor) -> Any:
-    m.inner["part"].last = x  # here
+def attribute_of_a_submodule_carried(m: Any, x: Tensor) -> Any:
+    part = m.inner["part"]
+    part.last = x + getattr(part, "last", 0.0)  # here
     return m.a(x)
 
 
@@ -276,7 +277,7 @@ REFUSED = {
     autocast_off: "autocast is changed",
     inference_mode: "mode is changed",
     attribute_set: "sets Victim.count",
-    attribute_of_a_submodule_set: "sets inner.part.last",
+    attribute_of_a_submodule_carried: "sets inner.part.last",
     buffer_replaced: "sets Victim.seen",
     attribute_set_behind_our_back: "changes Victim.count",
     attribute_deleted: "changes Victim.count",

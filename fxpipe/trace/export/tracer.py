@@ -71,14 +71,15 @@ def export(request: Request) -> Program:
 def _export(request: Request) -> Program:
     assert request.example is not None
     _refuse_objects(request.example)
-    guard = TracingGuard(request.module, request.loss_module)
+    guard = TracingGuard(request.module, request.loss_module, bool(request.whole))
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}
             call = ExportedCall(request, guard, fake.inputs(request.example), stand_ins)
             with fixing_lines() as lines:  # none, where nothing is symbolic
                 exported = _exported(call)
-        program = call.traced(exported).program().replace(fixed_sizes=call.fixed_sizes(exported, lines))
+        program = call.traced(exported).program().replace(sets=guard.own.taken)
+        program = program.replace(fixed_sizes=call.fixed_sizes(exported, lines))
     check_boundaries(program.graph, call.boundaries)
     return program
 

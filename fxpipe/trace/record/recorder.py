@@ -136,6 +136,17 @@ class Recorder:
         """The value that a tensor stands for, if it stands for any."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
+    def is_constant(self, value: Any) -> bool:
+        """Whether a value is a tensor of no inputs, parameters or random numbers: always the same."""
+        known = self._values.get(id(value))
+        waiting = [known[1].maker] if known is not None else []
+        while waiting:
+            maker = waiting.pop()
+            if isinstance(maker, NamedSource) or maker.kind == "call_module" or maker.touched.draws_random:
+                return False
+            waiting += [leaf.maker for leaf in leaves((maker.args, maker.kwargs)) if isinstance(leaf, TapeValue)]
+        return known is not None
+
     def _constant(self, tensor: Tensor) -> TapeValue:
         """A tensor that was met for the first time: a parameter by another reference, or a constant."""
         if id(tensor) in self._real_names:

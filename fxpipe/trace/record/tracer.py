@@ -212,7 +212,8 @@ class _RecordedRun:
         return [
             name
             for name in self._changes()
-            if name not in self._recorder.excused and not any(name.startswith(f"{path}.") for path in kept)
+            if name not in self._recorder.excused | self._calls.in_call
+            and not any(name.startswith(f"{path}.") for path in kept)
         ]
 
     def program(self) -> Program:
@@ -239,6 +240,7 @@ class _RecordedRun:
             result=self._spec,
             opaque={name: part for name, part in emitted.opaque.items() if name in used},
             effects=emitted.effects,
+            sets=calls.own.taken,
         )
 
 

@@ -54,6 +54,7 @@ def _captured(request: Request) -> Program:
         constants=tracer.constants,
         tracer="symbolic",
         opaque=tracer.regions.opaque,
+        sets=tracer.guard.own.taken,
         effects={node.name: effects[node.target] for node in graph.nodes if node.target in effects},
     )
 
@@ -135,7 +136,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         module = request.module
         self.request = request
-        self.guard = Guard(module, request.loss_module)
+        self.guard = Guard(module, request.loss_module, bool(request.whole))
         self.constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
