@@ -8,6 +8,7 @@ import hashlib
 import io
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
+from fxpipe.plan.collectives import collectives_refused
 from fxpipe.plan.methods import unused, with_unused
 from fxpipe.plan.observed import SeenCalls, check_called, declared, observe
 from fxpipe.plan.outside import watch
@@ -237,6 +239,7 @@ class Captures:
             compute=self.balancing.compute,
             whole=self.whole,
             cache=self.options.cache,
+            around=partial(collectives_refused, self.topology),
             accept=accept,
         )
         if self.whole:

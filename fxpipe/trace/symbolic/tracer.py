@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, stage_boundary, words
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.trace.crossing import check_boundaries, crossing
@@ -38,7 +38,7 @@ def symbolic(request: Request) -> Program:
         ):
             graph = tracer.trace(request.module)
             check_boundaries(tracer.graph, tracer.boundaries)
-    except TraceError:
+    except FxpipeError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
