@@ -173,12 +173,11 @@ def arguments(folder: str, rows: int, epochs: int, **others: Any) -> TrainingArg
         learning_rate=1e-2,
         weight_decay=0.01,
         logging_steps=10,
-        eval_strategy="steps",
         eval_steps=30,
         save_steps=30,
         report_to=[],
         disable_tqdm=True,
-        **others,
+        **{"eval_strategy": "steps", **others},
     )
 
 
