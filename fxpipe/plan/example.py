@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.errors import RunError
-from fxpipe.graph.modes import ambient_autocast
+from fxpipe.graph.modes import Ambient
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.kinds import shown
 from fxpipe.options import Options
@@ -73,14 +73,14 @@ def first_pattern(planner: Planner, options: Options) -> Pattern:
     flags, items = planner.flags, planner.items
     if not options.has_example:
         inputs = tuple(required_names(planner.signature))
-        return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags)
+        return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags, ambient=Ambient.now())
     parts = _microbatches(planner, options)
     if items is not None:
         parts = list(map(with_number, parts))
     described = [describe(part, exact=True) for part in parts]
     if items is not None:
         described = [items.described(one) for one in described]
-    return pattern_of(described, True, options.loss_fn, flags, ambient_autocast())
+    return pattern_of(described, True, options.loss_fn, flags, Ambient.now())
 
 
 def with_previewed_plan(planner: Planner, options: Options) -> Planner:

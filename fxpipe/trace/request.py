@@ -75,8 +75,6 @@ class Request:
     """Where the model will run, for parameters that are on no device yet."""
     compute: torch.dtype | None = None
     """The type in which floating-point parameters and inputs will be; None: as they are."""
-    cache: str | None = None
-    """The folder in which captures are kept."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What each call of the model runs in."""
     accept: Callable[[Any], None] | None = None
