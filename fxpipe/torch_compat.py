@@ -373,7 +373,7 @@ def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return []
     home: Any = dist.distributed_c10d
     declared = schema_of(operator).arguments
-    given = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+    given = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
     found = []
     for argument in declared:
         if str(argument.type).endswith("c10d.ProcessGroup"):
