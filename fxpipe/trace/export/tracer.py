@@ -38,7 +38,7 @@ from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, sizes_as_
 from fxpipe.trace.export.whole_operator import SizeClauses, whole
 from fxpipe.trace.fake import fake_model
 from fxpipe.trace.keeping import RegionCall, Regions
-from fxpipe.trace.patching import plain_modes, refuse
+from fxpipe.trace.patching import refuse
 from fxpipe.trace.request import Request, named
 from fxpipe.trace.user_line import line_of
 
@@ -50,7 +50,6 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What a graph computes: tensors, and Python numbers that are the values of tensors."""
 
 
-@plain_modes()
 @paused()
 def export(request: Request) -> Program:
     """Captures by running forward on fake tensors; TraceError for what a graph cannot hold, with the user's line.

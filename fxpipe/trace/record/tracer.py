@@ -23,7 +23,7 @@ from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.fake import FakeModel, fake_model, quiet
 from fxpipe.trace.keeping import Regions
-from fxpipe.trace.patching import plain_modes, refuse_changes
+from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
 from fxpipe.trace.record.methods import Name
@@ -38,7 +38,6 @@ _FINE = 32
 """Where nothing marks a cut, submodules of up to this part of the model's parameters are kept whole."""
 
 
-@plain_modes()
 def record(request: Request) -> Program:
     """Captures a model by running it on fake tensors; TraceError for what cannot be recorded, with the user's line."""
     assert request.example is not None
@@ -119,11 +118,12 @@ class _RecordedRun:
     ) -> None:
         self._request, self._plan, self._real, self._before = request, plan, real, before
         stand_ins = {_known(fake, name, tensor): tensor for name, tensor in _named_tensors(request.module)}
-        names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
-        self._recorder = Recorder(fake, names, stand_ins, self._changes if plan.watch else tuple)
+        kept = {name: numbers for name, numbers in request.numbers.items() if real[name].is_meta}
+        numbers = {**real, **kept}
+        self._recorder = Recorder(fake, real, numbers, stand_ins, self._changes if plan.watch else tuple)
         excused = frozenset() if first is None else first.excused
         cuts, methods = frozenset(request.cuts), plan.methods
-        calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused, cuts, methods)
+        calls = Calls(self._recorder, request.module, numbers, plan.descend, plan.limit, plain, excused, cuts, methods)
         self._calls = calls
         self._regions = Regions(request, lambda leaf: isinstance(leaf, Tensor), calls.keep_region, calls.rehearses)
         self._lines = {} if first is None else first._calls.lines

@@ -1,8 +1,8 @@
 """What a symbolic capture would silently get wrong, refused where it happens.
 
 torch.fx records operations on proxies. Whatever the model does to real state while it is traced happens once, at
-capture, and never again: a buffer written, an attribute set, a random number drawn. Modes that change how recorded
-operations run (autocast, no_grad) leave no trace in the graph, and an ``autograd.Function`` loses its backward.
+capture, and never again: a buffer written, an attribute set, a random number drawn. Autocast, which changes how
+recorded operations run, leaves no trace in the graph, and an ``autograd.Function`` loses its backward.
 """
 
 from __future__ import annotations
@@ -148,7 +148,6 @@ _FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
 def _modes() -> dict[tuple[str, str], Any]:
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices()]
     return {
-        ("grad mode", _FREEZE): torch.is_grad_enabled(),
         ("inference mode", _FREEZE): torch.is_inference_mode_enabled(),
         ("autocast", _OUTSIDE): autocast,
     }
