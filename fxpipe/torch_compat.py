@@ -367,6 +367,22 @@ def default_store() -> dist.distributed_c10d.Store:
     return store
 
 
+def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dist.ProcessGroup]:
+    """The process groups that an operator is called for: of a collective, those that it waits for."""
+    if getattr(operator, "namespace", "") not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        return []
+    home: Any = dist.distributed_c10d
+    declared = schema_of(operator).arguments
+    given = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+    found = []
+    for argument in declared:
+        if str(argument.type).endswith("c10d.ProcessGroup"):
+            found.append(dist.ProcessGroup.unbox(given[argument.name]))
+        elif argument.name == "group_name":
+            found.append(home._resolve_process_group(given[argument.name]))
+    return found
+
+
 def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.ProcessGroup:
     """A process group that its members alone make; ``name``: one that no other group has had, the same on all of them.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.gathering import added
 from fxpipe.graph.loss import MicrobatchLoss, read_loss
 from fxpipe.graph.modes import within
@@ -120,6 +120,8 @@ def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[
         try:
             wanted = trial.run(trial.model)
             break
+        except TopologyError:
+            raise
         except Exception as error:
             why = f"the model fails on a micro-batch of the example: {_in_a_line(error)}"
     else:

@@ -8,6 +8,7 @@ import hashlib
 import io
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
+from fxpipe.plan.collectives import collectives_refused
 from fxpipe.plan.methods import unused, with_unused
 from fxpipe.plan.observed import SeenCalls, check_called, declared, observe
 from fxpipe.plan.outside import watch
@@ -254,6 +256,7 @@ class Captures:
             device=self.device,
             compute=self.balancing.compute,
             whole=self.whole,
+            around=partial(collectives_refused, self.topology),
             numbers=self.numbers,
             accept=accept,
         )

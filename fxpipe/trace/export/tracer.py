@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.kept import TENSOR, KeptWhole
 from fxpipe.graph.like import TensorLike
@@ -127,7 +127,7 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
             any_size = sizes_like_any() if call.stand_ins else contextlib.nullcontext()
             with any_size, sizes_as_numbers() if sizes is not None else contextlib.nullcontext():
                 exported = torch.export.export(_Root(call), given, dynamic_shapes=sizes, strict=False)
-    except TraceError:
+    except FxpipeError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error

@@ -395,7 +395,8 @@ class Recorder:
         around, self.checkpoints = self.checkpoints, ()
         self._ended |= dict.fromkeys(self._begun(around), name or "an unnamed one")
         try:
-            return crossing(value, lambda leaf: isinstance(leaf, Tensor), partial(self._behind, words(name, gather)))
+            behind = partial(self._behind, words(name, gather), gather is not None)
+            return crossing(value, lambda leaf: isinstance(leaf, Tensor), behind)
         finally:
             self.checkpoints = around
 
@@ -404,7 +405,7 @@ class Recorder:
         begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
         return [part for part in parts if part in begun]
 
-    def _behind(self, told: tuple[Any, ...], given: list[Tensor]) -> list[Tensor]:
+    def _behind(self, told: tuple[Any, ...], gathers: bool, given: list[Tensor]) -> list[Tensor]:
         """Tensors as they are behind a boundary."""
         self.boundaries += 1
         if self.paused:
@@ -412,11 +413,23 @@ class Recorder:
         with no_function_modes(), torch.enable_grad():
             behind = [tensor.view_as(tensor) for tensor in given]
         values = [self.value_of(tensor) for tensor in given]
+        for tensor, value in zip(given, values, strict=True):
+            if gathers and tensor.numel() == 1:
+                self._seen_into(value)
         operation = self.append("call_function", boundary, (values, *told), {}, behind, Touched())
         operation.kept = True
         for index, tensor in enumerate(behind):
             self.name(tensor, TapeValue(operation, (index,)))
         return behind
+
+    def _seen_into(self, value: TapeValue) -> None:
+        """A number that is gathered may be one of parameters alone, as ``logit_scale.exp()``, which stages compute
+        behind the boundary: what is called as a whole does not show it."""
+        maker = value.maker
+        if isinstance(maker, Operation) and maker.kind == "call_module":
+            place = "".join(f"[{key!r}]" for key in value.path)
+            fact = f"what {maker.target} returns{place and f' at {place}'} is one number, and is gathered"
+            self.problem(fact, "compute it behind the boundary", descend=str(maker.target))
 
 
 class _Mode(TorchFunctionMode):

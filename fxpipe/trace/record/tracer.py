@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import recording
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
@@ -150,7 +150,7 @@ class _RecordedRun:
         except NeedsValues as error:
             calls.note_method(error)
             raise
-        except TraceError:
+        except FxpipeError:
             raise
         except Exception as error:
             raise TraceError(_explain(error)) from error
@@ -164,7 +164,7 @@ class _RecordedRun:
         """None where the run has shown all; TraceError for what no other plan would mend."""
         plan, tape = self._plan, self._recorder.tape
         problems = [entry for entry in tape if isinstance(entry, Obstacle)]
-        descend = {problem.descend for problem in problems if problem.descend is not None}
+        descend = {problem.descend for problem in problems if problem.descend is not None} - plan.descend
         if descend:
             return replace(plan, descend=plan.descend | descend)
         if problems:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, stage_boundary, words
 from fxpipe.graph.modes import Modes, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
@@ -43,7 +43,7 @@ def _captured(request: Request) -> Program:
         ):
             graph = tracer.trace(request.module)
             check_boundaries(tracer.graph, tracer.boundaries)
-    except TraceError:
+    except FxpipeError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
