@@ -83,9 +83,15 @@ plain_results: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
 
 
-def wrapper(cls: type[Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+def wrapper(
+    cls: type[Tensor],
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+) -> Any:
     """A tensor of a subclass without memory of its own, whose ``__torch_dispatch__`` does all that is done with it."""
-    return Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
+    return Tensor._make_wrapper_subclass(cls, tuple(size), strides, dtype=dtype, device=device)
 
 
 def storage_id(tensor: Tensor) -> int:
