@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -73,3 +75,19 @@ def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def merged(exact: Tensor, values: Tensor, rounded: torch.dtype) -> Tensor:
     """``exact`` where rounding it to a type gives ``values``, and ``values`` elsewhere."""
     return torch.where(exact.to(rounded).to(values.dtype) == values, exact, values.to(exact.dtype))
+
+
+def other_types(error: BaseException, tensors: Mapping[str, Tensor], compute: torch.dtype | None = None) -> str:
+    """The end of a message about types that do not go together, where a buffer is not of the parameters' type.
+
+    ``compute``: that type; None: as it is.
+    """
+    floating = {name: one for name, one in tensors.items() if one.is_floating_point()}
+    own = compute or next((one.dtype for one in floating.values() if isinstance(one, nn.Parameter)), None)
+    other = next((n for n, one in floating.items() if one.dtype != own and not isinstance(one, nn.Parameter)), None)
+    if own is None or other is None or not re.search("dtype|scalar type|bias type", str(error)):
+        return ""
+    return (
+        f"\nparameters and inputs are {own}, and buffers, such as {other}, stay {tensors[other].dtype}: cast a buffer "
+        "where forward uses it, as in x * self.cos.to(x.dtype)"
+    )

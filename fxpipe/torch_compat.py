@@ -76,6 +76,7 @@ SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
 TO_COPY = torch.ops.aten._to_copy.default
 """What ``.to()`` runs."""
 
+ZERO = torch.ops.aten.zero_.default
 DUAL_NUMBERS = (torch.ops.aten._make_dual.default, torch.ops.aten._unpack_dual.default)
 """Of a level of forward-mode differentiation. Export of 2.12 records them without the level; later ones refuse."""
 

@@ -17,6 +17,10 @@ _MEMORY = "data_ptr numpy tolist storage share_memory_ __array__ __dlpack__ __fo
 """Methods of a tensor that reach for its numbers past every dispatcher."""
 
 
+class HeldElsewhere(RunError):
+    """Values were used that another rank has."""
+
+
 class Elsewhere(Tensor):
     """A tensor without values. What a tensor is (shape, type, device, ``requires_grad``) can be asked, and new ones be
     made like it; any use of its values is a RunError that says ``why``: in ``no_grad``, through ``.data``, too.
@@ -62,16 +66,15 @@ class Elsewhere(Tensor):
         return self.memory.untyped_storage()
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RunError(self.why)
+        raise HeldElsewhere(self.why)
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """None for ``zero_grad`` and optimizers, which pass over it; for others it is not here, as the values are."""
+        """None for nn.Module and optimizers, which pass over it; for others, who would sum it up, it is elsewhere."""
         frame = sys._getframe(1)
-        clears = frame.f_code is nn.Module.zero_grad.__code__
-        if clears or isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return None
-        self.refuse()
+        if frame.f_globals["__name__"] != nn.Module.__module__:
+            return None if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) else self.refuse()
+        return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

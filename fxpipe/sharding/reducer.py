@@ -8,7 +8,7 @@ the last micro-batch's backward has completed it. What happens to it there follo
   zero=2   the same, but reduce-scattered behind every micro-batch, so that only the section is kept
 
 With zero=0 ``.grad`` is a view into the bucket. With 1 and 2 each rank has its section of the sum, and ``.grad`` only
-marks that there is one: an expanded NaN, which nobody takes for a gradient.
+marks that there is one: any use of its values raises.
 """
 
 from __future__ import annotations
