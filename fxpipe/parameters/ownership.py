@@ -204,22 +204,23 @@ def release(
 
 def why_elsewhere(graph: StageGraph, owners: Ownership) -> dict[str, str]:
     """What is said where a rank uses the values of a parameter or buffer that it does not hold, by each name of it."""
-    users: dict[int, list[str]] = {}
+    users: dict[int, list[str]] = {id(tensor): [] for tensor in all_tensors(graph.module).values()}
     for stage in graph:
         for tensor in stage.tensors.values():
-            users.setdefault(id(tensor), []).append(stage.name)
-    return {
-        name: f"{name} is held by pipe rank {' and '.join(str(r) for r, held in enumerate(owners.names) if name in held)} "
-        f"(stage {', '.join(users.get(id(tensor), ['of no use to any']))}), {_NO_VALUES}"
-        for name, tensor in all_tensors(graph.module).items()
-    }
+            users[id(tensor)].append(stage.name)
+    why = {}
+    for name, tensor in all_tensors(graph.module).items():
+        ranks = ", ".join(str(rank) for rank, held in enumerate(owners.names) if name in held)
+        stages = ", ".join(users[id(tensor)]) or "none uses it"
+        why[name] = f"{name} is held by pipe rank {ranks} (stage {stages}), {_NO_VALUES}"
+    return why
 
 
 _NO_VALUES = (
     "and this rank has no values of it. forward_backward(...) and .evaluate(...) run the model on all ranks; "
-    "forward_backward.named_parameters() are what this rank holds; forward_backward.state_dict(full=True) has all "
-    "values, for model.save_pretrained(folder, state_dict=...), or for a plain model to load that is to generate; "
-    "placement= puts stages that need each other's parameters on one rank"
+    "forward_backward.named_parameters() are what this rank holds, and .clip_grad_norm_(max_norm) clips the whole "
+    "model; .state_dict(full=True) has all values, for model.save_pretrained(folder, state_dict=dict(...)), or for a "
+    "plain model that generates; placement= puts stages that need each other's parameters on one rank"
 )
 
 

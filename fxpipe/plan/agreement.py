@@ -138,7 +138,7 @@ class Agreement:
         return Offer(training, split_evenly, flags, ambient_autocast(), described, counts, nothing), given
 
     def _check_parameters(self) -> None:
-        """RunError where the model has others than those whose gradients and optimizers are known, or of other types."""
+        """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
         module, types = self._planner.module, self._types
         if not all(types.get(id(one)) == one.dtype for one in parameters_in(modules_of(module))):
             name, found = next((name, p) for name, p in module.named_parameters() if types.get(id(p)) != p.dtype)

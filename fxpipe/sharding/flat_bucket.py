@@ -18,6 +18,7 @@ from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
 from fxpipe.sharding.bucket_layout import BucketLayout, Slot
 from fxpipe.sharding.data_axis import GradientSums
+from fxpipe.sharding.held_gradient import HeldGradient
 from fxpipe.torch_compat import ZERO, version_of
 
 
@@ -69,6 +70,7 @@ class FlatBucket:
         self.values = self._flat_values() if self.way.sharded else None
         self._marks = [self._new_mark(place) for place in range(len(self.parameters))]
         self.stopwatch = Stopwatch()
+        self._is_part = len(self.transport.ranks("pipe")) > 1
         self._works: list[Work] = []
         self._flat: Tensor | None = None
         self._views: list[Tensor | None] = [None] * len(self.parameters)
@@ -179,7 +181,8 @@ class FlatBucket:
             self._flat = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         view = self._views[place]
         if view is None:
-            view = self._views[place] = view_of(self._flat, self.layout.slots[place], self.parameters[place])
+            view = view_of(self._flat, self.layout.slots[place], self.parameters[place])
+            view = self._views[place] = view.as_subclass(HeldGradient) if self._is_part else view
         return view
 
     def _collected(self) -> Tensor:
