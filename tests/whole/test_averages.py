@@ -73,7 +73,8 @@ def piped(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         forward_backward(*batch)
         optimizer.step()
         PAGE["average"](forward_backward, model, 0.9)
-        averages.update_parameters(forward_backward.module)
+        if [*forward_backward.parameters()]:  # torch takes no module without any
+            averages.update_parameters(forward_backward.module)
     return forward_backward.state_dict(full=True), dict(averages.module.named_parameters())
 
 
