@@ -77,17 +77,14 @@ def merged(exact: Tensor, values: Tensor, rounded: torch.dtype) -> Tensor:
     return torch.where(exact.to(rounded).to(values.dtype) == values, exact, values.to(exact.dtype))
 
 
-def other_types(error: BaseException, tensors: Mapping[str, Tensor], compute: torch.dtype | None = None) -> str:
-    """The end of a message about types that do not go together, where a buffer is not of the parameters' type.
-
-    ``compute``: that type; None: as it is.
-    """
+def other_types(error: BaseException, tensors: Mapping[str, Tensor]) -> str:
+    """The end of a message about types that do not go together, where a buffer is not of the parameters' type."""
     floating = {name: one for name, one in tensors.items() if one.is_floating_point()}
-    own = compute or next((one.dtype for one in floating.values() if isinstance(one, nn.Parameter)), None)
-    other = next((n for n, one in floating.items() if one.dtype != own and not isinstance(one, nn.Parameter)), None)
-    if own is None or other is None or not re.search("dtype|scalar type|bias type", str(error)):
+    own = {one.dtype for one in floating.values() if isinstance(one, nn.Parameter)}
+    other = next((name for name, one in floating.items() if own and one.dtype not in own), None)
+    if other is None or not re.search("dtype|scalar type|bias type", str(error)):
         return ""
     return (
-        f"\nparameters and inputs are {own}, and buffers, such as {other}, stay {tensors[other].dtype}: cast a buffer "
+        f"\nparameters are {next(iter(own))}, and buffers, such as {other}, stay {tensors[other].dtype}: cast a buffer "
         "where forward uses it, as in x * self.cos.to(x.dtype)"
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.torch_compat import plain_results, wrapper
+from fxpipe.torch_compat import plain_results, pytree, wrapper
 
 _NOT_USED = frozenset({"detach", "alias", "_to_copy"})
 """Operators that hand values on, of another type or to another device perhaps."""
@@ -54,13 +54,13 @@ class Elsewhere(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, first = func.overloadpacket.__name__, args[0]
         given = {key: value for key, value in (kwargs or {}).items() if value is not None}
-        if name in _NOT_USED:
-            memory = first.memory.to(given.get("dtype", first.dtype))
-            return cls(memory, first.why, given.get("device", first.device))
-        if isinstance(first, Elsewhere) and (name.endswith("_like") or name.startswith("new_")):
-            return func(first.memory.to(first.dtype), *args[1:], **{"device": first.device, **given})
-        found = (one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg]))
-        return next(one for one in found if isinstance(one, Elsewhere)).refuse()
+        if isinstance(first, Elsewhere):
+            given = {"device": first.device, "dtype": first.dtype} | given
+            if name in _NOT_USED:
+                return cls(first.memory.to(given["dtype"]), first.why, given["device"])
+            if name.endswith("_like") or name.startswith("new_"):
+                return func(first.memory, *args[1:], **given)
+        return next(one for one in pytree.tree_leaves((args, given)) if isinstance(one, Elsewhere)).refuse()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.memory.untyped_storage()
@@ -72,9 +72,8 @@ class Elsewhere(Tensor):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """None for nn.Module and optimizers, which pass over it; for others, who would sum it up, it is elsewhere."""
         frame = sys._getframe(1)
-        if frame.f_globals["__name__"] != nn.Module.__module__:
-            return None if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) else self.refuse()
-        return None
+        passes_over = isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+        return None if passes_over or frame.f_globals["__name__"] == nn.Module.__module__ else self.refuse()
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

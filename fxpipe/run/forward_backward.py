@@ -39,7 +39,7 @@ from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
-from fxpipe.sharding.held_gradient import TORCHS_CLIP
+from fxpipe.sharding.flat_bucket import TORCHS_CLIP
 
 
 class ForwardBackward:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +21,7 @@ from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
 from fxpipe.sharding.bucket_layout import BucketLayout, Slot
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.held_gradient import HeldGradient
-from fxpipe.torch_compat import ZERO, version_of
+from fxpipe.torch_compat import ZERO, plain_results, version_of
 
 
 @dataclass(frozen=True)
@@ -382,6 +384,30 @@ class _Mark(Elsewhere):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is ZERO else super().__torch_dispatch__(func, types, args, kwargs)
+
+
+TORCHS_CLIP = (
+    "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients alone; write "
+    "forward_backward.clip_grad_norm_(max_norm), which counts the whole model's"
+)
+_TORCHS_NORM = inspect.unwrap(torch.nn.utils.get_total_norm).__code__
+
+
+class HeldGradient(Tensor):
+    """A gradient of one of several pipe ranks. torch's ``clip_grad_norm_`` of it is a RunError, in whatever list its
+    parameter came; to everybody else it is a tensor, and what is computed with it is a plain one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sys._getframe(1).f_code is _TORCHS_NORM:
+            raise RunError(TORCHS_CLIP)
+        return plain_results(func, types, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.detach(), memo)
 
 
 class _Across:

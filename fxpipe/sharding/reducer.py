@@ -31,9 +31,8 @@ from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.bucket_layout import Item, Kind, lay_out
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.flat_bucket import FlatBucket, Piece
+from fxpipe.sharding.flat_bucket import FlatBucket, HeldGradient, Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, WhoUsed, last_backwards
-from fxpipe.sharding.held_gradient import hold_gradients
 
 FIRST_BUCKET_MB = 1.0
 """The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
@@ -248,8 +247,9 @@ class Reducer(Gradients):
         self._complete.clear()
         self._scale(factor)
         self._add_earlier()
-        if len(self._transport.ranks("pipe")) > 1:
-            hold_gradients(self._own.values())
+        for parameter in self._own.values() if len(self._transport.ranks("pipe")) > 1 else ():
+            if type(parameter.grad) is Tensor:
+                parameter.grad = parameter.grad.as_subclass(HeldGradient)
 
     def _hear(self) -> None:
         """Waits only where this rank has not used all."""

@@ -7,10 +7,8 @@ from types import MappingProxyType
 
 from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
-from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import TracerName
-from fxpipe.precision import other_types
-from fxpipe.trace.cached import export_or_cached
+from fxpipe.trace.export.tracer import export
 from fxpipe.trace.furthest import Refusal, entering, keep_whole, refused_in, told
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
@@ -33,9 +31,8 @@ def auto(request: Request) -> Program:
             return _accepted(program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals)), request)
         except TraceError as error:
             refusals.append(Refusal(name, str(error), len(entered), refused_in(error, request)))
-    error = TraceError(told(refusals, request))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
-    raise TraceError(f"{error}{other_types(error, all_tensors(request.module), request.compute)}{hint}")
+    raise TraceError(told(refusals, request) + hint)
 
 
 def _accepted(program: Program, request: Request) -> Program:
@@ -45,7 +42,7 @@ def _accepted(program: Program, request: Request) -> Program:
 
 
 TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
-    {"symbolic": symbolic, "export": export_or_cached, "record": record, "auto": auto}
+    {"symbolic": symbolic, "export": export, "record": record, "auto": auto}
 )
 NEED_SHAPES = frozenset({"export", "record"})
 """The tracers whose programs hold for micro-batches of one shape."""
@@ -66,8 +63,7 @@ def capture(request: Request, tracer: TracerName = "auto") -> Program:
     try:
         program = TRACERS[tracer](request)
     except TraceError as error:
-        types = other_types(error, all_tensors(request.module), request.compute)
-        hint = types or keep_whole(refused_in(error, request), request)
+        hint = keep_whole(refused_in(error, request), request)
         raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
     return _accepted(program, request)
 
