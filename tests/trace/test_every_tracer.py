@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import TraceError
@@ -95,3 +97,32 @@ def test_over_replicas_it_trains_as_with_the_symbolic_tracer(
                 assert_same(loss, wanted_loss, "loss", 1e-6)
             for key, tensor in wanted.items():
                 assert_same(state[key], tensor, key, 1e-5)
+
+
+class Tries(nn.Module):
+    """Asks torch for what fails, as code does that finds out whether shapes go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.below(x))
+        try:
+            h = h @ h.new_zeros(7, 7)
+        except RuntimeError:
+            h = h.relu()
+        return self.above(h).mean()
+
+
+@pytest.mark.parametrize("how", [*sorted(NEED_SHAPES), "preview"])
+def test_what_torch_logs_of_fake_tensors_does_not_reach_the_user(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
+    options: dict[str, Any] = {"boundaries": "auto", "example_args": (torch.randn(8, 4),)}
+    with contextlib.suppress(TraceError):  # record does not follow it
+        if how == "preview":
+            fxpipe.preview(Tries(), fxpipe.Topology([("pipe", 2)]), **options)
+        else:
+            fxpipe.compile(Tries(), fxpipe.Topology([("pipe", 2)]), tracer=how, **options)
+    assert logged == []
