@@ -51,7 +51,7 @@ class Elsewhere(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, first = func.overloadpacket.__name__, args[0]
         given = {key: value for key, value in (kwargs or {}).items() if value is not None}
         if isinstance(first, Elsewhere):
@@ -69,7 +69,7 @@ class Elsewhere(Tensor):
         raise HeldElsewhere(self.why)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """None for nn.Module and optimizers, which pass over it; for others, who would sum it up, it is elsewhere."""
         frame = sys._getframe(1)
         passes_over = isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)

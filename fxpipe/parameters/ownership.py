@@ -204,12 +204,12 @@ def release(
 
 def why_elsewhere(graph: StageGraph, owners: Ownership) -> dict[str, str]:
     """What is said where a rank uses the values of a parameter or buffer that it does not hold, by each name of it."""
-    users: dict[int, list[str]] = {id(tensor): [] for tensor in all_tensors(graph.module).values()}
+    tensors, why = all_tensors(graph.module), {}
+    users: dict[int, list[str]] = {id(tensor): [] for tensor in tensors.values()}
     for stage in graph:
-        for tensor in stage.tensors.values():
-            users[id(tensor)].append(stage.name)
-    why = {}
-    for name, tensor in all_tensors(graph.module).items():
+        for name in stage.tensors:
+            users[id(tensors[name])].append(stage.name)
+    for name, tensor in tensors.items():
         ranks = ", ".join(str(rank) for rank, held in enumerate(owners.names) if name in held)
         stages = ", ".join(users[id(tensor)]) or "none uses it"
         why[name] = f"{name} is held by pipe rank {ranks} (stage {stages}), {_NO_VALUES}"

@@ -382,7 +382,7 @@ class _Mark(Elsewhere):
     """What stands in ``.grad`` for a gradient that lies in parts over the ranks; it can be set to zero."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return args[0] if func is ZERO else super().__torch_dispatch__(func, types, args, kwargs)
 
 
