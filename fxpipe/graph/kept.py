@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
+from fxpipe.graph.elsewhere import HeldElsewhere
 from fxpipe.torch_compat import pytree, version_of
 
 PLAIN_LEAF = (
@@ -150,15 +151,13 @@ class KeptWhole(nn.Module):
     def _run(self, args: Any, kwargs: Any) -> Any:
         try:
             return getattr(self.owner, self.method)(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            away = next((name for name, tensor in self.owner.named_parameters() if tensor.is_meta), None)
-            if away is None or "meta" not in str(error):
-                raise
-            raise RunError(
-                f"{self.name}, which is kept whole, failed where parameters are with other ranks, such as {away}: "
-                "a method has those that it was seen to use, and those that no other stage uses; pass an example in "
-                f"which it calls the submodules that it needs, or keep a submodule whole: {error}"
-            ) from error
+        except HeldElsewhere as error:
+            error.add_note(
+                f"in {self.name}, which is kept whole: a method has the parameters that it was seen to use, and those "
+                "that no other stage uses; pass an example in which it calls the submodules that it needs, or keep a "
+                "submodule whole"
+            )
+            raise
 
     def _check(self, tensor: Tensor, seen: Any) -> None:
         """``seen``: a ``TensorLike``."""

@@ -39,6 +39,7 @@ from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+from fxpipe.sharding.flat_bucket import TORCHS_CLIP
 
 
 class ForwardBackward:
@@ -98,10 +99,7 @@ class ForwardBackward:
         """
         is_part = self._reducer.shards or len(self._transport.ranks("pipe")) > 1
         if is_part and sys._getframe(1).f_code is _TORCHS_CLIP:
-            raise RunError(
-                "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients alone; write "
-                "forward_backward.clip_grad_norm_(max_norm), which counts the whole model's"
-            )
+            raise RunError(TORCHS_CLIP)
         yield from self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
