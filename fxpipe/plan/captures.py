@@ -17,6 +17,7 @@ from fxpipe import passes as default_passes
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
+from fxpipe.graph.kept import kept_in
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
@@ -101,6 +102,8 @@ class Captures:
     """What is kept whole, and runs for real in every step."""
     observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late: in training or not, on what micro-batch."""
+    unpacked: frozenset[str] = frozenset()
+    """The regions of which forward unpacks what they return."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
     used: list[Pattern] = field(default_factory=list)
@@ -257,6 +260,8 @@ class Captures:
         }
         self.reads.keep(noted - own, roots, _called(program))
         (made,), (cut,) = accepted, cuts
+        calls = [call for part in cut.opaque.values() for call in kept_in(part)]
+        self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
         return made
 
@@ -284,7 +289,7 @@ class Captures:
             order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
             _, then, calls = self.observed[order.index(min(order))]
             changed = sizes_between(then, shape), entries_between(then, shape)
-            found |= {key: seen.guessed(*changed) for key, seen in calls.items()}
+            found |= {key: seen.guessed(*changed, key[0] in self.unpacked) for key, seen in calls.items()}
         return found
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
