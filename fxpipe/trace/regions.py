@@ -104,7 +104,12 @@ def _resized_first(like: TensorLike, size: int) -> TensorLike:
 
 
 def _resized(like: TensorLike, sizes: Mapping[int, int]) -> TensorLike:
-    shape = tuple(sizes.get(size, size) for size in like.shape)
+    """With other sizes in place of some. Of three dimensions and more, one as large as the first, as tokens of an image
+    may be as many as images, is another thing."""
+    first, several = like.shape[:1], len(like.shape) > 2
+    shape = tuple(
+        size if several and dim and (size,) == first else sizes.get(size, size) for dim, size in enumerate(like.shape)
+    )
     if shape == like.shape:
         return like
     stride, step = [0] * len(shape), 1
