@@ -60,7 +60,7 @@ class Structure:
         tensors: list[TensorLike] = []
         for part in parts:
             if can_be_joined(part):
-                leaves.append(Listing(type(part), len(part), line))
+                leaves.append(Listing(type(part), len(part), len(part[0].shape), line))
                 tensors += [joined(part), *part]
             else:
                 leaves.append(TENSOR if isinstance(part, TensorLike) else part)

@@ -21,10 +21,12 @@ from fxpipe.torch_compat import pytree
 
 @dataclass
 class Listing:
-    """What a capture knows of one list. ``kind``: list or tuple. ``opened``: whether forward looks at entries."""
+    """What a capture knows of one list. ``kind``: list or tuple. ``dims``: of each of its tensors. ``opened``: whether
+    forward looks at entries."""
 
     kind: type[Any]
     count: int
+    dims: int
     line: Callable[[], str]
     """The line of the user's that runs now."""
     opened: bool = False
@@ -141,7 +143,7 @@ def with_tensors(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return args, kwargs
     first = args[0] if args else kwargs.get("tensors")
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    if function in _CATS and isinstance(first, Listed) and dim in (0, -first.whole.dim() if dim else 0):
+    if function in _CATS and isinstance(first, Listed) and dim in (0, -first.listing.dims):
         first.listing.joined = True
         return ([first.whole], *args[1:]), {name: value for name, value in kwargs.items() if name != "tensors"}
     opened = [value.opened() if isinstance(value, Listed) else value for value in (*args, *kwargs.values())]
