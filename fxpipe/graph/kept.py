@@ -180,8 +180,8 @@ class KeptWhole(nn.Module):
         found = self._returned.of_another(returned)
         if found is None:
             raise RunError(
-                f"{self.name}, which is opaque, returned {Structure(returned)}, but {self._returned} when the model was "
-                "captured, and what comes behind it holds for that alone: return the same containers each time, and a "
+                f"{self.name}, which is opaque, returned {Structure(returned)}, but {self._returned} when the model "
+                "was captured, and what comes behind it holds for that alone: return the same containers each time, and a "
                 "tensor in place of a number, a word or None that is not always the same; code behind it holds for a "
                 f"list of any length where it concatenates it, torch.cat(list){self._opened_at}"
             )

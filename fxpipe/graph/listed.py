@@ -1,7 +1,7 @@
 """Listed: a list of tensors, of any length, that an opaque region returns, as one value of a capture.
 
-Code behind the region that concatenates the list is given one tensor, the region's own ``torch.cat``, and holds for any
-number of entries. Code that looks at an entry, or at how many there are, is given the entries, and holds for that number.
+Code behind the region that concatenates the list is given one tensor, the region's own ``torch.cat``, and holds for
+any number of entries. Code that looks at an entry, or at how many there are, is given them, and holds for that number.
 """
 
 from __future__ import annotations

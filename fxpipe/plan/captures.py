@@ -288,8 +288,10 @@ class Captures:
         elif self.observed and shape is not None:
             order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
             _, then, calls = self.observed[order.index(min(order))]
-            changed = sizes_between(then, shape), entries_between(then, shape)
-            found |= {key: seen.guessed(*changed, key[0] in self.unpacked) for key, seen in calls.items()}
+            sizes, entries = sizes_between(then, shape), entries_between(then, shape)
+            lengths = sizes_between(then, shape, or_same=True)
+            for key, seen in calls.items():
+                found[key] = seen.guessed(sizes, {} if key[0] in self.unpacked else lengths, entries)
         return found
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:

@@ -60,8 +60,8 @@ class OutputRows:
             return self._known.get(key, fits[0]) if fits else None
         if self._known.get(key) not in fits:
             raise RunError(
-                f"{_called(leaf)} has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that dimensions "
-                f"{fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another number of "
+                f"{_called(leaf)} has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that "
+                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another number of "
                 f"micro-batches or rows, or by .unsqueeze(0) where its rows are in dimension 0"
             )
         return self._known[key]
@@ -76,8 +76,8 @@ class OutputRows:
         if where not in self._entries:
             shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(parts[0]) if isinstance(leaf, Tensor)]
             raise RunError(
-                f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of {rows.sizes[0]} "
-                f"rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an entry for each "
+                f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
+                f"{rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an entry for each "
                 "row, or all rows in each of its tensors; make them differ, with another number of micro-batches or "
                 "rows; or return a dict of tensors where each has all rows"
             )
@@ -115,7 +115,8 @@ def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: 
     if len({str(spec) for _, spec in flat}) > 1:
         raise RunError(
             f"{_called(where)} has another structure for each micro-batch or group of them, which cannot be put "
-            f"together: {shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors with rows"
+            f"together: {shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors "
+            "with rows"
         )
     if flat[0][1].is_leaf():
         return _join_leaf(outputs, shares, where, partial(_rows_along, places, where, outputs, rows))
@@ -219,8 +220,8 @@ def _check_beside_rows(column: Sequence[Tensor], along: int, where: Where) -> No
     if len(beside) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in column)
         raise RunError(
-            f"{_called(where)} has shapes {shapes}, one for each micro-batch or group of them, which are of different sizes "
-            f"beside their rows, in dimension {along}: what is computed between the rows of one, such as logits, is no "
+            f"{_called(where)} has shapes {shapes}, one for each micro-batch or group of them, which are of different "
+            f"sizes beside their rows, in dimension {along}: what is computed between the rows of one, such as logits, is no "
             "one tensor where they differ. Evaluate a batch that divides evenly, which puts one under the other; or "
             "return what it is computed from, and compute it of evaluate's output"
         )
@@ -240,8 +241,8 @@ def _rows_along(places: OutputRows, leaf: Where, column: Sequence[Tensor], rows:
     found = packed if place is None else packed | {place}
     if len(found) > 1 and len(column) > 1:
         raise RunError(
-            f"{_called(leaf)} of shapes {', '.join(str(list(part.shape)) for part in column)} has the batch's rows or those "
-            f"of a packed input in dimensions {' and '.join(map(str, sorted(found)))}; make them differ, with another "
+            f"{_called(leaf)} of shapes {', '.join(str(list(part.shape)) for part in column)} has the batch's rows or "
+            f"those of a packed input in dimensions {' and '.join(map(str, sorted(found)))}; make them differ, with another "
             "number of micro-batches or rows"
         )
     if found:

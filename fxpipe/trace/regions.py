@@ -49,12 +49,13 @@ class SeenCall:
         """What stands for the tensors that it returns: of a list, for all in one, then for each."""
         return list(Structure.described(self.returned).tensors)
 
-    def guessed(self, sizes: Mapping[int, int], entries: Mapping[int, int], is_unpacked: bool) -> SeenCall:
-        """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``entries``: how many
-        its lists have. A guess, from which a capture begins: what it returns is held against the capture in each
-        step. ``is_unpacked``: whether forward unpacks a list that it returns, whose length is then the code's own."""
-        known = {old: new for old, new in sizes.items() if old in self.given}  # a length may equal a layer's width
-        return replace(self, returned=_guessed(self.returned, known, entries, is_unpacked))
+    def guessed(self, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
+        """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``lengths``: how many
+        tensors its lists have, ``entries``: how many containers. A guess, from which a capture begins: what it returns
+        is held against the capture in each step."""
+        # a length may equal a layer's width
+        of_its_own = [{old: new for old, new in known.items() if old in self.given} for known in (sizes, lengths)]
+        return replace(self, returned=_guessed(self.returned, *of_its_own, entries))
 
     @property
     def general(self) -> SeenCall:
@@ -67,22 +68,22 @@ _SOME = 3
 """A size that is like any other."""
 
 
-def _guessed(returned: Any, sizes: Mapping[int, int], entries: Mapping[int, int], is_unpacked: bool) -> Any:
+def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> Any:
     """A value for other sizes; a list of tensors is as long as such a size is, as one for each image is, and so is a
     list of containers, whatever the sizes in each."""
     if isinstance(returned, TensorLike):
         many = _resized(returned, {old: new for old, new in sizes.items() if old > 1})
         return many if not many.shape or many.shape[0] != 1 else _resized_first(many, sizes.get(1, 1))
     if type(returned) in (list, tuple):
-        parts = [_guessed(part, sizes, entries, is_unpacked) for part in returned]
+        parts = [_guessed(part, sizes, lengths, entries) for part in returned]
         if entries.get(len(parts), len(parts)) != len(parts) and _are_containers_alike(parts):
             return type(returned)(parts[:1] * entries[len(parts)])
-        count = sizes.get(len(parts), len(parts)) if can_be_joined(returned) and not is_unpacked else len(parts)
+        count = lengths.get(len(parts), len(parts)) if can_be_joined(returned) else len(parts)
         return type(returned)(islice(cycle(parts), count))
     leaves, spec = pytree.tree_flatten(returned, is_leaf=lambda part: part is not returned)
     if spec.is_leaf():
         return returned
-    return pytree.tree_unflatten([_guessed(leaf, sizes, entries, is_unpacked) for leaf in leaves], spec)
+    return pytree.tree_unflatten([_guessed(leaf, sizes, lengths, entries) for leaf in leaves], spec)
 
 
 def _are_containers_alike(parts: Sequence[Any]) -> bool:

@@ -145,7 +145,9 @@ def split_steps(how: str, kind: type, tracer: str) -> list[tuple[Tensor, dict[st
     for images in STEPS:
         step.zero_grad()
         loss = step(**rows_of_images(images))
-        ran.append((loss, gradients_of(step.named_parameters()), step.evaluate(**rows_of_images(images), outputs="all")))
+        ran.append(
+            (loss, gradients_of(step.named_parameters()), step.evaluate(**rows_of_images(images), outputs="all"))
+        )
     return ran
 
 
