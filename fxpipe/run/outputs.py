@@ -61,8 +61,8 @@ class OutputRows:
         if self._known.get(key) not in fits:
             raise RunError(
                 f"{_called(leaf)} has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that "
-                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another number of "
-                f"micro-batches or rows, or by .unsqueeze(0) where its rows are in dimension 0"
+                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another "
+                f"number of micro-batches or rows, or by .unsqueeze(0) where its rows are in dimension 0"
             )
         return self._known[key]
 
@@ -77,8 +77,8 @@ class OutputRows:
             shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(parts[0]) if isinstance(leaf, Tensor)]
             raise RunError(
                 f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
-                f"{rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an entry for each "
-                "row, or all rows in each of its tensors; make them differ, with another number of micro-batches or "
+                f"{rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have "
+                "an entry for each row, or all rows in each of its tensors; make them differ, with another number of micro-batches or "
                 "rows; or return a dict of tensors where each has all rows"
             )
         return self._entries[where]
@@ -221,8 +221,8 @@ def _check_beside_rows(column: Sequence[Tensor], along: int, where: Where) -> No
         shapes = ", ".join(str(list(part.shape)) for part in column)
         raise RunError(
             f"{_called(where)} has shapes {shapes}, one for each micro-batch or group of them, which are of different "
-            f"sizes beside their rows, in dimension {along}: what is computed between the rows of one, such as logits, is no "
-            "one tensor where they differ. Evaluate a batch that divides evenly, which puts one under the other; or "
+            f"sizes beside their rows, in dimension {along}: what is computed between the rows of one, such as "
+            "logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which puts one under the other; or "
             "return what it is computed from, and compute it of evaluate's output"
         )
 
