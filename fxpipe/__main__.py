@@ -203,7 +203,6 @@ def _preview(args: argparse.Namespace) -> None:
         "optimizer": args.optimizer,
         "recompute": {"all": True}.get(args.recompute, args.recompute),
         "memory_per_rank": args.memory,
-        "cache": args.cache,
         "hardware": fxpipe.Hardware.read(hardware) if (hardware or "").lower().endswith(".json") else hardware,
     }
     told = fxpipe.preview(

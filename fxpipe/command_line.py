@@ -213,7 +213,6 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--memory", type=_number, metavar="BYTES", help="memory_per_rank=, as in 80e9")
     options.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")
     options.add_argument("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
-    options.add_argument("--cache", metavar="DIR", help="a folder in which captures are kept between calls")
     parser.add_argument("--json", metavar="PATH", help="write the figures")
 
 

@@ -40,7 +40,6 @@ from fxpipe.run.user_warning import warn
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
-from fxpipe.trace.cached import check_folder
 from fxpipe.trace.cuts_by_name import Boundaries
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ def compile(
     recompute: Recompute = False,
     memory_per_rank: float | None = None,
     hardware: Hardware | str | None = None,
-    cache: str | os.PathLike[str] | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     checkpoint: str | os.PathLike[str] | Weights | None = None,
     parallelize: Callable[..., None] | None = None,
@@ -118,9 +116,6 @@ def compile(
             and the batch. What ``parallelize`` spreads counts whole. A line says where what is left to no search, or
             messages, do not fit.
         hardware: what balance and ``preview`` reckon with: the name of a GPU, such as "h100", or ``fxpipe.Hardware``.
-        cache: a folder, made where there is none, in which captures by the export tracer are kept, and found again in
-            later calls by what the model does in a run on fake tensors, its sources, the options that matter, shapes
-            and versions. Ranks and jobs may share it; nothing in it is executed. A line says what is not kept.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once they
             have memory; with a seed by the submodule's name, so that values depend on no placement.
         checkpoint: a file or folder, safetensors or torch's, of which this rank reads its own part.
@@ -161,7 +156,6 @@ def compile(
     planner = Planner.none_yet(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
     with failing_together(transport, transport.abort), announced("compile", extends=True):
-        _check_cache(options)
         check_sync_batch_norms(model, topology)
         planner = first_plan_together(transport, planner, options)
         if over := over_the_limit(planner):
@@ -184,12 +178,6 @@ def _tell_what_is_left_out(transport: Transport, topology: Topology) -> None:
         )
 
 
-def _check_cache(options: Options) -> None:
-    """RunError where nothing could be kept in the folder, before anything is captured."""
-    if options.cache is not None:
-        check_folder(options.cache)
-
-
 def preview(
     model: nn.Module | StageGraph,
     topo: Topology,
@@ -210,7 +198,6 @@ def preview(
     recompute: Recompute = False,
     memory_per_rank: float | None = None,
     hardware: Hardware | str | None = None,
-    cache: str | os.PathLike[str] | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> Preview:
     """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has, and whether it fits.
@@ -219,8 +206,6 @@ def preview(
     tensors may be, too, and then count as being on the CPU. Nothing is run; but a model with a part that is kept whole,
     of which ``boundaries`` does not say what it returns, once on a micro-batch, where both have numbers. Print it, or
     read its figures.
-
-    With ``cache=`` a model that ``export`` captures is captured once, and a later preview takes it from that folder.
 
     ``optimizer`` is what ``forward_backward.optimizer`` will be given: a class of torch.optim by its name, in any case,
     or as such (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within ``memory_per_rank`` count AdamW's
@@ -242,6 +227,5 @@ def preview(
             f"optimizer={shown(optimizer)} steps whole parameters, which zero=3 shards; write zero=2, or take an "
             "element-wise optimizer such as AdamW"
         )
-    _check_cache(options)
     planner = with_previewed_plan(Planner.none_yet(model, options, topo, torch.device("cpu")), options)
     return preview_of(planner, first_pattern(planner, options), stepping)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -65,8 +64,6 @@ class Options:
     recompute: Recompute = False
     memory_per_rank: float | None = None
     hardware: Hardware | str | None = None
-    cache: str | None = None
-    """A whole path: the process may go elsewhere before a later capture."""
     init_fn: Callable[..., Any] | None = None
     checkpoint: Any = None
     parallelize: Callable[..., None] | None = None
@@ -100,8 +97,6 @@ class Options:
         if not isinstance(self.recompute, str):
             given = self.recompute
             object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
-        if self.cache is not None:
-            object.__setattr__(self, "cache", os.path.abspath(os.path.expanduser(os.fsdecode(self.cache))))
         Hardware.of(self.hardware)
         if self.recompute == AUTO and self.memory_per_rank is None:
             raise RunError(
@@ -175,7 +170,7 @@ class Options:
             )
 
 
-_OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint", "cache"}
+_OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
 """Options that may differ: a rank is given its own data, and the path of its own disk."""
 
 
@@ -205,7 +200,6 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: isinstance(value, Hardware) or is_text(value),
         'the name of a GPU, such as "h100", or fxpipe.Hardware(...)',
     ),
-    "cache": Expected(lambda value: isinstance(value, (str, os.PathLike)) and str(value) != "", "the path of a folder"),
     "init_fn": Expected(callable, "a function (module) -> None"),
     "parallelize": Expected(callable, "a function (stage_module, mesh) -> None"),
     "stage_compiler": Expected(callable, "a function such as torch.compile"),

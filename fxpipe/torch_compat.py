@@ -228,21 +228,6 @@ def import_dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
-@contextlib.contextmanager
-def exporting() -> Iterator[None]:
-    """While it is open, models are told that they are exported: ``torch.compiler.is_exporting()``.
-
-    And torch.nn's attention in evaluation runs no fused operators, which tell less: to them both kinds of GELU are one.
-    """
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with importlib.import_module("torch._export.utils")._compiling_state_context():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-
-
 def aot_compiled(
     module: Any,
     inputs: Sequence[Any],
@@ -467,3 +452,8 @@ def fsdp_forget(root: Any) -> None:
         for group in part._fsdp_param_groups:
             group._post_forward_indices.clear()
             group._to_sharded()
+
+
+def default_device() -> str:
+    """``torch.get_default_device()``, which takes a while: another than the CPU is a mode of torch functions."""
+    return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"

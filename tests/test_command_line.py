@@ -694,13 +694,6 @@ def test_preview_takes_hardware_from_a_file(tmp_path: Path, called: Run) -> None
 
 
 @pytest.mark.usefixtures("makers")
-def test_preview_keeps_captures_in_a_folder(tmp_path: Path, called: Run) -> None:
-    command = "preview", "makers_of_models:both", *TWO, "--tracer", "export", "--cache", "kept"
-    assert printed(called(*command)) == printed(called(*command))
-    assert len([*(tmp_path / "kept").iterdir()]) == 1
-
-
-@pytest.mark.usefixtures("makers")
 @pytest.mark.parametrize(
     ("what", "fact"),
     [

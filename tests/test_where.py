@@ -110,7 +110,6 @@ sharding/parameter_groups: sharding/distributed_optimizer
 sharding/stepped_piece: sharding/distributed_optimizer
 trace/attributes: trace/export trace/record
 trace/crossing: trace/every_tracer trace/symbolic
-trace/cached/: trace/cached trace/cached_keys
 trace/export/: trace/export trace/every_tracer
 trace/fake: trace/record trace/export
 trace/export/symbolic_sizes: whole/lengths

@@ -3,15 +3,13 @@
     python examples/benchmarks/fits.py                  # under a minute, on the meta device
     python examples/benchmarks/fits.py --hardware b200 --zero 2
 
-What is printed: fxpipe's preview; what it took without a cache, while one was filled, and from it; and the same
-configuration by the formulas of Megatron-LM (megatron/training/theoretical_memory_usage.py) and DeepSpeed
-(estimate_zero2_model_states_mem_needs and estimate_zero3_model_states_mem_needs, without offload, for the parameters of
-one stage, as they know of no pipeline).
+What is printed: the preview, with the seconds and memory that it took; and the same configuration by the formulas of
+Megatron-LM (megatron/training/theoretical_memory_usage.py) and DeepSpeed (estimate_zero2_model_states_mem_needs and
+estimate_zero3_model_states_mem_needs, without offload, for the parameters of one stage, as they know of no pipeline).
 """
 
 import argparse
 import resource
-import tempfile
 import time
 
 import torch
@@ -41,7 +39,7 @@ def llama() -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def previewed(hardware: str, zero: int, cache: str | None = None) -> fxpipe.Preview:
+def previewed(hardware: str, zero: int) -> fxpipe.Preview:
     tokens = torch.zeros(MICROBATCHES, TOKENS, dtype=torch.int64, device="meta")
     return fxpipe.preview(
         llama(),
@@ -52,7 +50,6 @@ def previewed(hardware: str, zero: int, cache: str | None = None) -> fxpipe.Prev
         precision=fxpipe.Precision(),
         zero=zero,
         hardware=hardware,
-        cache=cache,
         example_kwargs={"input_ids": tokens, "labels": tokens},
     )
 
@@ -95,21 +92,14 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--zero", type=int, default=1)
     options = parser.parse_args()
-    told, seconds = timed(options.hardware, options.zero)
+    start = time.perf_counter()
+    told = previewed(options.hardware, options.zero)
+    seconds = time.perf_counter() - start
     print(told)
-    with tempfile.TemporaryDirectory() as cache:
-        (filled, filling), (found, finding) = (timed(options.hardware, options.zero, cache) for _ in range(2))
-    assert str(told) == str(filled) == str(found)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"previewed in {seconds:.1f} s; {filling:.1f} s while a cache was filled, {finding:.1f} s from the cache")
+    print(f"previewed in {seconds:.1f} s")
     print(f"peak memory {peak:.2f} GiB\n")
     print(others(told))
-
-
-def timed(hardware: str, zero: int, cache: str | None = None) -> tuple[fxpipe.Preview, float]:
-    """The preview, and its seconds."""
-    start = time.perf_counter()
-    return previewed(hardware, zero, cache), time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ class OutputRows:
             raise RunError(
                 f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
                 f"{rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have "
-                "an entry for each row, or all rows in each of its tensors; make them differ, with another number of micro-batches or "
-                "rows; or return a dict of tensors where each has all rows"
+                "an entry for each row, or all rows in each of its tensors; make them differ, with another "
+                "number of micro-batches or rows; or return a dict of tensors where each has all rows"
             )
         return self._entries[where]
 
@@ -222,8 +222,8 @@ def _check_beside_rows(column: Sequence[Tensor], along: int, where: Where) -> No
         raise RunError(
             f"{_called(where)} has shapes {shapes}, one for each micro-batch or group of them, which are of different "
             f"sizes beside their rows, in dimension {along}: what is computed between the rows of one, such as "
-            "logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which puts one under the other; or "
-            "return what it is computed from, and compute it of evaluate's output"
+            "logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which puts one "
+            "under the other; or return what it is computed from, and compute it of evaluate's output"
         )
 
 
@@ -242,16 +242,16 @@ def _rows_along(places: OutputRows, leaf: Where, column: Sequence[Tensor], rows:
     if len(found) > 1 and len(column) > 1:
         raise RunError(
             f"{_called(leaf)} of shapes {', '.join(str(list(part.shape)) for part in column)} has the batch's rows or "
-            f"those of a packed input in dimensions {' and '.join(map(str, sorted(found)))}; make them differ, with another "
-            "number of micro-batches or rows"
+            f"those of a packed input in dimensions {' and '.join(map(str, sorted(found)))}; make them differ, with "
+            "another number of micro-batches or rows"
         )
     if found:
         return found.pop()
     shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
     if len({tensor.dim() for tensor in column}) > 1:
         raise RunError(
-            f"{_called(leaf)} has as many dimensions as rows allow, shapes {shapes} for micro-batches of {list(sizes)} rows: "
-            "squeeze() drops the dimension of a single row, too; write squeeze(-1), or which dimension is meant"
+            f"{_called(leaf)} has as many dimensions as rows allow, shapes {shapes} for micro-batches of "
+            f"{list(sizes)} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which dimension is meant"
         )
     per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
     if len(per_row) == 1 and per_row.pop()[1] == 0:
@@ -266,9 +266,9 @@ def _check_none_beside(column: Sequence[Tensor], several: Sequence[Sequence[int]
     places = [place for place in range(1, column[0].dim()) for sizes in several if _are(column, place, sizes)]
     if places and len(column) > 1 and any(part.shape[places[0]] != 1 for part in column):
         raise RunError(
-            f"{_called(where)} of shapes {', '.join(str(list(part.shape)) for part in column)} has as many in dimension "
-            f"{places[0]} as there are rows, which are looked for in dimension 0: return it transposed, with its rows "
-            "there; or, where it has several for each row, with .unflatten(0, (-1, several))"
+            f"{_called(where)} of shapes {', '.join(str(list(part.shape)) for part in column)} has as many in "
+            f"dimension {places[0]} as there are rows, which are looked for in dimension 0: return it transposed, "
+            "with its rows there; or, where it has several for each row, with .unflatten(0, (-1, several))"
         )
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
 from fxpipe.options import TracerName
-from fxpipe.trace.cached import export_or_cached
+from fxpipe.trace.export.tracer import export
 from fxpipe.trace.furthest import Refusal, entering, keep_whole, refused_in, told
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
@@ -42,7 +42,7 @@ def _accepted(program: Program, request: Request) -> Program:
 
 
 TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
-    {"symbolic": symbolic, "export": export_or_cached, "record": record, "auto": auto}
+    {"symbolic": symbolic, "export": export, "record": record, "auto": auto}
 )
 NEED_SHAPES = frozenset({"export", "record"})
 """The tracers whose programs hold for micro-batches of one shape."""

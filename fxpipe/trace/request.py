@@ -74,8 +74,6 @@ class Request:
     """Where the model will run, for parameters that are on no device yet."""
     compute: torch.dtype | None = None
     """The type in which floating-point parameters and inputs will be; None: as they are."""
-    cache: str | None = None
-    """The folder in which captures are kept."""
     accept: Callable[[Any], None] | None = None
     """Called with the program that a tracer has made; TraceError where it is not the model's."""
 

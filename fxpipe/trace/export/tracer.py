@@ -186,8 +186,6 @@ class ExportedCall:
         self._given: dict[tuple[str, int], list[Tensor]] = {}
         self.regions = Regions(request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
         self._result: list[Any] = []
-        self.returned: list[Any] = []
-        """What the model has returned, flat."""
         self.spec = pytree.tree_structure(None)
         """How they are put together."""
 
@@ -238,12 +236,12 @@ class ExportedCall:
 
     def flat(self, model: nn.Module, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> list[Any]:
         """What the model computes of these tensors; keeps what else is in its result."""
-        given, returned = iter(tensors), iter(stand_ins)
-        self._given = {key: list(islice(returned, len(one))) for key, one in self.stand_ins.items()}
+        given, kept = iter(tensors), iter(stand_ins)
+        self._given = {key: list(islice(kept, len(one))) for key, one in self.stand_ins.items()}
         values = pytree.tree_map_only(Tensor, lambda _: next(given), dict(self.values))
-        self.returned, self.spec = pytree.tree_flatten(self.run(model, values))
-        self._result = [_kept(leaf) for leaf in self.returned]
-        return [leaf for leaf in self.returned if isinstance(leaf, _COMPUTED)]
+        returned, self.spec = pytree.tree_flatten(self.run(model, values))
+        self._result = [_kept(leaf) for leaf in returned]
+        return [leaf for leaf in returned if isinstance(leaf, _COMPUTED)]
 
     def run(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
         """Calls the model, or the stand-in for it by which torch.export tells the submodules of a call."""
