@@ -251,7 +251,8 @@ def _rows_along(places: OutputRows, leaf: Where, column: Sequence[Tensor], rows:
     if len({tensor.dim() for tensor in column}) > 1:
         raise RunError(
             f"{_called(leaf)} has as many dimensions as rows allow, shapes {shapes} for micro-batches of "
-            f"{list(sizes)} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which dimension is meant"
+            f"{list(sizes)} rows: squeeze() drops the dimension of a single row, too; "
+            "write squeeze(-1), or which dimension is meant"
         )
     per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
     if len(per_row) == 1 and per_row.pop()[1] == 0:
