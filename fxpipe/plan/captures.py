@@ -72,6 +72,8 @@ class Captured:
         return self.tracer in NEED_SHAPES
 
 
+SMALL = 2**16
+"""Numbers in a buffer of which a copy is kept."""
 MOST = 64
 """Captures that are kept, beyond those of the batch at hand."""
 OBSERVED = 16
@@ -107,6 +109,8 @@ class Captures:
     """The regions of which forward unpacks what they return."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    """Small buffers of integers and truth values as the first capture found them, which may decide sizes."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
@@ -240,6 +244,7 @@ class Captures:
             device=self.device,
             compute=self.balancing.compute,
             whole=self.whole,
+            numbers=self.numbers,
             accept=accept,
         )
         if self.whole:
@@ -263,6 +268,7 @@ class Captures:
         calls = [call for part in cut.opaque.values() for call in kept_in(part)]
         self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
+        self.numbers = self.numbers or _small_numbers(self.model)
         return made
 
     def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> SeenCalls:
@@ -360,6 +366,12 @@ class Captures:
             program if program.gathered else None,
             program.fixed_sizes,
         )
+
+
+def _small_numbers(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+    kept = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= SMALL}
+    return {name: buffer.clone() for name, buffer in kept.items() if not buffer.dtype.is_floating_point}
 
 
 def _on_meta(model: nn.Module) -> bool:

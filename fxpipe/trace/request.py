@@ -70,6 +70,8 @@ class Request:
     """What is kept whole, and runs for real in every step."""
     seen: Mapping[tuple[str, int], SeenCall] = field(default_factory=lambda: MappingProxyType({}))
     """What calls of these were seen to do: by the region's name, and which of its calls."""
+    numbers: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
+    """Small buffers of integers and truth values, by name, for those that another rank holds by now."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
     """Where the model will run, for parameters that are on no device yet."""
     compute: torch.dtype | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, words
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
-from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
+from fxpipe.torch_compat import CHECKS, DynamicOutputShapeException, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
 from fxpipe.trace.record.certain import outcome, passing
+from fxpipe.trace.record.constants import Constants, NotConstant
 from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
     PLAIN,
@@ -70,7 +73,8 @@ class Recorder:
     def __init__(
         self,
         fake: FakeModel,
-        real_names: Mapping[int, str],
+        real: Mapping[str, Tensor],
+        numbers: Mapping[str, Tensor],
         stand_ins: Mapping[str, Tensor],
         changes: Callable[[], Iterable[str]],
     ) -> None:
@@ -97,9 +101,12 @@ class Recorder:
         self.mode = _Mode(self)
         self.paused = False
         """Whether what runs now is not to be recorded."""
+        self._is_sized = False
+        """Whether constants have decided the sizes of what a function has returned last."""
         self.is_running = False
         """Whether a function of torch runs now, which is recorded as a whole."""
-        self._real_names, self._stand_ins = real_names, stand_ins
+        self._real_names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
+        self._stand_ins, self._numbers = stand_ins, Constants(numbers, self.tape)
         self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self.serial = 0
         self._line: str | None = None
@@ -190,15 +197,18 @@ class Recorder:
             result = self._run(function, args, kwargs)
         if self._changes_nothing(function, args, kwargs, result, touched):
             return result
-        self._record(function, args, kwargs, result, touched)
+        self._record(function, args, kwargs, result, touched, self._is_sized)
         return result
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
-        self.is_running = True
+        self.is_running, self._is_sized = True, False
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            if isinstance(error, DynamicOutputShapeException):
+                with contextlib.suppress(NotConstant):
+                    return self._sized(function, args, kwargs)
             if needs_values(error):
                 raise NeedsValues(str(refuse(_ASKS.format(name=_shown(function)), _INSIDE))) from error
             if isinstance(error, (RuntimeError, NotImplementedError)):
@@ -207,6 +217,19 @@ class Recorder:
             raise
         finally:
             self.is_running = False
+
+    def _sized(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function whose sizes constants decide; NotConstant where it is none."""
+        with outside():
+            found = self._numbers.result(function, args, kwargs, self.value_of)
+        self._is_sized = True
+        needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors((args, kwargs)))
+
+        def made(leaf: Tensor) -> Tensor:
+            is_trained = needs and leaf.is_floating_point()
+            return self.fake.made(replace(TensorLike.of(leaf), requires_grad=is_trained))
+
+        return pytree.tree_map_only(Tensor, made, found)
 
     def _stand_in(self, leaf: Any) -> Any:
         name = self._real_names.get(id(leaf))
@@ -233,10 +256,18 @@ class Recorder:
         return is_given and name_of(function) not in _SAME_TENSOR
 
     def _record(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, touched: Touched
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        touched: Touched,
+        is_sized: bool = False,
     ) -> None:
         kind, target, args, kwargs = target_of(function, args, kwargs)
-        operation = self.append(kind, target, self.as_values(args), self.as_values(kwargs), result, touched)
+        values, named = self.as_values(args), self.as_values(kwargs)
+        effects = Effects(is_rehearsed=True) if is_sized else None  # a constant may be another one later
+        operation = self.append(kind, target, values, named, result, touched, effects=effects)
         if touched.writes & {storage_of(constant) for constant in self.constants.values()}:
             self.problem(
                 "forward writes a tensor that is no buffer of the model, and all micro-batches would write the same",

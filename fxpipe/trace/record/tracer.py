@@ -119,11 +119,12 @@ class _RecordedRun:
     ) -> None:
         self._request, self._plan, self._real, self._before = request, plan, real, before
         stand_ins = {_known(fake, name, tensor): tensor for name, tensor in _named_tensors(request.module)}
-        names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
-        self._recorder = Recorder(fake, names, stand_ins, self._changes if plan.watch else tuple)
+        kept = {name: numbers for name, numbers in request.numbers.items() if real[name].is_meta}
+        numbers = {**real, **kept}
+        self._recorder = Recorder(fake, real, numbers, stand_ins, self._changes if plan.watch else tuple)
         excused = frozenset() if first is None else first.excused
         cuts, methods = frozenset(request.cuts), plan.methods
-        calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused, cuts, methods)
+        calls = Calls(self._recorder, request.module, numbers, plan.descend, plan.limit, plain, excused, cuts, methods)
         self._calls = calls
         self._regions = Regions(request, lambda leaf: isinstance(leaf, Tensor), calls.keep_region, calls.rehearses)
         self._lines = {} if first is None else first._calls.lines
