@@ -202,26 +202,28 @@ class ForwardBackward:
         """A call for micro-batches already split: ``[(args, kwargs), ...]``, each of its own shape."""
         return self._train(microbatches, split_evenly=False)
 
-    def evaluate(self, *args: Any, outputs: Literal["last", "all"] = "last", **kwargs: Any) -> Any:
+    def evaluate(self, *args: Any, outputs: Literal["last", "all", "loss"] = "last", **kwargs: Any) -> Any:
         """Forward only, in eval mode and without gradients: the model's output. A collective call of all ranks.
 
         Rows of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
         whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
         ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
-        ``loss_fn`` and ``target=`` given, the output is the loss.
+        ``loss_fn`` and ``target=`` given, the output is the loss. A tensor whose rows are no rows of the batch, as one
+        for each image, comes as a list, one for each micro-batch.
 
         Args:
             *args: a batch, as in a call.
             **kwargs: its inputs that are given by name.
-            outputs: "last": the output comes back on the ranks of the last stage, and None elsewhere; "all": on all.
+            outputs: "last": the output comes back on the ranks of the last stage, and None elsewhere; "all": on all;
+                "loss": the loss alone, a number on all ranks, of a ``Sum`` total / count.
 
         Raises:
             RunError: the replicas' outputs have different numbers.
         """
-        if outputs not in ("last", "all"):
-            raise RunError(f'outputs is {outputs!r}; it is "last" or "all"')
+        if outputs not in ("last", "all", "loss"):
+            raise RunError(f'outputs is {outputs!r}; it is "last", "all" or "loss"')
         with self._alone():
-            return self._steps.evaluate((args, kwargs), everywhere=outputs == "all")
+            return self._steps.evaluate((args, kwargs), outputs)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         with self._alone():
