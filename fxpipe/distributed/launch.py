@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fxpipe.distributed.last_words import end_with
 from fxpipe.distributed.processes import init
 from fxpipe.distributed.stores import LOOPBACK, local_store, loopback_interface
+from fxpipe.distributed.watchdog import end_with
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.kinds import is_whole, shown
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import TransportGathering, agreed, gathering_beside
-from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError
 from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.own_buffers import own_buffers
