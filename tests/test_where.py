@@ -30,7 +30,6 @@ distributed/grid: distributed/topology
 distributed/live_groups: distributed/topology
 distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline
-distributed/waits: distributed/torch_transport distributed/watchdog
 distributed/transport: distributed/strict_transport distributed/torch_transport
 formats/words: formats/svg_picture formats/html_page
 graph/gathering: run/group_inputs

@@ -48,7 +48,7 @@ class Phase(NamedTuple):
     extends: bool
 
 
-class Wait(NamedTuple):
+class Waiting(NamedTuple):
     """A wait of this process, in the transport of that ``number``. ``what``: in words, and the ranks that it waits for.
 
     ``end``: ends it with an error; called by another thread. A wait that looks up by itself does nothing there.
@@ -77,7 +77,7 @@ class Activity:
     """What one process is doing. Written by its main thread, read by its watchdog."""
 
     def __init__(self) -> None:
-        self.waiting: Wait | None = None
+        self.waiting: Waiting | None = None
         self.awaited: Callable[[], str] | None = None
         """What the next message received is, in the table's words."""
         self.last: tuple[float, object] = (time.monotonic(), "")
@@ -107,11 +107,11 @@ class Activity:
         self._place, self._number = self._place + 1, self._number + of_all
         self.calls = (*self.calls[1 - CALLS_KEPT :], Call(self._place, of_all and self._number, name))
 
-    def described(self, waits_for: str) -> tuple[str, float]:
+    def described(self) -> tuple[str, float]:
         """What it does, in words behind the rank's number, and since when."""
         waiting, inside, (since, last) = self.waiting, self.inside, self.last
-        if waiting is not None and waits_for:
-            return f"waits for {waits_for}", waiting.since
+        if waiting is not None:
+            return f"waits for {waiting.what()[0]}", waiting.since
         if inside and str(last) == inside[-1].name:
             return f"is in {last}", inside[-1].since
         if inside:

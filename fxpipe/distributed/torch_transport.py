@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.distributed.activity import Wait, are_apart, entered, here
+from fxpipe.distributed.activity import Waiting, are_apart, entered, here
 from fxpipe.distributed.collective import (
     SLICE_SECONDS,
     Collective,
@@ -28,6 +28,7 @@ from fxpipe.distributed.collective import (
     Streams,
     Threads,
     Work,
+    wait_in_slices,
 )
 from fxpipe.distributed.crash_report import ends_later, say
 from fxpipe.distributed.foreseen import Foreseen, agree, words
@@ -36,7 +37,6 @@ from fxpipe.distributed.live_groups import served_device_type
 from fxpipe.distributed.preflight import compare_facts, difference, facts_of
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
-from fxpipe.distributed.waits import OnItsWay, SeveralWorks, wait_in_slices
 from fxpipe.distributed.watchdog import EXTENSION, Watchdog, watchdog
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import check_length, decode, encode_for_all
@@ -152,7 +152,7 @@ class DistributedTransport:
             if self.is_over:
                 raise PeerLost(*found())
 
-        here.waiting = Wait(self.number, self.timeout, time.monotonic(), found, lambda: None)
+        here.waiting = Waiting(self.number, self.timeout, time.monotonic(), found, lambda: None)
         try:
             yield look_up
         finally:
@@ -241,7 +241,7 @@ class DistributedTransport:
         """What ``dist.isend`` and ``irecv`` come to, once it is known that they may be called."""
         call = link.group.send if sends else link.group.recv
         try:
-            return OnItsWay(self, call([buffer], link.place, 0), link.peer, sends)
+            return _Transfer(self, call([buffer], link.place, 0), link.peer, sends)
         except RuntimeError as error:
             raise PeerLost(f"a message with {self.watchdog.named(link.peer)}", (link.peer,), error) from None
 
@@ -329,7 +329,7 @@ class DistributedTransport:
             return OnceAwaited(partial(self.broadcast, scope, tensor, source))
         others = [rank for rank in ranks if rank != self.rank] if ranks[source] == self.rank else [ranks[source]]
         links = [_PairLink(group, peer, dist.get_group_rank(group, peer)) for peer in others]
-        return SeveralWorks([self._start(tensor, link, sends=ranks[source] == self.rank) for link in links])
+        return _SeveralWorks([self._start(tensor, link, sends=ranks[source] == self.rank) for link in links])
 
     def _together(self, what: str, scope: Scope, group: dist.ProcessGroup, call: Any, *args: Any) -> None:
         """A collective call that this rank stands still for; its failure is a PeerLost."""
@@ -427,13 +427,57 @@ class DistributedTransport:
 
     def _end(self, ending: Ending, message: str) -> None:
         """Says why the waits of this transport end, and reports it to all ranks. Once."""
-        self.watchdog.judge(self.number, ending)
         if not self._explained:
             self._explained = True
             say(message)
             self.watchdog.end(self.number, ending)
 
 
+class _Transfer:
+    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for."""
+
+    __slots__ = ("_home", "_peer", "_sends", "_work")
+
+    def __init__(self, home: DistributedTransport, work: dist.Work | None, peer: int, sends: bool) -> None:
+        self._home, self._work, self._peer, self._sends = home, work, peer, sends
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        here.waiting = Waiting(self._home.number, self._home.timeout, time.monotonic(), self._what, self._end)
+        try:
+            self._work.wait(*self._home.for_good)
+        except RuntimeError as error:
+            raise PeerLost(*self._what(), error) from None
+        finally:
+            here.waiting = self._work = None
+
+    def _what(self) -> tuple[str, Sequence[int]]:
+        name, awaited = self._home.watchdog.named(self._peer), here.awaited
+        if self._sends:
+            return f"{name} to take a message", (self._peer,)
+        return f"{awaited() if awaited is not None else 'a message'} from {name}", (self._peer,)
+
+    def _end(self) -> None:
+        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
+        work = self._work
+        if work is not None and self._home.for_good:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_AT_ONCE)
+
+
+class _SeveralWorks:
+    """Works that are waited for together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 _FEW = 32
 """Ranks that one tells something, each by a message of its own."""
 _HEAD, _NUMBERS = 512, 16

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch.distributed as dist
 
 from fxpipe.distributed import heartbeat
-from fxpipe.distributed.activity import Wait, first_difference, here
+from fxpipe.distributed.activity import Waiting, first_difference, here
 from fxpipe.distributed.crash_report import install, say, write_trail
 from fxpipe.distributed.heartbeat import PERIOD, PROGRAM, SILENT, Ending, Heard, Heartbeat, Report
 from fxpipe.distributed.topology import Topology
@@ -49,8 +49,7 @@ class Watchdog:
         self._left = False
         self._verdicts: dict[int, Ending] = {}
         self._ended: dict[int, float] = {}  # rank → when it was first seen to have ended
-        self._written: set[Ending] = set()
-        self._wait: Wait | None = None
+        self._wait: Waiting | None = None
         self._stopping = threading.Event()
         self._heartbeat = Heartbeat(default_store(), self.rank, self._size, self._report, self._peers)
         self.is_on = self._heartbeat.is_on
@@ -88,12 +87,14 @@ class Watchdog:
 
     def judge(self, number: int, ending: Ending) -> None:
         """This rank has found out why, or has itself failed."""
-        self._verdicts.setdefault(number, ending)
+        if self._verdicts.setdefault(number, ending) is ending:
+            where = "; ".join(filter(None, [here.described()[0], here.handling]))
+            write_trail(self.rank, f"{self.named(self.rank)} {where}, as this was reported: {ending.text}")
 
     def end(self, number: int, ending: Ending) -> None:
         """Reports to all ranks why a transport ends."""
+        self.judge(number, ending)
         self._heartbeat.end(number, ending)
-        self._write_trail(ending)
 
     def why(self, number: int, ranks: Sequence[int], reason: str, seconds: float = 5.0) -> Ending:
         """Why a connection with one of ``ranks`` broke, once that is known; waits for it some seconds. ``reason``: what
@@ -171,19 +172,11 @@ class Watchdog:
             holds = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # maybe the store
             self.stop(self._peers if holds else ())
 
-    def _write_trail(self, ending: Ending) -> None:
-        if ending not in self._written:
-            self._written.add(ending)
-            report = self._report()
-            where = "; ".join(filter(None, [report.where, report.handling]))
-            write_trail(self.rank, f"{self.named(self.rank)} {where}, as this was reported: {ending.text}")
-
     def _report(self) -> Report:
-        waiting, now = here.waiting, time.monotonic()
+        waiting, (where, since) = here.waiting, here.described()
         words, ranks = waiting.what() if waiting is not None else ("", ())
-        where, since = here.described(words)
         extends = waiting is None and any(phase.extends for phase in here.inside)
-        doing = self._process, where, now - since, words, tuple(ranks)
+        doing = self._process, where, time.monotonic() - since, words, tuple(ranks)
         return Report(*doing, extends, self._left, here.epoch, here.calls, here.handling)
 
     # --- the thread
@@ -195,8 +188,6 @@ class Watchdog:
                 self._left = True
                 self._heartbeat.stop(())
                 return
-            for ending in list(self._heartbeat.endings.values()):
-                self._write_trail(ending)
             waiting = here.waiting
             if waiting is not None and ctrl_c:
                 waiting.end()  # of which Python's own handler makes a KeyboardInterrupt
@@ -204,7 +195,7 @@ class Watchdog:
                 self.judge(waiting.number, found)
                 waiting.end()
 
-    def _judged(self, waiting: Wait) -> Ending | None:
+    def _judged(self, waiting: Waiting) -> Ending | None:
         now = time.monotonic()
         age = now - waiting.since
         if self._wait is not waiting:
