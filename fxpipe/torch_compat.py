@@ -452,3 +452,8 @@ def fsdp_forget(root: Any) -> None:
         for group in part._fsdp_param_groups:
             group._post_forward_indices.clear()
             group._to_sharded()
+
+
+def default_device() -> str:
+    """``torch.get_default_device()``, which takes a while: another than the CPU is a mode of torch functions."""
+    return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"

@@ -238,7 +238,8 @@ def plainly(study: Study, data: int, in_one: bool) -> dict[str, Any]:
     model = study.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
-    takes_items = Items.of(model, None, True) is not None
+    items_of = Items.of(model)
+    takes_items = items_of is not None and items_of.counts
     for step in range(2):
         optimizer.zero_grad()
         parts = study.cut if in_one else study.microbatches

@@ -20,7 +20,7 @@ from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
-from fxpipe.graph.modes import ambient_autocast
+from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import encode
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import read_for, written
@@ -121,10 +121,10 @@ class Agreement:
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
         except RunError as error:
-            return Offer(training, split_evenly, flags, (), (), error=str(error)), []
+            return Offer(training, split_evenly, flags, Ambient(), (), error=str(error)), []
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
-            return Offer(training, split_evenly, flags, (), (), error=f"{error}{hint}"), []
+            return Offer(training, split_evenly, flags, Ambient(), (), error=f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
@@ -133,8 +133,8 @@ class Agreement:
                 check_cut(given[0], self._options.batch_dim)
             counts = tuple(tuple(counts_of(values, self._options.batch_dim).items()) for values in given)
         except RunError as error:  # which the others, who may have been given something else, raise, too
-            return Offer(training, split_evenly, flags, (), (), error=str(error)), []
-        return Offer(training, split_evenly, flags, ambient_autocast(), described, counts, nothing), given
+            return Offer(training, split_evenly, flags, Ambient(), (), error=str(error)), []
+        return Offer(training, split_evenly, flags, Ambient.now(), described, counts, nothing), given
 
     def _check_parameters(self) -> None:
         """RunError where the model has others than those whose gradients and optimizers are known."""
@@ -283,7 +283,8 @@ class Agreement:
             if rank is None or graph.placement[stage.index] == rank
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
-        if ITEMS in used:
+        items = self._planner.items
+        if ITEMS in used and items is not None and items.counts:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
         used |= read_for(used, self._options.batch_dim, graph.inputs)
         return tuple(name for name in dict.fromkeys((*graph.inputs, *sorted(used))) if name in used)

@@ -21,6 +21,7 @@ from fxpipe.graph.modes import evaluating
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
+from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
@@ -231,7 +232,7 @@ class Captures:
             cuts=self.cuts,
             may_lack_cuts=self.first is not None,  # which has called them all
             training=pattern.training,
-            autocast=pattern.autocast,
+            autocast=pattern.ambient.autocast,
             varying=free,
             device=self.device,
             compute=self.balancing.compute,
@@ -324,6 +325,8 @@ class Captures:
         if self.whole:
             self.unused = unused(program) if first is None else self.unused
             program = with_unused(program, self.unused)
+        if first is not None:
+            program = program.replace(written_before=names_of_written(first))
         if self.balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
@@ -339,7 +342,7 @@ class Captures:
                 found = self.balancing.placed(program, pattern, shape)
         graph = default_passes.split(program)
         example = {} if shape is None else example_of(pattern, shape)
-        check_rows_known(graph, program, example, self.device, pattern.autocast, self.balancing.compute)
+        check_rows_known(graph, program, example, self.device, pattern.ambient.autocast, self.balancing.compute)
         return program, Captured(
             graph,
             _told(self.model, program),

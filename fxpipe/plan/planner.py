@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -106,8 +106,9 @@ class Planner:
 
     @cached_property
     def items(self) -> Items | None:
-        """How the model's labels are counted; None where it does not ask for their number."""
-        return Items.of(self.model, self.options.loss_fn, self.options.loss_weight is None)
+        """How the model's labels are counted; None where it cannot be given their number."""
+        given = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
+        return Items.of(self.model, f"{given[0]}= is given" if given else "")
 
     @property
     def flags(self) -> Flags:
@@ -161,7 +162,7 @@ class Planner:
         if same is not None:
             self.plans[key] = same
             return same
-        graphs = self._placed(captured)
+        graphs = self._placed(captured, pattern.inputs)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
         plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
         plan = dataclasses.replace(plan, captures=used)
@@ -229,7 +230,7 @@ class Planner:
                 self.places[key] = places_of_rows(self.captures, plan.captures, pattern)
         return self.places[key]
 
-    def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
+    def _placed(self, captured: Sequence[Captured], inputs: Collection[str]) -> tuple[StageGraph, ...]:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
         graphs = [one.graph for one in captured]
         if self.plans:
@@ -237,7 +238,10 @@ class Planner:
         first = graphs[0]
         graphs = _each_once(graphs, lambda graph: alike(graph, first))
         placement = place(first, self.ranks, self._wanted(first, captured[0].placement))
-        return tuple(_each_once(graphs, lambda graph: self._ready(dataclasses.replace(graph, placement=placement))))
+        read = {name for stage in first for name in stage.batch_inputs}
+        labels = self.items.note(inputs, read) if self.items is not None else ""
+        placed = partial(dataclasses.replace, placement=placement, labels=labels)
+        return tuple(_each_once(graphs, lambda graph: self._ready(placed(graph))))
 
     def _ready(self, graph: StageGraph) -> StageGraph:
         """The graph as it runs: its stages parallelised and compiled, where that is asked for."""

@@ -275,10 +275,11 @@ class Steps:
     def _bound_for(self, agreed: Agreed, runs: tuple[bool, ...]) -> Bound:
         """The calls for a plan, for whichever of its micro-batches have weight; bound where they are not."""
         pattern = agreed.pattern
-        key = id(agreed.plan), runs, pattern.training, pattern.autocast  # of what is bound, which keeps the plan
+        autocast = pattern.ambient.autocast
+        key = id(agreed.plan), runs, pattern.training, autocast  # of what is bound, which keeps the plan
         bound = self._bound.pop(key, None)
         if bound is None:
-            kind = BoundFor(agreed.plan, runs, pattern.training, pattern.autocast)
+            kind = BoundFor(agreed.plan, runs, pattern.training, autocast)
             bound = bind(kind, self._transport.pipe_rank, partial(self._executor, kind))
         self._bound[key] = bound  # the last that was used is behind all others
         if len(self._bound) > MOST_BOUND:

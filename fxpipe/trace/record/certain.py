@@ -1,12 +1,17 @@
-"""Branches that go one way whatever is drawn: ``torch.rand([]) < layerdrop``, where ``layerdrop`` is 0.
+"""Branches that go one way in every step.
 
-No input of the model reaches such a number, and of what ``torch.rand`` draws the range is known: [0, 1).
+``torch.rand([]) < layerdrop``, where ``layerdrop`` is 0: no input of the model reaches such a number, and of what
+``torch.rand`` draws the range is known: [0, 1). ``assert h.isfinite().all()``: the other way raises.
 """
 
 from __future__ import annotations
 
+import dis
 import operator
+import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,6 +49,39 @@ def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bo
     if comparison is None or not _is_drawn(drawn, tape) or type(bound) not in (int, float):
         return None
     return True if _ALWAYS[comparison](bound) else False if _NEVER[comparison](bound) else None
+
+
+def passing() -> bool | None:
+    """The truth of a tensor with which the code that asks for it goes on; None where the other one does not raise.
+
+    So for ``assert``, for ``if not valid.all(): raise ValueError`` in ``torch.distributions``, and for
+    ``assert all(h.isfinite().all() for h in hidden)``. torch's own assertions on values are no part of a program either.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("fxpipe."):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code = [one for one in dis.get_instructions(frame.f_code) if one.opname not in ("TO_BOOL", "CACHE", "NOT_TAKEN")]
+    asks = [place for place, one in enumerate(code) if one.offset >= frame.f_lasti]
+    jump = next((place for place in asks[:2] if "_IF_" in code[place].opname), None)
+    if jump is None:
+        return None
+    target = next(place for place, one in enumerate(code) if one.offset >= code[jump].argval)
+    if_true = "_IF_TRUE" in code[jump].opname
+    if _raises(code[target:]):
+        return not if_true
+    return if_true if _raises(code[jump + 1 :]) else None
+
+
+def _raises(code: Sequence[dis.Instruction]) -> bool:
+    """Whether it runs straight into a ``raise``."""
+    names = [one.opname for one in code]
+    straight = list(takewhile(lambda name: not any(word in name for word in _TURNS), names))
+    return "RAISE_VARARGS" in straight
+
+
+_TURNS = ("JUMP", "RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE")
 
 
 def _is_drawn(value: Any, tape: Sequence[Operation | Obstacle]) -> bool:

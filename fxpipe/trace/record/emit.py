@@ -278,8 +278,7 @@ def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages:
         reads=_names(touched.reads, storages),
         writes=_names(touched.writes, storages),
         shares=tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
-        unread=tuple(place for place, t in enumerate(given) if storage_of(t) not in touched.reads | shared),
-        draws_random=touched.draws_random,
+        draws_random=touched.draws_random or touched.is_stateful,
     )
 
 

@@ -23,7 +23,7 @@ from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, py
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
-from fxpipe.trace.record.certain import outcome
+from fxpipe.trace.record.certain import outcome, passing
 from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
     PLAIN,
@@ -81,8 +81,6 @@ class Recorder:
         """Those that were changed inside of calls that are kept whole."""
         self.hooked: dict[int, Tensor] = {}
         """The tensors that gradient hooks were put on."""
-        self.hooks = 0
-        """How often forward has done what may read tensors later, in backward."""
         self.differentiated: list[TapeValue] = []
         """What gradients were taken by, in forward."""
         self.tape: list[Operation | Obstacle] = []
@@ -105,6 +103,8 @@ class Recorder:
         self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self.serial = 0
         self._line: str | None = None
+        self._unmapped: NeedsValues | None = None
+        """Why ``torch.vmap`` cannot be recorded, as it was found inside of it."""
         self._random = RandomState()
         for name, tensor in stand_ins.items():
             self.name(tensor, TapeValue(NamedSource("get_attr", name, tensor)))
@@ -160,8 +160,11 @@ class Recorder:
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
         if function in CHECKS and isinstance(args[0], Tensor):
             return None  # an assertion on the values of tensors is not a part of the program
-        if function is Tensor.__bool__ and (certain := outcome(self.known(args[0]), self.tape)) is not None:
-            return certain
+        if function is Tensor.__bool__:
+            certain = outcome(self.known(args[0]), self.tape)
+            certain = passing() if certain is None else certain
+            if certain is not None:
+                return certain
         if name in _HOOKS:
             self.problem(f"forward calls {name} on a tensor, which is not recorded", _INSIDE)
         if function is BACKWARD:
@@ -175,8 +178,6 @@ class Recorder:
             self.differentiated += [self.value_of(tensor) for tensor in tensors(inputs)]
         if name.startswith("register_"):
             self.hooked[id(args[0])] = args[0]
-        if name.startswith("register_") or getter_of(function) == "grad_fn":  # which takes hooks, too
-            self.hooks += 1
         setter = setter_of(function)
         if setter == "requires_grad":
             self.call(Tensor.requires_grad_, args, kwargs)
@@ -258,6 +259,7 @@ class Recorder:
         effects: Effects | None = None,
     ) -> Operation:
         self.check_random()
+        self.touched.note(touched)  # the calls around do what is done inside of them
         self.serial += 1
         place = place or self.place()
         ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
@@ -325,12 +327,15 @@ class Recorder:
                 yield
         finally:
             self.paused = False
+        if self._unmapped is not None:
+            raise self._unmapped
 
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operator on fake tensors, and records it."""
         if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
             fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
-            raise NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
+            # not raised here: torch.vmap's C++ code lets no exception through, and would end the process
+            self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
         with self.touched.noting() as touched:
             result = self._run(operator, args, kwargs)
         if not self._changes_nothing(operator, args, kwargs, result, touched):

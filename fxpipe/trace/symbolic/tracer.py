@@ -13,6 +13,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, stage_boundary, words
+from fxpipe.graph.modes import within
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
@@ -27,6 +28,11 @@ from fxpipe.trace.user_line import current_line, definition, line_of, mentions
 def symbolic(request: Request) -> Program:
     """Captures by calling forward on proxies; TraceError for what that cannot see, with the user's line."""
     _refuse_parameters_of_loss(request)
+    with within(request.autocast):
+        return _captured(request)
+
+
+def _captured(request: Request) -> Program:
     tracer = _Tracer(request)
     try:
         with (
