@@ -84,3 +84,34 @@ def _tensors(program: Program, node: fx.Node) -> set[int]:
         module = program.attribute(str(node.target))
         found |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return found
+
+
+def as_before(program: Program, first: Program) -> Program:
+    """``program`` with its stages as those of ``first``: what that has in one stage is one, and what it has not, such
+    as an output of evaluation alone, runs with the last of what it is computed from.
+
+    The program itself where that cannot be, or where stages gather.
+    """
+    if program.stage_names == first.stage_names or program.gathered or first.gathered:
+        return program
+    owner = _owners(first)
+    nodes: dict[int, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node.name in program.stage_of:
+            nodes.setdefault(program.stage_of[node.name], []).append(node)
+    now: dict[int, int] = {}
+    for stage in sorted(nodes):  # in topological order
+        own, name = nodes[stage], program.stage_names[stage]
+        held = {owner[tensor] for node in own for tensor in _tensors(program, node) if tensor in owner}
+        makers = (program.stage_of.get(made_by(source).name) for node in own for source in node.all_input_nodes)
+        before = max((now[maker] for maker in makers if maker is not None and maker != stage), default=0)
+        if not held:
+            held = {first.stage_names.index(name) if name in first.stage_names else before}
+        if len(held) > 1 or min(held) < before:
+            return program
+        now[stage] = min(held)
+    number = {stage: place for place, stage in enumerate(sorted(set(now.values())))}
+    return program.replace(
+        stage_of={name: number[now[stage]] for name, stage in program.stage_of.items()},
+        stage_names=tuple(first.stage_names[stage] for stage in number),
+    )

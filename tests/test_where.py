@@ -37,6 +37,7 @@ graph/kept: whole/kept_whole
 graph/like: trace/operations whole/bugs_values
 graph/modes: whole/autocast trace/record
 graph/program: passes/partition trace/symbolic
+graph/root: trace/every_tracer
 graph/size_of: whole/lengths
 graph/topological: passes/partition graph/stage_graph
 parameters/dtensors: sharding/parallelize
@@ -105,6 +106,7 @@ sharding/parallelize/: sharding/parallelize
 sharding/parameter_groups: sharding/distributed_optimizer
 sharding/stepped_piece: sharding/distributed_optimizer
 trace/attributes: trace/export trace/record
+trace/contents: plan/reads
 trace/crossing: trace/every_tracer trace/symbolic
 trace/export/: trace/export trace/every_tracer
 trace/fake: trace/record trace/export

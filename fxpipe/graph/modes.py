@@ -123,8 +123,7 @@ def enter_modes(grad: bool | None, autocast: Sequence[tuple[str, bool, torch.dty
     _entered.stacks.append(stack)
     stack.enter_context(within([Autocast(*region) for region in autocast]))
     if grad is not None:
-        # gradients that are off around the call stay off: evaluation needs none
-        stack.enter_context(torch.set_grad_enabled(grad and torch.is_grad_enabled()))
+        stack.enter_context(torch.set_grad_enabled(grad))
     return stack
 
 

@@ -58,6 +58,8 @@ class Program:
     """For what sizes of its inputs' leaves it holds, where some are symbolic; None: for those of its capture alone."""
     fixed_sizes: str = ""
     """Of which sizes that were to be symbolic forward makes numbers of Python's, and on which lines, in words."""
+    sets: frozenset[tuple[int, str]] = frozenset()
+    """The attributes that forward sets before it reads them: the identity of a module's ``__dict__``, and a name."""
     copied: frozenset[str] = frozenset()
     """Nodes that every stage needing them computes for itself."""
     written: tuple[frozenset[str], ...] = ()

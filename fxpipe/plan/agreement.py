@@ -25,7 +25,8 @@ from fxpipe.graph.plain_data import encode
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import read_for, written
 from fxpipe.plan.batch import Description, bind, check_calls, describe
-from fxpipe.plan.captures import MOST
+from fxpipe.plan.capture_check import Sample
+from fxpipe.plan.captures import LATER, MOST
 from fxpipe.plan.counts import Counts, check_cut, counts_of
 from fxpipe.plan.cuts import split
 from fxpipe.plan.label_count import with_number
@@ -155,7 +156,7 @@ class Agreement:
                 "stages call as they are, and not for those that were traced through: register it before"
             )
 
-    def settle(self, offer: Offer) -> Agreed:
+    def settle(self, offer: Offer, given: list[dict[str, Any]]) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
         is_new = offer not in self._numbers
         if is_new:
@@ -176,7 +177,7 @@ class Agreement:
         rows = everyone if (key, everyone) in self._settled else None
         agreed = self._settled.pop((key, rows), None)
         if agreed is None:
-            agreed = self._decide(told, everyone, is_foreseen)
+            agreed = self._decide(told, everyone, is_foreseen, self._sample(told, given))
             rows = everyone if self._planner.is_of_shapes(agreed.pattern) else None
         self._settled[key, rows] = agreed
         self._drop()
@@ -325,11 +326,19 @@ class Agreement:
                     f"each row, or {written(path, 'None')} where it has not"
                 )
 
-    def _decide(self, told: ToldCall, everyone: tuple[int, ...], is_foreseen: bool) -> Agreed:
+    def _sample(self, told: ToldCall, given: list[dict[str, Any]]) -> Sample | str:
+        """What a new kind of batch is checked on: its own micro-batches, where this process has the whole model."""
+        if self._transport.pipe_rank is not None:
+            return LATER
+        batch_dim, items = self._options.batch_dim, self._planner.items
+        batches = split(given[0], batch_dim, told.sizes, told.counts[0]) if told.offers[0].split_evenly else given
+        return Sample(batches if items is None else items.given(batches), batch_dim, later=True)
+
+    def _decide(self, told: ToldCall, everyone: tuple[int, ...], is_foreseen: bool, sample: Sample | str) -> Agreed:
         """``is_foreseen``: whether all ranks have told each other that they have the plan, and the same."""
         pattern = told.pattern(self._planner, everyone)
         with phase("capture"), contextlib.nullcontext() if is_foreseen else self._planner.or_as_before():
-            make = partial(self._planner.plan, pattern)
+            make = partial(self._planner.plan, pattern, sample)
             plan = plan_together(self._transport, () if is_foreseen else ("pipe",), make)
         self._open(plan)
         if len(told.sizes) > 1 and not told.has_rows:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.errors import RunError
-from fxpipe.graph.modes import Ambient
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.graph.modes import Ambient, evaluating
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.kinds import shown
 from fxpipe.options import Options
@@ -62,9 +63,23 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     check_names(options.batch_dim, names)
 
 
-def with_first_plan(planner: Planner, options: Options) -> Planner:
-    """The planner, with the plan for the example, on whose numbers its stages are checked."""
-    planner.plan(first_pattern(planner, options), _sample(planner, options))
+def with_first_plan(planner: Planner, options: Options, keeps_part: bool = False) -> Planner:
+    """The planner, with the plan for the example, on whose numbers its stages are checked; and with that for evaluating
+    it, where it can be had, and where evaluation may use what training does not, or what its capture takes is little
+    and a rank that ``keeps_part`` of the model cannot check it later."""
+    sample = _sample(planner, options)
+    planner.plan(first_pattern(planner, options), sample)
+    captures = planner.captures
+    if captures is None or not (planner.leaves_unused or (keeps_part and captures.first_tracer == "symbolic")):
+        return planner
+    wrong = captures.wrong
+    with evaluating(planner.module):
+        pattern = dataclasses.replace(first_pattern(planner, options), training=False)
+        try:
+            with planner.or_as_before():
+                planner.plan(pattern, sample, at_compile=True)
+        except FxpipeError:  # raised when evaluation is asked for, perhaps with other inputs
+            captures.wrong = wrong
     return planner
 
 

@@ -116,7 +116,7 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
         return sample
     batches = sample.batches
     groups = [joined(batches[start : start + size], batch_dim) for start in range(0, len(batches), size)]
-    return Sample(groups, batch_dim)
+    return dataclasses.replace(sample, batches=groups)
 
 
 def _with_stages(one: Captured, group: Captured, stages: set[int]) -> Captured:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, TraceError
 from fxpipe.trace.contents import alike, contents
 from fxpipe.trace.patching import ASIDE, patched
 
@@ -36,6 +36,8 @@ class Reads:
         self._states: list[dict[Key, Any]] = [{}]
         self._buffers: dict[Key, Any] = {}
         """What captures of any state hold by a name, where it is a buffer's; None where there was none."""
+        self._set: frozenset[Key] = frozenset()
+        """What forward sets before it reads it, in captures of any state."""
         self._now = 0
         self._glance: _Glance | None = None
 
@@ -53,16 +55,35 @@ class Reads:
         with patched(nn.Module, "__getattribute__", note):
             yield noted
 
-    def keep(self, noted: Iterable[Key], roots: Iterable[nn.Module], live: Iterable[nn.Module]) -> None:
-        """A capture of the present state has read this of ``roots``. ``live``: submodules that stages call whole."""
+    def keep(
+        self,
+        noted: Iterable[Key],
+        roots: Iterable[nn.Module],
+        live: Iterable[nn.Module],
+        sets: frozenset[Key] = frozenset(),
+    ) -> None:
+        """A capture of the present state has read this of ``roots``. ``live``: submodules that stages call whole;
+        ``sets``: what forward sets before it reads it. TraceError for what is set in some captures and read in others.
+        """
         for root in roots:
             for path, module in root.named_modules():
                 self._modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
         follows = {id(vars(part)) for module in live for part in module.modules()}
-        wanted = [key for key in noted if key[0] in self._modules and key[0] not in follows]
+        wanted = [key for key in noted if key[0] in self._modules and key[0] not in follows and key not in sets]
+        self._set |= {key for key in sets if key[0] not in follows}
+        self._check_not_carried(wanted)
         self._states[self._now] |= {key: self._value(key) for key in wanted}
         self._buffers |= {key: self._buffer(key) for key in (*wanted, *self._saved(live))}
         self._glance = None
+
+    def _check_not_carried(self, wanted: Iterable[Key]) -> None:
+        carried = next((key for key in (*self._states[self._now], *wanted) if key in self._set), None)
+        if carried is not None:
+            raise TraceError(
+                f"forward sets {self._modules[carried[0]][0]}.{carried[1]} in one kind of batch, or mode, and reads in "
+                "another what a call before has set, which stages and micro-batches in flight do not see; keep it in a "
+                "buffer (register_buffer), and write into it in place"
+            )
 
     def _saved(self, live: Iterable[nn.Module]) -> Iterator[Key]:
         """The buffers of these that a state dict has: a stage saves the tensors that were there."""
@@ -75,10 +96,12 @@ class Reads:
     def or_as_before(self) -> Iterator[None]:
         """Where what is inside fails, nothing counts that was read in it: other ranks may not have come so far."""
         states, buffers, now = [dict(state) for state in self._states], dict(self._buffers), self._now
+        sets = self._set
         try:
             yield
         except BaseException:
             self._states, self._buffers, self._now, self._glance = states, buffers, now, None
+            self._set = sets
             raise
 
     def begin(self) -> None:

@@ -179,7 +179,7 @@ class Steps:
         offer, given = self.agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
-            agreed = self.agreement.settle(offer)
+            agreed = self.agreement.settle(offer, given)
         self._forget()
         self._check.note(agreed.plan, agreed.kind, self.number, training, given)
         return agreed, self.agreement.batches(agreed, offer, given)

@@ -33,7 +33,7 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "fxpipe"})
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Reading:
     """How to read what values of a class hold: without calling what the class defines, which may raise anything."""
 
     items: Callable[[Any], list[Any]] | None
@@ -64,32 +64,39 @@ class _Kind:
         return parts
 
 
-@functools.lru_cache(1024)
-def kind_of(cls: type) -> _Kind:
+def _reading_of(cls: type) -> _Reading:
     """How to read what values of a class hold."""
     if cls is types.MethodType:
-        return _Kind(lambda method: [method.__func__, method.__self__])
+        return _Reading(lambda method: [method.__func__, method.__self__])
     if issubclass(cls, functools.partial):
-        return _Kind(lambda partial: [partial.func, partial.args, partial.keywords])
+        return _Reading(lambda partial: [partial.func, partial.args, partial.keywords])
     if any(base.__module__ == "numpy" and hasattr(base, "tobytes") for base in cls.__mro__):
-        return _Kind(_numbers)
+        return _Reading(_numbers)
     if issubclass(cls, _CLOSED):
-        return _Kind(None)
+        return _Reading(None)
     items: Callable[[Any], list[Any]] | None = list if issubclass(cls, _CONTAINERS) else None
     if issubclass(cls, dict):
         items = _entries
-    users = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
+    users = [base for base in cls.__mro__ if not is_library(base.__module__)]
     if not users and cls not in _SETTINGS:
-        return _Kind(items)
+        return _Reading(items)
     tables = [vars(base) for base in users]
     slots = [slot for table in tables if "__slots__" in table for slot in table.values()]
     shared = {name: table for table in reversed(tables) for name in table if not name.startswith("__")}
-    return _Kind(
+    return _Reading(
         items,
         cls.__dictoffset__ != 0,
         tuple(slot for slot in slots if isinstance(slot, types.MemberDescriptorType)),
         tuple((table, name) for name, table in shared.items() if not isinstance(table[name], _DESCRIPTORS)),
     )
+
+
+reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(_reading_of)
+
+
+def is_library(module: str) -> bool:
+    """Whether a module is torch's, NumPy's, fxpipe's or of Python's own library."""
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _entries(table: dict[Any, Any]) -> list[Any]:
@@ -103,10 +110,10 @@ def _numbers(array: Any) -> list[Any]:
 
 def contents(value: Any) -> Any:
     """A value, or, where it may be changed in place, a flat tuple of all that is in it."""
-    kind = kind_of(type(value))
-    if kind.is_leaf:
+    reading = reading_of(type(value))
+    if reading.is_leaf:
         return value
-    if type(value) is tuple and all(kind_of(type(item)).is_leaf for item in value):
+    if type(value) is tuple and all(reading_of(type(item)).is_leaf for item in value):
         return value
     found: list[Any] = []
     for part in walk(value):
@@ -117,7 +124,7 @@ def contents(value: Any) -> Any:
     return tuple(found)
 
 
-class Part(NamedTuple):
+class Inner(NamedTuple):
     """A value within another. ``parts``: what it holds itself; None for what cannot be changed in place, and, as its
     number, for what was met before. ``is_entered``: whether these parts come, too."""
 
@@ -126,22 +133,22 @@ class Part(NamedTuple):
     is_entered: bool = False
 
 
-def walk(value: Any) -> Iterator[Part]:
+def walk(value: Any) -> Iterator[Inner]:
     """A value and all that is in it, the nearest first, as far as ``MOST`` and ``DEEP``."""
     level, seen, count = [value], dict[int, int](), 1
     for depth in range(DEEP + 1):
         below: list[Any] = []
         for one in level:
-            kind = kind_of(type(one))
-            if kind.is_leaf:
-                yield Part(one)
+            reading = reading_of(type(one))
+            if reading.is_leaf:
+                yield Inner(one)
             elif id(one) in seen:
-                yield Part(seen[id(one)])
+                yield Inner(seen[id(one)])
             else:
                 seen[id(one)] = len(seen)
-                parts = kind.parts(one)
+                parts = reading.parts(one)
                 is_entered = depth < DEEP and count + len(parts) <= MOST
-                yield Part(one, parts, is_entered)
+                yield Inner(one, parts, is_entered)
                 if is_entered:
                     count += len(parts)
                     below += parts
@@ -152,34 +159,34 @@ class Taken:
     """What a value held itself, to be compared and put back."""
 
     def __init__(self, value: Any) -> None:
-        self._value, self._kind = value, kind_of(type(value))
-        self._items = [] if self._kind.items is None else self._kind.items(value)
-        self._own = self._kind.attributes(value)
+        self._value, self._reading = value, reading_of(type(value))
+        self._items = [] if self._reading.items is None else self._reading.items(value)
+        self._own = self._reading.attributes(value)
 
     @property
     def has_changed(self) -> bool:
         """Not by a new attribute of an object that holds no tensor: that is found again, as
         ``functools.cached_property`` does."""
-        before, now = self._own, self._kind.attributes(self._value)
+        before, now = self._own, self._reading.attributes(self._value)
         kept = all(name in now and alike(value, now[name]) for name, value in before.items())
         new = (now[name] for name in now.keys() - before.keys())
         return self._has_other_items() or not kept or any(isinstance(p.value, Tensor) for one in new for p in walk(one))
 
     def _has_other_items(self) -> bool:
-        now = [] if self._kind.items is None else self._kind.items(self._value)
+        now = [] if self._reading.items is None else self._reading.items(self._value)
         return len(now) != len(self._items) or not all(map(alike, self._items, now))
 
     def put_back(self) -> None:
-        value, now = self._value, self._kind.attributes(self._value)
+        value, now = self._value, self._reading.attributes(self._value)
         if self._has_other_items():
             _fill(value, self._items)
-        for slot in self._kind.slots:
+        for slot in self._reading.slots:
             if slot.__name__ in self._own:
                 slot.__set__(value, self._own[slot.__name__])
             elif slot.__name__ in now:
                 slot.__delete__(value)
-        if self._kind.has_dict and (table := object.__getattribute__(value, "__dict__")) is not value:
-            names = {slot.__name__ for slot in self._kind.slots}
+        if self._reading.has_dict and (table := object.__getattribute__(value, "__dict__")) is not value:
+            names = {slot.__name__ for slot in self._reading.slots}
             table.clear()
             table.update((name, held) for name, held in self._own.items() if name not in names)
 

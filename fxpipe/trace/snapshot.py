@@ -130,11 +130,13 @@ def generator_state(value: Any) -> tuple[Any, Callable[[], Any]] | None:
         numbers = value.get_state()
         return bytes_of(numbers), lambda: value.set_state(numbers)
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
-        return None
-    bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator
-    where = bits.state
-    return pickle.dumps(where), lambda: setattr(bits, "state", where)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        where = value.get_state()
+        return pickle.dumps(where), lambda: value.set_state(where)
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bits, where = value.bit_generator, value.bit_generator.state
+        return pickle.dumps(where), lambda: setattr(bits, "state", where)
+    return None
 
 
 class RandomState:

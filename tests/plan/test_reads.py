@@ -163,6 +163,29 @@ def test_a_model_that_goes_back_and_forth_is_captured_once_for_each(capfd: pytes
     assert all(torch.equal(loss, losses[0] * (1.0, 0.25)[number % 2]) for number, loss in enumerate(losses))
 
 
+class KeepsTheMean(nn.Module):
+    """Sets in training what it reads in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.mean = nn.Linear(3, 4), nn.Linear(4, 3), torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = x.mean(0)
+        return self.b(fxpipe.stage_boundary(self.a(x - self.mean))).square().mean()
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_what_one_kind_of_batch_sets_and_another_reads_is_refused(tracer: Any) -> None:
+    x, _ = batch(0)
+    topology = fxpipe.Topology([("pipe", 2)])
+    forward_backward = fxpipe.compile(KeepsTheMean(), topology, microbatches=2, tracer=tracer, example_args=(x,))
+    assert torch.isfinite(forward_backward(x))
+    with pytest.raises(fxpipe.FxpipeError, match=r"sets KeepsTheMean\.mean in one kind .* in a buffer"):
+        forward_backward.evaluate(x)
+
+
 def test_what_is_not_read_may_change_with_every_step() -> None:
     _, model, forward_backward = compiled()
     for number in range(MOST + 1):

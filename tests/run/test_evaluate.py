@@ -320,3 +320,123 @@ def test_every_rank_is_given_the_output_with_all_that_is_in_it(two_replicas: Eng
 def described_output() -> Any:
     forward_backward = fxpipe.compile(Described(), Topology([("pipe", 2)]), microbatches=1)
     return forward_backward.evaluate(torch.arange(16.0).view(4, 4), outputs="all")
+
+
+# --- what evaluation alone does ---
+
+
+class Towers(nn.Module):
+    """A layer, a boundary, and what ``inner`` makes of it; wrapped, where the cause is a module deeper."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.inner = nn.Linear(WIDTH, WIDTH), inner
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(stage_boundary(self.a(x).tanh()))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.b, self.c, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+
+class AsksForGrad(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        h = h * 3 if torch.is_grad_enabled() else h
+        return self.c(self.b(h)).square().mean()
+
+
+class AsksWhatNeedsGrad(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.b(h)
+        return self.c(h * 3 if h.requires_grad else h).square().mean()
+
+
+class Forces(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            places = h.detach().requires_grad_()
+            energy = self.c(self.b(places).tanh()).sum()
+            forces = -torch.autograd.grad(energy, places, create_graph=self.training)[0]
+        return (forces - h).square().mean()
+
+
+class HeadOfEvaluation(Inner):
+    def forward(self, h: Tensor) -> Any:
+        loss = self.c(self.b(h)).square().mean()
+        return loss if self.training else {"loss": loss, "probabilities": self.head(h).softmax(-1)}
+
+
+class DeepSupervision(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        side = self.norm(self.head(h)).relu_().mean()
+        loss = self.c(stage_boundary(self.b(h).tanh())).square().mean()
+        return loss + side if self.training else loss
+
+
+class ReturnsBoth(Inner):
+    def forward(self, h: Tensor) -> Any:
+        side = self.head(h)
+        main = self.c(stage_boundary(self.b(h).tanh()))
+        return main.square().mean() + side.square().mean() if self.training else (main, side)
+
+
+def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tuple[Any, Any]:
+    """What two evaluations give, before a step and after it."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    inner = nn.Sequential(kind()) if depth else kind()
+    step = fxpipe.compile(Towers(inner), Topology([("pipe", ranks)]), microbatches=2, tracer=tracer, example_args=(x,))
+    first = step.evaluate(x, outputs="all")
+    optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
+    step(x)
+    optimizer.step()
+    return first, step.evaluate(x, outputs="all")
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth", "tracer", "engine"),
+    [
+        (AsksForGrad, 0, "symbolic", "distributed"),
+        (AsksForGrad, 1, "export", "strict 2"),
+        (AsksForGrad, 1, "record", "local"),
+        (AsksWhatNeedsGrad, 0, "record", "strict 2"),
+        (AsksWhatNeedsGrad, 1, "export", "local"),
+        (Forces, 0, "symbolic", "distributed"),
+        (Forces, 1, "record", "strict 2"),
+        (Forces, 1, "auto", "local"),
+        (HeadOfEvaluation, 0, "export", "distributed"),
+        (HeadOfEvaluation, 1, "record", "strict 2"),
+        (HeadOfEvaluation, 1, "symbolic", "local"),
+        (DeepSupervision, 0, "symbolic", "distributed"),
+        (DeepSupervision, 1, "export", "local"),
+        (DeepSupervision, 1, "record", "strict 2"),
+        (ReturnsBoth, 0, "record", "distributed"),
+        (ReturnsBoth, 1, "symbolic", "strict 2"),
+    ],
+)
+def test_what_evaluation_alone_does_is_plain_pytorchs(
+    kind: type[Inner], depth: int, tracer: str, engine: str, request: pytest.FixtureRequest
+) -> None:
+    ranks = 3 if kind in (DeepSupervision, ReturnsBoth) else 2
+    results = engine_of(engine, lambda: request.getfixturevalue("pool"))(
+        ranks, of_evaluation, kind, depth, tracer, ranks
+    )
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    model = Towers(nn.Sequential(kind()) if depth else kind())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for _ in range(2):
+        with torch.no_grad():
+            wanted.append(model.eval()(x))
+        model.train()
+        for part in x.tensor_split(2):
+            (model(part) / 2).backward()
+        optimizer.step()
+    for result in results:
+        torch.testing.assert_close(result, tuple(wanted))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.kept import TENSOR, KeptWhole
 from fxpipe.graph.like import TensorLike
@@ -38,7 +38,7 @@ from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, sizes_as_
 from fxpipe.trace.export.whole_operator import SizeClauses, whole
 from fxpipe.trace.fake import fake_model
 from fxpipe.trace.keeping import RegionCall, Regions
-from fxpipe.trace.patching import plain_modes, refuse
+from fxpipe.trace.patching import refuse
 from fxpipe.trace.request import Request, named
 from fxpipe.trace.user_line import line_of
 
@@ -50,7 +50,6 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What a graph computes: tensors, and Python numbers that are the values of tensors."""
 
 
-@plain_modes()
 @paused()
 def export(request: Request) -> Program:
     """Captures by running forward on fake tensors; TraceError for what a graph cannot hold, with the user's line.
@@ -72,14 +71,15 @@ def export(request: Request) -> Program:
 def _export(request: Request) -> Program:
     assert request.example is not None
     _refuse_objects(request.example)
-    guard = TracingGuard(request.module, request.loss_module)
+    guard = TracingGuard(request.module, request.loss_module, bool(request.whole))
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}
             call = ExportedCall(request, guard, fake.inputs(request.example), stand_ins)
             with fixing_lines() as lines:  # none, where nothing is symbolic
                 exported = _exported(call)
-        program = call.traced(exported).program().replace(fixed_sizes=call.fixed_sizes(exported, lines))
+        program = call.traced(exported).program().replace(sets=guard.own.taken)
+        program = program.replace(fixed_sizes=call.fixed_sizes(exported, lines))
     check_boundaries(program.graph, call.boundaries)
     return program
 
@@ -127,7 +127,7 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
             any_size = sizes_like_any() if call.stand_ins else contextlib.nullcontext()
             with any_size, sizes_as_numbers() if sizes is not None else contextlib.nullcontext():
                 exported = torch.export.export(_Root(call), given, dynamic_shapes=sizes, strict=False)
-    except TraceError:
+    except FxpipeError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error

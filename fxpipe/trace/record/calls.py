@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import no_function_modes, pytree
-from fxpipe.trace.attributes import AssignedBuffers, watching_attributes
+from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.fake import outside
 from fxpipe.trace.keeping import RegionCall
 from fxpipe.trace.patching import patched
@@ -67,7 +67,9 @@ class Calls:
         self._thread = threading.get_ident()
         self.lines: dict[str, str] = {}
         """Where forward has set an attribute last, by its name in the model."""
-        self._buffers = AssignedBuffers()
+        self._buffers, self.own = AssignedBuffers(), CallAttributes()
+        self.in_call: set[str] = set()
+        """Attributes that forward sets before it reads them."""
         stand_ins = [*module.named_parameters(), *module.named_buffers()]
         self._real_of = {id(tensor): real[name] for name, tensor in stand_ins}
         self._wholes = Wholes(recorder, module, self._paths, self._buffers, self.lines)
@@ -85,7 +87,7 @@ class Calls:
                 stack.enter_context(patched(owner, name, self._method_of(owner, name)))
             stack.enter_context(functions_watched(self._recorder, self._is_ours, self._apply))
             stack.callback(self._buffers.put_back)
-            stack.enter_context(watching_attributes(self._paths, self._note_attribute))
+            stack.enter_context(watching_attributes(self._paths, self._note_attribute, self.own))
             stack.enter_context(self._recorder.blocks.counting())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(patched(torch, "_check_tensor_all_with", _unchecked))
@@ -105,7 +107,11 @@ class Calls:
             return False
         full = f"{path}.{name}" if path else name
         self.lines[full] = current_line()
-        return self._buffers.assign(module, name, value, full)
+        if self._buffers.assign(module, name, value, full):
+            return True
+        if isinstance(value, Tensor) and self.own.take(module, name, value, self._recorder.is_constant(value)):
+            self.in_call.add(full)
+        return False
 
     # submodules
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.like import TensorLike
-from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.record.tape import Touched
 from fxpipe.trace.record.touched import TouchedMode
@@ -141,7 +140,7 @@ def _numbers(real: Tensor | None, fake: Tensor, seed: int, highest: int) -> Tens
     """The model's own numbers, in the type of what stands for them; made up where this process has none."""
     if real is None:
         return _made_up(fake, seed, highest)
-    is_elsewhere = real.is_meta or is_dtensor(real)  # on another rank, or in shards
+    is_elsewhere = real.is_meta or hasattr(real, "device_mesh")  # on another rank, or in shards
     numbers = _made_up(fake.detach(), seed, highest) if is_elsewhere else real.detach().to(fake.dtype, copy=True)
     if isinstance(fake, nn.Parameter):
         return nn.Parameter(numbers, requires_grad=fake.requires_grad)
