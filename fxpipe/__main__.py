@@ -18,7 +18,7 @@ from tabulate import tabulate
 from fxpipe.command_line import MICROBATCHES, Edges, parser
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest
-from fxpipe.kinds import MOST_ACTIONS, shown
+from fxpipe.kinds import shown
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
@@ -43,9 +43,6 @@ class _Graph(NamedTuple):
         mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
         stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
         microbatches = MICROBATCHES if args.microbatches is None else args.microbatches
-        actions = 2 * max(stages, mentioned) * microbatches
-        if max(actions, stages, mentioned, microbatches, *(args.placement or ())) > MOST_ACTIONS:
-            args.parser.error(f"a table of {actions:,} actions; this command goes up to {MOST_ACTIONS:,}")
         if args.gather_cost is not None and (args.gather is None or len(args.gather_cost) != 2):
             args.parser.error(
                 "--gather-cost is F and B of a group at the stages of --gather: --gather 4 --gather-cost 1,2"

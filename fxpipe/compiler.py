@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.metered_transport import Metered
@@ -16,7 +17,6 @@ from fxpipe.distributed.stopwatch import clock_of
 from fxpipe.distributed.sync_batch_norm import check_sync_batch_norms
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, failing_together
-from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import Hardware

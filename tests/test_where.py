@@ -14,26 +14,22 @@ ROOT = Path(__file__).parents[1]
 
 TABLE = """
 compiler: options whole/transparency
-in_words: options distributed/watch
+in_words: options distributed/watchdog
 kinds: whole/wrong_inputs options
 labels: run/labelled
 small_file: whole/wrong_inputs
 torch_compat: imports
 distributed/broadcast: sharding/reducer
-distributed/bell: distributed/watch
-distributed/last_words: distributed/watch
-distributed/others: distributed/watch
-distributed/post: distributed/watch
-distributed/preflight: distributed/watch
-distributed/process_state: distributed/watch
-distributed/whereabouts: distributed/watch
-run/settings: distributed/watch
+distributed/activity: distributed/watchdog
+distributed/crash_report: distributed/watchdog
+distributed/heartbeat: distributed/watchdog
+distributed/preflight: distributed/watchdog
+run/settings: distributed/watchdog
 distributed/connect: distributed/strict_transport distributed/torch_transport
 distributed/grid: distributed/topology
 distributed/live_groups: distributed/topology
 distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline
-distributed/waits: distributed/torch_transport distributed/watch
 distributed/transport: distributed/strict_transport distributed/torch_transport
 formats/words: formats/svg_picture formats/html_page
 graph/gathering: run/group_inputs

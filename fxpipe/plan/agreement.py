@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
-from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS

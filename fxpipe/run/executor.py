@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
-from fxpipe.distributed.whereabouts import here
 from fxpipe.graph.deferred import Deferred
 from fxpipe.graph.loss import StepLoss
 from fxpipe.graph.modes import Autocast

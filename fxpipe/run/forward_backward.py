@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Traffic
-from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.kinds import Expected, check, is_flag, is_whole, shown
@@ -283,8 +283,7 @@ class ForwardBackward:
         Raises:
             RunError: no step was recorded.
         """
-        members = self._transport.ranks("pipe")
-        with self._alone("timeline"), announced("timeline", members), self._failing.together(FxpipeError):
+        with self._alone("timeline"), announced("timeline", of_all=False), self._failing.together(FxpipeError):
             self._failing.check_open()
             return self._steps.recorder.timeline()
 
@@ -358,8 +357,8 @@ class ForwardBackward:
         if not full:
             tensors_of(self._planner.module)
             return self.module.state_dict()
-        name, members = "state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")
-        with self._alone(name), announced(name, members):
+        name = "state_dict(full=True)"
+        with self._alone(name), announced(name, of_all=self._reducer.shards):
             self._steps.compare_batches(everywhere=False)
             with self._failing.together():
                 self._steps.watch.tell("pipe")

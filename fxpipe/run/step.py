@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.distributed.activity import Alike, announced
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.loss import Sum, loss_in
 from fxpipe.graph.modes import evaluating
