@@ -76,6 +76,7 @@ SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
 TO_COPY = torch.ops.aten._to_copy.default
 """What ``.to()`` runs."""
 
+ZERO = torch.ops.aten.zero_.default
 DUAL_NUMBERS = (torch.ops.aten._make_dual.default, torch.ops.aten._unpack_dual.default)
 """Of a level of forward-mode differentiation. Export of 2.12 records them without the level; later ones refuse."""
 
@@ -83,9 +84,15 @@ plain_results: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
 
 
-def wrapper(cls: type[Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+def wrapper(
+    cls: type[Tensor],
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+) -> Any:
     """A tensor of a subclass without memory of its own, whose ``__torch_dispatch__`` does all that is done with it."""
-    return Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
+    return Tensor._make_wrapper_subclass(cls, tuple(size), strides, dtype=dtype, device=device)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
-from fxpipe.graph.program import Program, is_compute, made_by
+from fxpipe.graph.program import Program, called_in, is_compute, made_by
 from fxpipe.passes.analysis.union import Union
 
 
@@ -30,13 +32,26 @@ def follow(program: Program, first: Program) -> Program:
 
 
 def _known(first: Program, nodes: list[fx.Node]) -> dict[str, int]:
-    """Node name → stage, of those that ``first`` has too, as far as a name and an operation tell."""
-    before = {node.name: node for node in first.graph.nodes if node.name in first.stage_of}
+    """Node name → stage, of those that ``first`` has too, as far as submodules and operations tell.
+
+    Names alone tell nothing: a capture with symbolic sizes asks for them, and numbers its nodes otherwise.
+    """
+    before, now = _by_place([node for node in first.graph.nodes if node.name in first.stage_of]), _by_place(nodes)
     return {
-        node.name: first.stage_of[node.name]
-        for node in nodes
-        if node.name in before and before[node.name].target == node.target
+        node.name: first.stage_of[other.name]
+        for place, found in now.items()
+        if len(found) == len(before.get(place, ()))
+        for node, other in zip(found, before[place], strict=True)
     }
+
+
+def _by_place(nodes: Iterable[fx.Node]) -> dict[tuple[str, str], list[fx.Node]]:
+    """(submodule, operation) → the nodes, in program order."""
+    found: dict[tuple[str, str], list[fx.Node]] = {}
+    for node in nodes:
+        *_, path = ("", *called_in(node))
+        found.setdefault((path, str(node.target)), []).append(node)
+    return found
 
 
 def _owners(first: Program) -> dict[int, int]:

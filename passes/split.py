@@ -219,8 +219,11 @@ class _Builder:
         effects = self.whole.program.effects.get(call.name)
         if effects is not None and "shapes" in call.meta:
             part = self.whole.program.opaque.get(str(call.target))
-            whole = part.name if isinstance(part, KeptWhole) else ""
-            facts = (call.meta["shapes"], str(call.target), effects.is_rehearsed, whole)
+            name, shapes = "", call.meta["shapes"]
+            if isinstance(part, KeptWhole):
+                name = part.name
+                shapes = [shape if used else None for shape, used in zip(shapes, part.uses, strict=True)]
+            facts = (shapes, str(call.target), effects.is_rehearsed, name)
             self.graph.call_function(check_shapes, (self._built[call], *facts))
 
     def _change_modes(self, node: fx.Node | None) -> None:

@@ -89,7 +89,8 @@ class Agreement:
     def __init__(self, planner: Planner, transport: Transport) -> None:
         self._planner, self._transport, self._options = planner, transport, planner.options
         self._numbers: dict[Offer, int] = {}
-        self._parameters = {id(parameter): parameter for parameter in planner.module.parameters()}
+        self._parameters = list(planner.module.parameters())
+        self._types = {id(parameter): parameter.dtype for parameter in self._parameters}
         if planner.captures is not None:
             planner.captures.reads.begin()
         self._count, self._kinds = itertools.count(), itertools.count()
@@ -138,10 +139,15 @@ class Agreement:
         return Offer(training, split_evenly, flags, Ambient.now(), described, counts, nothing), given
 
     def _check_parameters(self) -> None:
-        """RunError where the model has others than those whose gradients and optimizers are known."""
-        module = self._planner.module
-        if not all(id(parameter) in self._parameters for parameter in parameters_in(modules_of(module))):
-            name = next(name for name, one in module.named_parameters() if id(one) not in self._parameters)
+        """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
+        module, types = self._planner.module, self._types
+        if not all(types.get(id(one)) == one.dtype for one in parameters_in(modules_of(module))):
+            name, found = next((name, p) for name, p in module.named_parameters() if types.get(id(p)) != p.dtype)
+            if id(found) in types:
+                raise RunError(
+                    f"the model's {name} is {found.dtype}, and was {types[id(found)]} when it was compiled; call "
+                    "model.to() before fxpipe.compile, or write compile(..., precision=fxpipe.Precision())"
+                )
             raise RunError(
                 f"the model's {name} is another parameter than when it was compiled, and its gradient would reach no "
                 "optimizer; write values into what there is, as parameter.data.copy_() does, and load_state_dict() "

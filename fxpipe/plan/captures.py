@@ -18,6 +18,7 @@ from fxpipe import passes as default_passes
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
+from fxpipe.graph.kept import kept_in
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
@@ -110,6 +111,8 @@ class Captures:
     """What is kept whole, and runs for real in every step."""
     observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late: in training or not, on what micro-batch."""
+    unpacked: frozenset[str] = frozenset()
+    """The regions of which forward unpacks what they return."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
@@ -278,6 +281,8 @@ class Captures:
         }
         self.reads.keep(noted - own, roots, _called(program), program.sets)
         (made,), (cut,) = accepted, cuts
+        calls = [call for part in cut.opaque.values() for call in kept_in(part)]
+        self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
         self.numbers = self.numbers or _small_numbers(self.model)
         return made
@@ -305,8 +310,10 @@ class Captures:
         elif self.observed and shape is not None:
             order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
             _, then, calls = self.observed[order.index(min(order))]
-            changed = sizes_between(then, shape), entries_between(then, shape)
-            found |= {key: seen.guessed(*changed) for key, seen in calls.items()}
+            sizes, entries = sizes_between(then, shape), entries_between(then, shape)
+            lengths = sizes_between(then, shape, or_same=True)
+            for key, seen in calls.items():
+                found[key] = seen.guessed(sizes, {} if key[0] in self.unpacked else lengths, entries)
         return found
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:

@@ -94,5 +94,21 @@ def pattern_of(
     inputs = {tuple(name for name, given in one if given.kind == "input") for one in shapes}
     fixed = {tuple((name, given.detail) for name, given in one if given.kind != "input") for one in shapes}
     if len(inputs) > 1 or len(fixed) > 1:
-        raise RunError("the micro-batches of one step must have the same inputs")
+        raise RunError(_different(shapes))
     return Pattern(inputs.pop(), fixed.pop(), len(shapes), with_loss, flags, training, shapes, ambient)
+
+
+def _different(shapes: Sequence[Description]) -> str:
+    """Why micro-batches cannot be of one step."""
+    kinds = [{name: given.kind for name, given in one} for one in shapes]
+    names = dict.fromkeys(name for one in kinds for name in one)
+    absent = [name for name in names if len({one.get(name, "none") == "none" for one in kinds}) > 1]
+    if not absent:
+        return "the micro-batches of one step must have the same inputs, and of plain values the same ones"
+    which = [place for place, one in enumerate(kinds) if one.get(absent[0], "none") == "none"]
+    return (
+        f"the micro-batches {which} lack {', '.join(map(repr, absent))}, which others of this step have, and those of "
+        "one step have the same inputs: order rows so that each has some, or add to such a row what counts for nothing "
+        "(an image whose words have no labels); or make two calls, one of those with it and one of those without, and "
+        "then optimizer.step()"
+    )

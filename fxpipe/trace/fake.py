@@ -100,7 +100,8 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
     try:
         for table, name, tensor in held:
             table[name] = stand_ins[id(tensor)]
-        yield fake
+        with quiet():
+            yield fake
     finally:
         for table, name, tensor in held:
             table[name] = tensor

@@ -440,3 +440,49 @@ def test_what_evaluation_alone_does_is_plain_pytorchs(
         optimizer.step()
     for result in results:
         torch.testing.assert_close(result, tuple(wanted))
+
+
+@pytest.mark.parametrize("kind", ["Sum", "dict"])
+@one_engine
+def test_the_loss_alone_is_on_every_rank(kind: str, two_replicas: Engine) -> None:
+    rows = ROWS["uneven"]
+    wanted = plain(kind, rows)
+    for got in two_replicas(4, evaluated, kind, SQUARE, rows, "loss"):
+        assert_number(got, wanted.total / wanted.count if kind == "Sum" else wanted["loss"])
+
+
+class Images(nn.Module):
+    """Rows of words with images among them: a score for each image, beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.images = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, words: Tensor, images: Tensor) -> dict[str, Any]:
+        scores = self.images(images)
+        loss = stage_boundary(self.words(words)).square().mean()
+        return {"loss": loss, "inner": {"scores": scores.repeat_interleave(2, 0)}}
+
+
+def images_evaluated() -> Any:
+    packed = {"images": fxpipe.Packed(lambda words: words[:, 0].long())}
+    words, images = image_batch()
+    step = fxpipe.compile(Images(), Topology([("pipe", 2)]), microbatches=2, batch_dim=packed)
+    return step.evaluate(words, images, outputs="all")
+
+
+def image_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randn(4, WIDTH, generator=generator)
+    words[:, 0] = torch.tensor([2, 1, 1, 1])
+    return words, torch.randn(5, WIDTH, generator=generator)
+
+
+@one_engine
+def test_rows_of_images_come_as_a_list_for_each_micro_batch(two_replicas: Engine) -> None:
+    with torch.no_grad():
+        wanted = Images()(*image_batch())["inner"]["scores"].split([6, 4])
+    for got in two_replicas(2, images_evaluated):
+        for one, other in zip(got["inner"]["scores"], wanted, strict=True):
+            torch.testing.assert_close(one, other)

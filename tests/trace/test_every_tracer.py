@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -125,3 +127,32 @@ def test_what_a_capture_leaves_in_a_cache_of_the_users_is_not_met_later(tracer: 
         wanted = sum(plain(part).detach() / 2 for part in given[:rows].chunk(2))
         assert_same(compiled(given[:rows]), wanted, f"{rows} rows")
         assert type(table(rows // 2)) is Tensor
+
+
+class Tries(nn.Module):
+    """Asks torch for what fails, as code does that finds out whether shapes go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.below(x))
+        try:
+            h = h @ h.new_zeros(7, 7)
+        except RuntimeError:
+            h = h.relu()
+        return self.above(h).mean()
+
+
+@pytest.mark.parametrize("how", [*sorted(NEED_SHAPES), "preview"])
+def test_what_torch_logs_of_fake_tensors_does_not_reach_the_user(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
+    options: dict[str, Any] = {"boundaries": "auto", "example_args": (torch.randn(8, 4),)}
+    with contextlib.suppress(TraceError):  # record does not follow it
+        if how == "preview":
+            fxpipe.preview(Tries(), fxpipe.Topology([("pipe", 2)]), **options)
+        else:
+            fxpipe.compile(Tries(), fxpipe.Topology([("pipe", 2)]), tracer=how, **options)
+    assert logged == []

@@ -261,7 +261,7 @@ torch.inference_mode()(fb())(X, Y)
 fb().evaluate(X)
     RunError: missing inputs: y
 fb().evaluate(X, Y, outputs="first")
-    RunError: outputs is 'first'; it is "last" or "all"
+    RunError: outputs is 'first'; it is "last", "all" or "loss"
 fb().step_microbatches(None)
     RunError: microbatches is None; it is a list of (args, kwargs)
 fb().step_microbatches(X)

@@ -40,7 +40,7 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
 from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
-from fxpipe.trace.export.whole_operator import clauses_of, guards_of
+from fxpipe.trace.export.whole_operator import clauses_of, guards_of, sizes_in
 from fxpipe.trace.keeping import RegionCall
 from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, patched
 from fxpipe.trace.snapshot import storage_of
@@ -163,7 +163,10 @@ class _Conversion:
         ends = accumulate((len(one) for one in traced.stand_ins.values()), initial=self._inputs)
         places = dict(zip(traced.stand_ins, starmap(range, pairwise(ends)), strict=True))
         called = [(call.region.name, places[call.key]) for call in traced.calls]
-        guards = guards_of(self._clauses, called)
+        uses = [zip(places[call.key], call.kept.uses, strict=True) for call in traced.calls]
+        unused = {place for each in uses for place, used in each if not used}
+        used = [clause for clause in self._clauses if unused.isdisjoint(place for place, _ in sizes_in(clause))]
+        guards = guards_of(used, called)
         self._guards = {call.key: guard for call, guard in zip(traced.calls, guards, strict=True)}
 
     def program(self) -> Program:

@@ -27,7 +27,7 @@ from fxpipe.torch_compat import (
 from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, no_checkpoints, patched, refuse, refuse_changes
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
-from fxpipe.trace.user_line import definition, is_torchs
+from fxpipe.trace.user_line import definition, is_librarys, is_torchs
 
 _ASKED = "_cache_asked"
 """Where a region of autocast is told whether its caller wants a weight to be cast once in it."""
@@ -250,10 +250,10 @@ def _guarded_inference_mode() -> Callable[[Any], None]:
 
 
 def _refused_to_users(original: Callable[..., Any], refusal: Callable[[], TraceError]) -> Callable[..., Any]:
-    """The function as it is for torch's own calls, and an error for the user's."""
+    """The function for torch's own calls, be it through a mode of fxpipe's, and an error for the user's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_torchs(sys._getframe(1).f_code.co_filename):
+        if not is_librarys(sys._getframe(1).f_code.co_filename):
             raise refusal()
         return original(*args, **kwargs)
 

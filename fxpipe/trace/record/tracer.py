@@ -21,7 +21,7 @@ from fxpipe.graph.program import Program
 from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
-from fxpipe.trace.fake import FakeModel, fake_model, quiet
+from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.keeping import Regions
 from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
@@ -140,7 +140,7 @@ class _RecordedRun:
                 if isinstance(leaf, Tensor):
                     recorder.name(leaf, TapeValue(source, path))
         try:
-            with quiet(), recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
+            with recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
                 cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
                 with recording(recorder.record_boundary), self._regions.kept(), cuts:
                     output = request.wanted(request.call(values))
