@@ -118,7 +118,8 @@ def lower(
     sent = _sends(rows, edges, placement, backward, sizes)
     if shared := alike(edges, placement, values):
         sent = _once(sent, shared, rows, edges, sizes)
-    sent = [[[one for one in group if (one.edge, one.microbatch) not in absent] for group in row] for row in sent]
+    if absent:
+        sent = [[[one for one in group if (one.edge, one.microbatch) not in absent] for group in row] for row in sent]
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
     used_at = _uses(sent_at, rows, edges, sizes)
     arriving: list[list[Message]] = [[] for _ in rows]
