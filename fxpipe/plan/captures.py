@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
+from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
@@ -28,7 +29,6 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
-from fxpipe.plan.collectives import collectives_refused
 from fxpipe.plan.methods import unused, with_unused
 from fxpipe.plan.observed import SeenCalls, check_called, declared, observe
 from fxpipe.plan.outside import watch
