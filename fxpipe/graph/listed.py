@@ -20,7 +20,7 @@ from fxpipe.torch_compat import pytree
 
 
 @dataclass
-class Listing:
+class ListOfTensors:
     """What a capture knows of one list. ``kind``: list or tuple. ``dims``: of each of its tensors. ``opened``: whether
     forward looks at entries."""
 
@@ -74,7 +74,7 @@ def joined(entries: Sequence[TensorLike]) -> TensorLike:
     return replace(first, shape=shape, stride=stride, requires_grad=any(entry.requires_grad for entry in entries))
 
 
-class _Entry:
+class _Member:
     """What is in a ``Listed`` for C code, which iterates over no list: a function of torch is given the tensors."""
 
     @classmethod
@@ -86,14 +86,14 @@ class _Entry:
 class Listed:
     """The list, or tuple, that code behind a region is given while it is captured."""
 
-    listing: Listing
+    listing: ListOfTensors
     whole: Any
     entries: Any
 
     @classmethod
-    def of(cls, listing: Listing, whole: Any, entries: Sequence[Any]) -> Any:
+    def of(cls, listing: ListOfTensors, whole: Any, entries: Sequence[Any]) -> Any:
         """``whole``: stands for all entries in one tensor, as long as forward changes none."""
-        made = cls([_Entry() for _ in entries])  # type: ignore[call-arg]
+        made = cls([_Member() for _ in entries])  # type: ignore[call-arg]
         made.listing, made.whole, made.entries = listing, whole, listing.kind(entries)
         return made
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.graph.listed import Listing
+from fxpipe.graph.listed import ListOfTensors
 
 ENTRIES = [torch.full((rows, 2), float(rows)) for rows in (1, 2, 3)]
 
@@ -41,7 +41,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("how", USES)
 def test_it_is_concatenated_as_the_list_would_be(how: str) -> None:
-    listing = Listing(list, len(ENTRIES), 2, str)
+    listing = ListOfTensors(list, len(ENTRIES), 2, str)
     listed = listing.stands_for([torch.cat(ENTRIES), *ENTRIES])
     assert torch.equal(torch.cat(USES[how](listed)), torch.cat(USES[how](list(ENTRIES))))
     assert listing.opened == (how != "not at all")
