@@ -53,8 +53,8 @@ class Structure:
 
     @staticmethod
     def described(value: Any, line: Callable[[], str] = str) -> Structure:
-        """Of a value with a ``TensorLike`` for each tensor, and with a ``ListOfTensors`` for each list of those that can
-        be concatenated: what it makes in one, and its entries, are among ``tensors``. ``line``: see there."""
+        """Of a value with a ``TensorLike`` for each tensor, and with a ``ListOfTensors`` for each list of those that
+        can be concatenated: what it makes in one, and its entries, are among ``tensors``. ``line``: see there."""
         made = Structure(None)
         parts, made.spec = pytree.tree_flatten(value, is_leaf=can_be_joined)
         leaves: list[Any] = []
