@@ -73,13 +73,11 @@ plan/together: whole/refusals whole/gathered_options
 plan/told: whole/refusals plan/signatures
 plan/varying: whole/lengths plan/signatures
 run/actions: run/bind run/executor run/notes
-run/written_parameters: run/recompute
 run/failing: whole/refusals whole/bugs_refusals
 run/forward_backward: whole/transparency
 run/halves: run/bind run/notes
 run/group_actions: run/bind run/group_inputs
 run/item_numbers: whole/whole_batch
-run/random_state: whole/save_load
 run/run_state: whole/save_load run/loading
 run/optimizer_fit: run/loading
 run/save_job: run/saving

@@ -22,12 +22,13 @@ from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.packed import BatchDim, counted, rule_at
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.closeness import differences, gap, in_double, is_close, largest, unit
-from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
+from fxpipe.plan.replay import Rounded, gpus_of, same_draws, without_reentrant_checkpoints
 from fxpipe.torch_compat import FakeTensor, pytree
 from fxpipe.trace import Request
 from fxpipe.trace.keeping import watching
 from fxpipe.trace.patching import LEFT_BEHIND
 from fxpipe.trace.regions import Region
+from fxpipe.trace.snapshot import State
 
 MOST_PARAMETERS = 2**28
 """Elements of parameters beyond which nothing is checked: numbers of six times their size are held meanwhile."""
@@ -167,7 +168,7 @@ def _positions(given: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def as_in_a_step(request: Request, devices: Sequence[int] | None) -> Iterator[None]:
+def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> Iterator[None]:
     """As around a training step, or an evaluation; what torch compiles runs as it is written, and what is checkpointed
     so that no gradient can be asked for runs once. ``devices``: where all draw the same random numbers; None: as they
     come."""
@@ -246,14 +247,13 @@ class _Trial:
         return [self.request.module] if loss is None else [self.request.module, loss]
 
     @cached_property
-    def _devices(self) -> list[int]:
-        tensors = [tensor for module in self._modules for tensor in all_tensors(module).values()]
-        return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    def _devices(self) -> list[torch.device]:
+        return gpus_of(self._modules)
 
     @cached_property
     def _state(self) -> State:
         """From which every run begins."""
-        return State(self._modules, self._devices)
+        return State.of(self._modules, self._devices)
 
     @cached_property
     def _trainable(self) -> dict[str, nn.Parameter]:

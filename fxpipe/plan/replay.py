@@ -11,9 +11,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree
 from fxpipe.trace.patching import patched
-from fxpipe.trace.snapshot import RandomState, Snapshot
 
 MOST_DRAWS = 100_000
 """A loop that draws until something comes up would never end on numbers that are always the same."""
@@ -21,27 +22,10 @@ _SEED = 2**31 - 1
 _ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class State:
-    """All that running a module may change and that can be put back: see ``Snapshot``; the numbers in its tensors, and
-    the global generators."""
-
-    def __init__(self, modules: Sequence[nn.Module], devices: Sequence[int]) -> None:
-        self._snapshots = [Snapshot(module) for module in modules]
-        tensors = {id(tensor): tensor for snapshot in self._snapshots for tensor in snapshot.tensors()}
-        plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_quantized]
-        self._numbers = [(tensor, tensor.detach().clone()) for tensor in plain]
-        self._random = RandomState()
-        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def restore(self) -> None:
-        for snapshot in self._snapshots:
-            snapshot.restore()
-        for tensor, numbers in self._numbers:
-            if not torch.equal(tensor.detach(), numbers):
-                tensor.data.copy_(numbers)  # which backward graphs that wait for it take no notice of
-        self._random.restore()
-        for device, state in self._cuda:
-            torch.cuda.set_rng_state(state, device)
+def gpus_of(modules: Sequence[nn.Module]) -> list[torch.device]:
+    """Those that hold tensors of modules."""
+    tensors = [tensor for module in modules for tensor in all_tensors(module).values()]
+    return sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
 
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -99,7 +83,7 @@ def checkpoints_noted(note: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_draws(devices: Sequence[int]) -> Iterator[None]:
+def same_draws(devices: Sequence[torch.device]) -> Iterator[None]:
     """Every operator that draws begins from one seed, and Python's and NumPy's generators anew in each module's call.
 
     So numbers depend on what is drawn and not on what was drawn before: stages draw in another order than the model.
@@ -123,9 +107,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, devices: Sequence[int]) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators = [torch.default_generator, *(torch.cuda.default_generators[device] for device in devices)]
+        self._generators = [
+            torch.default_generator,
+            *(torch.cuda.default_generators[device.index] for device in devices),
+        ]
         self._seen = 0
 
     def count(self) -> None:
