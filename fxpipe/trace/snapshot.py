@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ from fxpipe.trace.contents import Taken, alike, contents, walk
 
 _MISSING = object()
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
-Key = TypeVar("Key", int, str)
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Snapshot:
