@@ -74,9 +74,8 @@ def _reading_of(cls: type) -> _Reading:
         return _Reading(_numbers)
     if issubclass(cls, _CLOSED):
         return _Reading(None)
-    items: Callable[[Any], list[Any]] | None = list if issubclass(cls, _CONTAINERS) else None
-    if issubclass(cls, dict):
-        items = _entries
+    container = next((base for base in _CONTAINERS if issubclass(cls, base)), None)
+    items = None if container is None else _entries if container is dict else _iterated(container)
     users = [base for base in cls.__mro__ if not is_library(base.__module__)]
     if not users and cls not in _SETTINGS:
         return _Reading(items)
@@ -97,6 +96,10 @@ reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(_reading_of)
 def is_library(module: str) -> bool:
     """Whether a module is torch's, NumPy's, fxpipe's or of Python's own library."""
     return module.partition(".")[0] in _LIBRARIES
+
+
+def _iterated(container: Any) -> Callable[[Any], list[Any]]:
+    return lambda value: [*container.__iter__(value)]  # list(value) would ask for the class's own __len__
 
 
 def _entries(table: dict[Any, Any]) -> list[Any]:
