@@ -101,8 +101,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place."""
-    return tensor._version
+    """How often it was written in place, where that is counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
