@@ -29,7 +29,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _CLOSED = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, torch.Generator)
 _SETTINGS = (types.SimpleNamespace, argparse.Namespace)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "fxpipe"})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe"})
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(_reading_of)
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is torch's, NumPy's, fxpipe's or of Python's own library."""
+    """Whether a module is torch's, SymPy's, NumPy's, fxpipe's or of Python's own library."""
     return module.partition(".")[0] in _LIBRARIES
 
 

@@ -114,7 +114,7 @@ _CACHE = type(functools.lru_cache(int))
 def _empty_caches() -> None:
     """Empties each ``functools.lru_cache`` of the user in which forward has left a tensor without numbers."""
     for cache in [one for one in gc.get_objects() if type(one) is _CACHE]:
-        if not is_library(getattr(cache, "__module__", "")):
+        if cache.cache_info().currsize and not is_library(getattr(cache, "__module__", "")):
             inside = (part.value for held in gc.get_referents(cache) for part in walk(held))
             if any(isinstance(value, FakeTensor) for value in inside):
                 cache.cache_clear()
