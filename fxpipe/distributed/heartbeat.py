@@ -158,9 +158,9 @@ class Heartbeat:
     def _exchange(self) -> None:
         while self._unsent:
             number, ending = self._unsent.popitem()
-            self._store.compare_set(_ending(number), "", encode(ending))  # type: ignore[arg-type]  # bytes
+            self._store.compare_set(_ending(number), "", encode(ending))
         self._beat += 1
-        self._store.set(_place(self._rank), encode(self._report()._replace(beat=self._beat)))  # type: ignore[arg-type]
+        self._store.set(_place(self._rank), encode(self._report()._replace(beat=self._beat)))
         self._hear(self.wanted)  # before their endings: a rank reports one, and is gone then
         for number in list(self.transports):
             if number not in self.endings and self._store.check([_ending(number)]):
