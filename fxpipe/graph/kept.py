@@ -184,7 +184,8 @@ class KeptWhole(nn.Module):
                 f"{self.name}, which is opaque, returned {Structure(returned)}, but {self._returned} when the model "
                 "was captured, and what comes behind it holds for that alone: return the same containers each time, "
                 "and a tensor in place of a number, a word or None that is not always the same; code behind it holds "
-                f"for a list of any length where it concatenates it, torch.cat(list){self._opened_at}"
+                f"for a list of any length where it concatenates it, torch.cat(list); a list with an entry for "
+                f'each of an input\'s is captured for each number of them by tracer="export"{self._opened_at}'
             )
         for tensor, seen in zip(found, self._returned.tensors, strict=True):
             if tensor is not None:
