@@ -6,10 +6,9 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import compress, repeat
-from operator import is_
 from typing import Any
 
 import torch
@@ -114,13 +113,16 @@ _CACHE = type(functools.lru_cache(int))
 
 
 def _empty_caches() -> None:
-    """Empties each ``functools.lru_cache`` of the user in which forward has left a tensor without numbers."""
-    objects = gc.get_objects()  # hundreds of thousands: looked through without a line of Python for each
-    for cache in list(compress(objects, map(is_, map(type, objects), repeat(_CACHE)))):
-        if cache.cache_info().currsize and not is_library(getattr(cache, "__module__", "")):
-            inside = (part.value for held in gc.get_referents(cache) for part in walk(held))
-            if any(isinstance(value, FakeTensor) for value in inside):
-                cache.cache_clear()
+    """Empties each ``functools.lru_cache`` of a user's module, or class in it, where forward left a fake tensor."""
+    modules = [module for name, module in [*sys.modules.items()] if not is_library(name)]
+    tables = {id(module): vars(module) for module in modules if hasattr(module, "__dict__")}
+    for table in [*tables.values()]:
+        tables |= {id(value): vars(value) for value in [*table.values()] if isinstance(value, type)}
+    for value in [value for table in tables.values() for value in [*table.values()] if type(value) is _CACHE]:
+        if value.cache_info().currsize:
+            inside = (part.value for held in gc.get_referents(value) for part in walk(held))
+            if any(isinstance(each, FakeTensor) for each in inside):
+                value.cache_clear()
 
 
 def _stand_in(fake: FakeModel, tensor: Tensor) -> Tensor:
