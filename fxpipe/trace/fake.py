@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,8 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
 
 
 _CACHE = type(functools.lru_cache(int))
+_SEEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Caches that were looked into, and how often each had called its function by then."""
 
 
 def _empty_caches() -> None:
@@ -118,11 +121,13 @@ def _empty_caches() -> None:
     tables = {id(module): vars(module) for module in modules if hasattr(module, "__dict__")}
     for table in [*tables.values()]:
         tables |= {id(value): vars(value) for value in [*table.values()] if isinstance(value, type)}
-    for value in [value for table in tables.values() for value in [*table.values()] if type(value) is _CACHE]:
-        if value.cache_info().currsize:
-            inside = (part.value for held in gc.get_referents(value) for part in walk(held))
-            if any(isinstance(each, FakeTensor) for each in inside):
-                value.cache_clear()
+    for cache in [value for table in tables.values() for value in [*table.values()] if type(value) is _CACHE]:
+        calls = cache.cache_info().misses
+        if _SEEN.get(cache, 0) != calls:
+            inside = (part.value for held in gc.get_referents(cache) for part in walk(held))
+            if any(isinstance(value, FakeTensor) for value in inside):
+                cache.cache_clear()
+            _SEEN[cache] = cache.cache_info().misses
 
 
 def _stand_in(fake: FakeModel, tensor: Tensor) -> Tensor:
