@@ -165,7 +165,7 @@ ASSERTIONS = {
 CHECKS = (torch._assert, torch._assert_async)
 """The same as users write it."""
 
-FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 AUTOCAST_CACHE = "_cache_enabled"
 """The attribute of a ``torch.autocast`` that says whether a weight is cast once in it."""
 

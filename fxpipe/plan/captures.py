@@ -369,7 +369,7 @@ class Captures:
             program = program if first is None else default_passes.as_before(program, first)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
-        graph = default_passes.split(program)
+        graph = default_passes.split(program if first is None else default_passes.read_where_held(program, first))
         example = {} if shape is None else example_of(shape)
         check_rows_known(graph, program, example, self.device, pattern.ambient.autocast, self.balancing.compute)
         return program, Captured(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.torch_compat import (
-    FAKE_TENSOR_LOG,
+    CAPTURE_LOGS,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -169,12 +169,15 @@ def needs_values(error: BaseException) -> bool:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without what torch logs where an operation fails on fake tensors: whoever makes them decides what follows."""
-    log = logging.getLogger(FAKE_TENSOR_LOG)
-    before, log.disabled = log.disabled, True
+    logs = [logging.getLogger(name) for name in CAPTURE_LOGS]
+    before = [log.disabled for log in logs]
     try:
+        for log in logs:
+            log.disabled = True
         yield
     finally:
-        log.disabled = before
+        for log, disabled in zip(logs, before, strict=True):
+            log.disabled = disabled
 
 
 _WITHOUT_NUMBERS = (
