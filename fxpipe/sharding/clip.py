@@ -13,7 +13,7 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
-from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.flat_bucket import HeldGradient, Piece
 
 
 def clip_grad_norm_(
@@ -71,7 +71,8 @@ def gradient_of(piece: Piece) -> Tensor | None:
     gradient = piece.gradient() if piece.parameter.grad is not None else None
     if gradient is None:
         return None
-    return (gradient if piece.is_whole else local(gradient)).detach()
+    gradient = gradient if piece.is_whole else local(gradient)
+    return (gradient.as_subclass(Tensor) if isinstance(gradient, HeldGradient) else gradient).detach()
 
 
 def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:

@@ -106,16 +106,19 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
 def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool:
     """Whether the step of one tensor depends on another's gradient, as by LAMB's norm over all: found by stepping two.
 
-    What cannot step matrices by given gradients says so itself where it is stepped. The random state is left alone.
+    The second gradient has another direction than the first: LAMB makes an update as long as the tensor itself, so a
+    clipped gradient shows only in how the moments mix. What cannot step matrices by given gradients says so itself
+    where it is stepped. The random state is left alone.
     """
 
     def stepped(other: float) -> Tensor:
         tensors = torch.ones(2, 2, 2).unbind()
         optimizer = make([{**options, "params": list(tensors)}])
         torch.manual_seed(0)
-        for gradient in (1.0, other):
-            for tensor, value in zip(tensors, (1.0, gradient), strict=True):
-                tensor.grad = torch.full_like(tensor, value)
+        rising = torch.arange(1.0, 5.0).view(2, 2)
+        for gradient, factor in ((rising, 1.0), (rising.flip(0, 1), other)):
+            for tensor, value in zip(tensors, (1.0, factor), strict=True):
+                tensor.grad = gradient * value
             optimizer.step()
         return tensors[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -118,10 +119,11 @@ _SEEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 def _empty_caches() -> None:
     """Empties each ``functools.lru_cache`` of a user's module, or class in it, where forward left a fake tensor."""
     modules = [module for name, module in [*sys.modules.items()] if not is_library(name)]
-    tables = {id(module): vars(module) for module in modules if hasattr(module, "__dict__")}
+    tables: dict[int, Mapping[str, Any]] = {id(one): vars(one) for one in modules if hasattr(one, "__dict__")}
     for table in [*tables.values()]:
         tables |= {id(value): vars(value) for value in [*table.values()] if isinstance(value, type)}
-    for cache in [value for table in tables.values() for value in [*table.values()] if type(value) is _CACHE]:
+    values = itertools.chain.from_iterable([*table.values()] for table in tables.values())
+    for cache in filter(_CACHE.__instancecheck__, values):
         calls = cache.cache_info().misses
         if _SEEN.get(cache, 0) != calls:
             inside = (part.value for held in gc.get_referents(cache) for part in walk(held))

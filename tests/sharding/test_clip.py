@@ -197,12 +197,35 @@ LISTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class ClipsByItself(torch.optim.SGD):
-    """As timm's Lamb does, by the norm over all that it is given."""
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al., 2020, algorithm 2) as timm has it: by the norm over all gradients that it is given."""
 
-    def step(self, closure: Any = None) -> None:
-        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.param_groups[0]["momentum"])
-        super().step()
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        gradients = [parameter.grad for parameter in group["params"]]
+        clip = torch.stack([torch.linalg.vector_norm(one) for one in gradients]).norm().clamp(min=1.0)
+        for parameter, gradient in zip(group["params"], gradients, strict=True):
+            state = self.state[parameter]
+            mean = state.setdefault("mean", torch.zeros_like(parameter)).lerp_(gradient / clip, 0.1)
+            square = state.setdefault("square", torch.zeros_like(parameter)).lerp_((gradient / clip) ** 2, 1e-3)
+            update = mean / (square.sqrt() + 1e-6)
+            parameter.sub_(group["lr"] * parameter.norm() / update.norm() * update)
+
+
+def sam(model: nn.Module, one: fxpipe.ForwardBackward) -> Tensor:
+    """The radius of SAM (Foret et al., 2021, equation 2) as its published code takes it."""
+    return torch.norm(torch.stack([(1.0 * parameter.grad).norm(p=2).to("cpu") for parameter in one.parameters()]), p=2)
+
+
+JOINT: dict[str, Callable[[Any, Any], Any]] = {
+    "sam": sam,
+    "logged": lambda model, one: sum(parameter.grad.data.norm(2) ** 2 for parameter in one.parameters()),
+    "lamb": lambda model, one: Lamb(one.parameters()).step(),
+}
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -223,10 +246,15 @@ def test_torchs_own_is_refused_where_a_rank_has_a_part_of_the_model(data: int, f
         for listed in LISTS.values():
             with pytest.raises(fxpipe.RunError, match=r"clip_grad_norm_\(max_norm\)"):
                 nn.utils.clip_grad_norm_(listed(model, forward_backward), 1.0, foreach=foreach)
-        with pytest.raises(fxpipe.RunError, match="ClipsByItself steps a parameter by the gradients of others"):
-            forward_backward.optimizer(ClipsByItself, momentum=0.5)
+        for use in JOINT.values():
+            with pytest.raises(fxpipe.RunError, match=r"clip_grad_norm_\(max_norm\)"):
+                use(model, forward_backward)
+        with pytest.raises(fxpipe.RunError, match="Lamb steps a parameter by the gradients of others"):
+            forward_backward.optimizer(Lamb)
         held = [parameter.grad for parameter in forward_backward.parameters()]
         assert all(type(copy.deepcopy(one) + one.norm()) is Tensor for one in held)  # and to others it is a tensor
+        first = next(forward_backward.parameters())
+        nn.utils.clip_grad_norm_(first, 10.0)  # of one that lies here
         return forward_backward.clip_grad_norm_(1.0)
 
     whole = nn.utils.clip_grad_norm_(gradients(1)[1].parameters(), 1.0)  # one process has all of it
