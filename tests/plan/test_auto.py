@@ -68,7 +68,7 @@ def steps(
     return losses, gradients, output["image"], stages.placement, stages.names
 
 
-@pytest.mark.parametrize(("engine", "tracer"), every(5, list(product(["local", "strict 1", "distributed"], TRACERS))))
+@pytest.mark.parametrize(("engine", "tracer"), every(8, list(product(["local", "strict 1", "distributed"], TRACERS))))
 def test_it_trains_and_evaluates_as_plain_pytorch(engine: str, tracer: str, request: pytest.FixtureRequest) -> None:
     count = 4 if ALL or engine == "local" else 2  # each searches for itself
     ranks = engine_of(engine, lambda: request.getfixturevalue("pool"))(count, steps, tracer, count)

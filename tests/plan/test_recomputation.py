@@ -138,7 +138,7 @@ def test_only_ranks_that_are_too_full_are_recomputed(count: int) -> None:
     assert again(plan.schedule) == list(range(count))
 
 
-@pytest.mark.parametrize("part", every(2, [0.35, 0.5, 0.8]))
+@pytest.mark.parametrize("part", every(3, [0.35, 0.5, 0.8]))
 def test_auto_is_no_slower_than_any_choice_that_fits(part: float) -> None:
     """Of 2 ranks with 2 stages each, against all 16 choices."""
     options: dict[str, Any] = {

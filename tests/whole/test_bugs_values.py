@@ -162,8 +162,7 @@ def not_accepting() -> NotAccepting:
     return NotAccepting()
 
 
-@pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+@pytest.mark.parametrize(("data", "tracer"), [(1, "symbolic"), (2, "record")])
 @pytest.mark.parametrize("build", [not_accepting, lambda: Around(not_accepting())], ids=["model", "in another"])
 def test_a_given_number_of_items_is_dealt_out_where_the_model_says_it_accepts_none(
     build: Callable[[], nn.Module], tracer: str, data: int

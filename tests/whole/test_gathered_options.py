@@ -16,6 +16,7 @@ from fxpipe import RunError, Topology, stage_boundary
 from tests.harness import engine_of, gradients_of, local, replica_of, strict
 from tests.pool import Pool
 from tests.strict_transport import StrictTransport
+from tests.thinned import every
 from tests.whole.gathered import Contrastive, LocalLoss, OverReplicas, batch, by_hand, cut, model, store_all
 from tests.whole.test_gathered import assert_alike, on_the_whole_batch
 
@@ -191,7 +192,7 @@ def evaluated(kind: type[nn.Module], topology: Topology, rows: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "topology", "rows"), [(Logits, PIPE_4, (11,)), (LogitsOverReplicas, TWO_BY_TWO, (8, 11))]
+    ("kind", "topology", "rows"), every(2, [(LogitsOverReplicas, TWO_BY_TWO, (8, 11)), (Logits, PIPE_4, (11,))])
 )
 def test_evaluate_returns_what_the_model_does_on_all_rows(
     kind: type[nn.Module], topology: Topology, rows: tuple[int, ...]

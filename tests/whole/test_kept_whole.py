@@ -16,6 +16,7 @@ import fxpipe
 from fxpipe import FxpipeError, PartitionError, RunError, Topology, TraceError
 from tests.harness import Run, accumulate, assert_run, assert_same, compiled, engine_of, reference, strict, trained
 from tests.models import WIDTH, Case, linear, vectors
+from tests.thinned import in_turn
 
 
 class Selects(nn.Module):
@@ -931,8 +932,7 @@ SOMETIMES: Any = {"region": "whole", "before": "after", "behind": "before", "hea
 NOTHING, SEEN = ({"x": torch.full((4, WIDTH), number), "y": torch.ones(4, WIDTH)} for number in (-1.0, 1.0))
 
 
-@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
-@pytest.mark.parametrize("engine", ["local", "strict 1"])
+@pytest.mark.parametrize(("tracer", "engine"), in_turn(["symbolic", "export", "record"], ["local", "strict 1"]))
 @pytest.mark.parametrize("order", [(NOTHING, SEEN), (SEEN, NOTHING)], ids=["nothing first", "images first"])
 def test_what_a_region_returns_needs_a_gradient_in_some_steps_only(order: Any, tracer: str, engine: str) -> None:
     case = Case(Sometimes, vectors, stages=4, ranks=4, rows=4, microbatches=2)

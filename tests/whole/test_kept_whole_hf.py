@@ -12,6 +12,7 @@ from tests.harness import engine_of
 pytest.importorskip("transformers")
 
 from tests.kept_whole import LORA, STUDIES, furthest, plainly, train
+from tests.thinned import every
 
 ROUNDING = 1e-5
 
@@ -40,7 +41,7 @@ def _trained(name: str, data: int, in_one: bool, tracer: str) -> dict[str, Any]:
     return train(STUDIES[name], 4 // data, data, data - 1, in_one, tracer=tracer)
 
 
-@pytest.mark.parametrize("engine", ["local", "distributed"])
+@pytest.mark.parametrize("engine", every(2, ["distributed", "local"]))
 def test_a_vlm_with_lora_and_unequal_images_trains_as_plain_pytorch(
     engine: str, request: pytest.FixtureRequest
 ) -> None:

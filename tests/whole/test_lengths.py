@@ -237,7 +237,7 @@ WAYS = {Rows: 1, Sized: 1, Limited: 2, Parity: 2, Eights: 2, Pooled: 1}
 """Ways through the code, by the number of words."""
 
 
-@pytest.mark.parametrize("cls", every(2, list(WAYS)))
+@pytest.mark.parametrize("cls", every(3, list(WAYS)))
 def test_any_length_is_plain_pytorchs(cls: type[nn.Module], captured: list[Any]) -> None:
     check([ran(cls, SIZES)], cls, SIZES)
     captured.clear()
@@ -245,7 +245,7 @@ def test_any_length_is_plain_pytorchs(cls: type[nn.Module], captured: list[Any])
     assert len(captured) <= 1 + 1 + WAYS[cls], "one of each example's sizes, rows, and words"
 
 
-@pytest.mark.parametrize("options", every(2, [{"schedule": "zb_h1"}, {}, {"recompute": True}]), ids=str)
+@pytest.mark.parametrize("options", every(3, [{"schedule": "zb_h1"}, {}, {"recompute": True}]), ids=str)
 def test_a_stage_has_a_size_of_an_input_that_its_rank_is_not_given(options: dict[str, Any]) -> None:
     runs = strict(1)(2, needing, options)
     assert [needed for needed, _ in runs] == [("words",), ("target",)]
@@ -300,7 +300,7 @@ def test_record_tells_which_input_varies_and_what_takes_any_length(capsys: pytes
     assert 'tracer="export"' in told
 
 
-@pytest.mark.parametrize("cls", [Typed, Sorted, Written, Tabled, Told, Flagged])
+@pytest.mark.parametrize("cls", every(2, [Typed, Sorted, Written, Tabled, Told, Flagged]))
 def test_a_size_is_a_number_to_pythons_own(cls: type[nn.Module], captured: list[Any]) -> None:
     """To torch.export it is an object, that is no int, and is written "s27"."""
     sizes = [(8, length) for length in (6, 7, 9, 11, 12)]
@@ -383,7 +383,7 @@ def given_some(sizes: Sequence[tuple[int, int]], given: Sequence[Sequence[bool]]
 # --- what is dropped
 
 
-@pytest.mark.parametrize(("engine", "most", "kinds"), [("local", 4, 100), ("strict 1", 3, 2)])
+@pytest.mark.parametrize(("engine", "most", "kinds"), every(2, [("local", 4, 100), ("strict 1", 3, 2)]))
 def test_what_is_dropped_is_the_least_recently_used_and_is_made_again(
     engine: str, most: int, kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
