@@ -6,14 +6,16 @@ A new option is a field of ``Options`` and, for the reader's editor, a parameter
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import CodeType
 from typing import Any, Literal, cast
 
 from fxpipe.errors import RunError
 from fxpipe.hardware import Hardware
-from fxpipe.in_words import in_words
 from fxpipe.kinds import (
     Expected,
     check,
@@ -26,7 +28,7 @@ from fxpipe.kinds import (
     list_of,
     shown,
 )
-from fxpipe.packed import BatchDim, check_counted, is_batch_dim
+from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
 from fxpipe.precision import Precision
 
 AUTO = "auto"
@@ -133,7 +135,7 @@ class Options:
     def in_common(self) -> str:
         """What, beside the program and its schedule, all ranks must have been given alike, in words."""
         return (
-            f"batch_dim={in_words(self.batch_dim)}, loss_weight {'given' if self.loss_weight else 'not given'}, "
+            f"batch_dim={describe_value(self.batch_dim)}, loss_weight {'given' if self.loss_weight else 'not given'}, "
             f"zero={self.zero}, zero_scope={self.zero_scope}, bucket_cap_mb={self.bucket_cap_mb}, {self.precision}, "
             f"check_batches={self.check_batches}, error_if_nonfinite={self.error_if_nonfinite}"
         )
@@ -143,7 +145,7 @@ class Options:
         """Option → its value in words, of those that all ranks must have been given alike. Of functions names and code
         are compared, and not what they close over; the programs that come of all this are compared later."""
         fields = [field for field in dataclasses.fields(self) if field.name not in _OF_ONE_RANK]
-        return {field.name: in_words(getattr(self, field.name)) for field in fields}
+        return {field.name: describe_value(getattr(self, field.name)) for field in fields}
 
     def _check_parallelize(self) -> None:
         if self.zero:
@@ -209,3 +211,44 @@ _KINDS: Mapping[str, Expected] = {
     ),
 }
 """Option → whether a value can be meant, and what it is in words. What is not here is looked at by its own room."""
+
+
+_PLAIN = (str, int, float, type(None), Precision, Hardware)
+
+
+def describe_value(value: Any) -> str:
+    """Without addresses, and of a function its name and a digest of its code: what it closes over may be a rank's."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{describe_value(key)}: {describe_value(one)}' for key, one in value.items()))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(describe_value, value))}]"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Packed | Offsets):
+        given = {field.name: getattr(value, field.name) for field in fields(value)}
+        return f"{type(value).__name__} {describe_value(given)}"
+    return _function(value) if callable(value) else f"a {type(value).__name__}"
+
+
+def _function(value: Callable[..., Any]) -> str:
+    while isinstance(value, functools.partial):
+        value = value.func
+    name = getattr(value, "__qualname__", type(value).__qualname__).rpartition("<locals>.")[2]
+    runs = value if isinstance(value, type) else getattr(value, "forward", value)
+    called = (vars(cls).get("__call__") for cls in type(runs).__mro__)
+    code: CodeType | None = next(filter(None, (getattr(one, "__code__", None) for one in (runs, *called))), None)
+    return f"{name}, code {_digest(code)}," if code is not None else name
+
+
+def _digest(code: CodeType) -> str:
+    told = repr((code.co_code, code.co_names, [_constant(one) for one in code.co_consts]))
+    return hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return _digest(value)
+    if isinstance(value, tuple | frozenset):
+        parts = list(map(_constant, value))
+        return str(parts if isinstance(value, tuple) else sorted(parts))
+    return repr(value)

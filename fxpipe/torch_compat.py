@@ -80,6 +80,9 @@ ZERO = torch.ops.aten.zero_.default
 DUAL_NUMBERS = (torch.ops.aten._make_dual.default, torch.ops.aten._unpack_dual.default)
 """Of a level of forward-mode differentiation. Export of 2.12 records them without the level; later ones refuse."""
 
+FOREACH_NORM: Any = torch._foreach_norm
+"""The norm of each tensor of a list, which ``torch.nn.utils.get_total_norm`` asks for."""
+
 plain_results: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
 

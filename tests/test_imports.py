@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 # A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
 FLOORS = """
     torch_compat
-    errors in_words kinds notebook packed precision progress seeds small_file hardware labels
+    errors kinds notebook packed precision progress seeds small_file hardware labels
     options
     graph schedules
     distributed formats passes trace
@@ -46,7 +46,7 @@ MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
     "fxpipe/trace/snapshot.py": "random states, in memory",
     "fxpipe/distributed/launch.py": "over pipes between a process and its own children",
-    "fxpipe/parameters/saving/metadata.py": "torch's .metadata, of which no class is looked up",
+    "fxpipe/parameters/saving/reader.py": "torch's .metadata, of which no class is looked up",
 }
 """And nobody else: what SECURITY.md says of files and of other ranks."""
 MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
@@ -101,7 +101,11 @@ class File:
     @cached_property
     def built_on(self) -> set[str]:
         """Modules of fxpipe that it imports, also in functions and for annotations; but not what shows its values."""
-        left_out = {SHOWS_ITSELF: self._in_functions, IMPORTS_LAZILY: self._for_annotations}.get(self.path, set())
+        left_out = set()
+        if self.path == SHOWS_ITSELF:
+            left_out = self._in_functions
+        elif self.path == IMPORTS_LAZILY:
+            left_out = self._for_annotations
         return modules_in(n for n in self.nodes if n not in left_out) & set(BY_MODULE)
 
     @cached_property

@@ -72,8 +72,8 @@ def test_what_functions_are_compared_by_is_the_same_in_every_process_and_tells_t
     facts = Options(**given).facts  # type: ignore[arg-type]
     assert re.fullmatch(r"by_rows, code [0-9a-f]{16},", facts["loss_weight"])
     assert re.fullmatch(r"MSELoss, code [0-9a-f]{16},", facts["loss_fn"])
-    program = "import sys; sys.path[:0] = ['.']; from tests.test_options import by_rows; from fxpipe.in_words import "
-    program += "in_words; print(in_words(by_rows))"
+    program = "import sys; sys.path[:0] = ['.']; from tests.test_options import by_rows; from fxpipe.options import "
+    program += "describe_value; print(describe_value(by_rows))"
     assert {told_with_seed(program, seed) for seed in ((1, 2) if ALL else (1,))} == {facts["loss_weight"]}
     mean, total, whole = lambda x: x.mean(), lambda x: x.sum(), lambda x: 2 * x.sum()
     assert len({Options(loss_weight=one).facts["loss_weight"] for one in (mean, total, whole)}) == 3

@@ -1,4 +1,7 @@
-"""Forecast: reckons what a ``Preview`` tells, from a plan, its costs and its topology."""
+"""Forecast: reckons what a ``Preview`` tells, from a plan, its costs and its topology.
+
+What a rank sends over the data axis in a step follows from the formulas of a ring.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from fxpipe.distributed.topology import Topology
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.notebook import listed
+from fxpipe.options import Options
 from fxpipe.parameters.ownership import ownership
-from fxpipe.plan.data_traffic import DataTraffic
 from fxpipe.plan.memory import Account, Held, dealt, rows_of
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.planner import Planner
@@ -300,3 +304,73 @@ def _takes(action: Action, message: Message, graph: StageGraph) -> bool:
     else:
         takes = action.op in (Op.B, Op.I) and edge.source == action.stage
     return takes and message.microbatch in action.microbatches
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sends on groups of one kind. ``crossing``: which part of them leaves its node, on average over
+    the ranks of a group, of which some stand at its node's end."""
+
+    size: float
+    crossing: float
+
+    def seconds(self, hardware: Hardware) -> float:
+        """A ring is as fast as its slowest link."""
+        return hardware.latency + self.size / hardware.wire(self.crossing > 0) if self.size else 0.0
+
+
+@dataclass(frozen=True)
+class DataTraffic:
+    """For ranks that hold so many bytes of parameters, and of gradients as they travel."""
+
+    options: Options
+    topology: Topology
+    parameters: float
+    gradients: float
+    microbatches: int
+
+    @cached_property
+    def _shards(self) -> int:
+        if self.options.zero:
+            return Account.of(self.options, self.topology).shards
+        data, node = self.topology.size("data"), min(map(len, self.topology.shard_groups()))
+        return node if 1 < node < data else data
+
+    @cached_property
+    def _inner(self) -> float:
+        """Which part of the links of the ring of a shard group leave a node, of the group that has most."""
+        if self._shards < self.topology.size("data"):
+            return 0.0
+        return max(_leaving(group, self.topology.ranks_per_node) for group in self.topology.groups("data"))
+
+    @property
+    def sums(self) -> tuple[Sent, ...]:
+        """Of the gradients' sums."""
+        data, shards = self.topology.size("data"), self._shards
+        replicas = data // shards
+        scatter = (shards - 1) / shards * self.gradients
+        if self.options.zero == 0 and replicas == 1:
+            return (Sent(2 * scatter, self._inner),)
+        across = Sent(2 * (replicas - 1) / replicas * self.gradients / shards, 1.0)
+        times = {0: 2, 2: self.microbatches}.get(self.options.zero, 1)
+        return Sent(times * scatter, self._inner), across
+
+    @property
+    def gathers(self) -> tuple[Sent, ...]:
+        """Of the all-gathers of parameters."""
+        if not self.options.zero:
+            return ()
+        return (Sent((self._shards - 1) / self._shards * self.parameters, self._inner),)
+
+    @property
+    def between_nodes(self) -> float:
+        """Bytes that leave a node for another, of all ranks of one data group together."""
+        return self.topology.size("data") * sum(one.size * one.crossing for one in (*self.sums, *self.gathers))
+
+
+def _leaving(group: list[int], per_node: int | None) -> float:
+    """The part of a ring's links that leads from one node to another."""
+    if per_node is None:
+        return 0.0
+    nodes = [rank // per_node for rank in group]
+    return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / len(group)

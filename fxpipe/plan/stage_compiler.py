@@ -1,21 +1,33 @@
-"""Stages compiled by a function of the user's, such as ``torch.compile``, on the ranks that run them."""
+"""Stages compiled by a function of the user's, such as ``torch.compile``, on the ranks that run them.
+
+Where a table has input-grad and weight-grad actions, AOTAutograd captures a stage's forward and both backwards, and
+each is compiled by itself.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
-from collections.abc import Callable
-from functools import cached_property
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
 
 from fxpipe.distributed.activity import phase
 from fxpipe.errors import RunError
+from fxpipe.graph.deferred import Deferred
+from fxpipe.graph.modes import ambient_autocast, within
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.passes.analysis.effects import operator_name
-from fxpipe.plan.joint_graph import InHalves
+from fxpipe.passes.cut_backward import BackwardPart, Halves, cut_backward
+from fxpipe.torch_compat import aot_compiled, has_gradient_hooks, version_of
 
 StageCompiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -93,3 +105,280 @@ class _Compiled:
 
     def __repr__(self) -> str:
         return f"stage {self._name}, compiled by {self._stage_compiler!r}"
+
+
+Compile = Callable[[fx.GraphModule], Callable[..., Any]]
+
+
+class InHalves:
+    """A stage's function with a ``Deferred`` in front of its inputs, compiled in three when it first runs.
+
+    ``compile`` makes a callable of a graph of operators; it is given forward, I and W of each graph that TorchDynamo
+    makes of ``original``, none of which needs gradients.
+    """
+
+    def __init__(self, original: Callable[..., Any], compile: Compile) -> None:
+        self._original, self._compile = original, compile
+        self._function = torch.compile(original, backend=self._backend)
+        self._left: set[int | str] = set()
+        self._has_run = False
+
+    def __call__(self, deferred: Deferred, *inputs: Any) -> tuple[Any, ...]:
+        before, _here.deferred = _here.deferred, deferred
+        try:
+            outputs: tuple[Any, ...] = self._function(*inputs)
+        finally:
+            _here.deferred = before
+        deferred.leave(_WhenItRuns(self._tell))
+        return outputs
+
+    def in_input(self, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+        """Those whose gradients I makes; none before a W has run, nor where none of what ran is known: FSDP's, whole,
+        in a function without names for them."""
+        if not self._has_run or (self._left and self._left.isdisjoint([*map(id, parameters.values()), *parameters])):
+            return ()
+        trained = {name: id(parameter) for name, parameter in parameters.items() if parameter.requires_grad}
+        return tuple(name for name, number in trained.items() if self._left.isdisjoint((name, number)))
+
+    def _tell(self) -> None:
+        self._has_run = True
+
+    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What TorchDynamo calls with a graph that it has captured."""
+        graph = _CutGraph(inputs, self._compile, self._are_left)
+        function = aot_compiled(module, inputs, graph.forward, graph.backward)
+        return lambda *inputs: graph.run(function, inputs)
+
+    def _are_left(self, parameters: Collection[Tensor], whether: bool) -> None:
+        """Kept by name, too, where a graph knows it: FSDP's whole parameters are not the stage's, which are shards."""
+        changed = {number for number in map(id, parameters) if (number in self._left) != whether}
+        if not changed:
+            return
+        whole = self._original
+        named = whole.named_parameters(remove_duplicate=False) if isinstance(whole, fx.GraphModule) else ()
+        keys = changed | {name for name, parameter in named if id(parameter) in changed}
+        self._left = self._left | keys if whether else self._left - keys
+
+
+class _CutGraph:
+    """A graph that TorchDynamo has captured, on its way through AOTAutograd.
+
+    A call with a ``Deferred`` is given stand-ins for its parameters, which share their memory. So I leaves ``.grad`` as
+    it is, and whatever comes back to the stand-ins, by any way, W adds to it.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Any], compile: Compile, are_left: Callable[[Collection[Tensor], bool], None]
+    ) -> None:
+        self._compile, self._are_left = compile, are_left
+        self._kinds = [(value.dim(), value.dtype) if isinstance(value, Tensor) else None for value in inputs]
+        self._leaves = [
+            place
+            for place, value in enumerate(inputs)
+            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        ]
+
+    def run(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        deferred, parameters = _here.deferred, {place: inputs[place] for place in self._leaves}
+        if deferred is None:
+            return function(*inputs)
+        plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
+        waiting = {place: parameter for place, parameter in parameters.items() if plain and _may_wait(parameter)}
+        self._are_left([parameter for place, parameter in parameters.items() if place not in waiting], False)
+        if not waiting:
+            return function(*inputs)
+        call = _HalvedCall(self, deferred, waiting)
+        results = function(*(call.stand_ins.get(place, value) for place, value in enumerate(inputs)))
+        for node in call.nodes(results):
+            node.register_prehook(call.comes)
+        deferred.leave(call)
+        return results
+
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's compiler of forwards."""
+        return self._compiled(module)
+
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's compiler of backwards."""
+        fits = self._fits(module)
+
+        @cache
+        def cut(waiting: frozenset[int]) -> _Cut:
+            return self._cut(module, waiting if fits else frozenset())
+
+        def run(*given: Any) -> list[Any]:
+            call, _here.call = _here.call, None  # first: what comes now may fail
+            if call is None or call.graph is not self:
+                parts = cut(frozenset(self._leaves))
+                values = parts.input(given)
+                values |= parts.of_weights(values)
+                return [None if name is None else values[name] for name in parts.halves.gradients]
+            parts = cut(frozenset(call.parameters))
+            values = parts.input(given)
+            call.keep({name: values[name] for name in parts.needed}, parts.weights)
+            self._are_left([call.parameters[place] for place in parts.by_weights], True)
+            gradients = enumerate(parts.halves.gradients)
+            return [None if name is None or place in parts.waits else values[name] for place, name in gradients]
+
+        return run
+
+    def _cut(self, module: fx.GraphModule, later: Collection[int]) -> _Cut:
+        halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), later)
+        return _Cut(halves, later, self._piece(halves.of_input), self._piece(halves.of_weights))
+
+    def _compiled(self, module: fx.GraphModule) -> Callable[..., Any]:
+        @cache
+        def function() -> Callable[..., Any]:
+            # a module of its own, made only now: TorchDynamo runs code as it is that was generated while it compiled,
+            # and AOTAutograd's modules share theirs before their first call
+            return self._compile(fx.GraphModule(module, module.graph))
+
+        def run(*inputs: Any) -> Any:
+            # the types that operators compute in are decided already
+            with within([region._replace(enabled=False) for region in ambient_autocast()]):
+                return function()(*inputs)
+
+        return run
+
+    def _fits(self, module: fx.GraphModule) -> bool:
+        """Whether the backward's results are the gradients of what the graph was given, one for one."""
+        results: Any = module.graph.output_node().args[0]
+        if len(results) != len(self._kinds):
+            return False
+        made = [None if node is None else node.meta["val"] for node in results]
+        pairs = zip(made, self._kinds, strict=True)
+        return all(value is None or (value.dim(), value.dtype) == kind for value, kind in pairs)
+
+    def _piece(self, part: BackwardPart) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """I or W, from values by name to values by name."""
+        if not part.does_anything:
+            return lambda values: {}
+        function = self._compiled(part.code)
+        return lambda values: dict(zip(part.gives, function(*[values[name] for name in part.takes]), strict=True))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A backward in two. ``later``: the places of the parameters whose gradients are W's to give."""
+
+    halves: Halves
+    later: Collection[int]
+    of_input: Callable[[Mapping[str, Any]], dict[str, Any]]
+    of_weights: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+    @cached_property
+    def waits(self) -> dict[int, str]:
+        """By place, the gradients that W gives."""
+        return {place: name for place, name in enumerate(self.halves.gradients) if place in self.later and name}
+
+    @cached_property
+    def needed(self) -> set[str]:
+        """What W takes of I's values, or hands on as it is."""
+        return {*self.halves.of_weights.takes, *self.waits.values()} - {*self.halves.of_weights.gives}
+
+    @cached_property
+    def by_weights(self) -> list[int]:
+        """The parameters whose gradients I does not make."""
+        return [place for place in self.later if self.halves.gradients[place] not in self.halves.of_input.gives]
+
+    def input(self, given: Sequence[Any]) -> dict[str, Any]:
+        """I: all values by name, of what the backward was given."""
+        values = dict(zip(self.halves.given, given, strict=True))
+        return values | self.of_input(values)
+
+    def weights(self, held: dict[str, Any]) -> dict[int, Any]:
+        """W: gradients by place."""
+        made = held | self.of_weights(held)
+        return {place: made[name] for place, name in self.waits.items()}
+
+
+class _HalvedCall:
+    """One call of a graph: its parameters by their places, their stand-ins, and what is left for its W."""
+
+    def __init__(self, graph: _CutGraph, deferred: Deferred, parameters: Mapping[int, Tensor]) -> None:
+        self.graph, self.parameters = graph, parameters
+        self.stand_ins = {place: parameter.detach().requires_grad_() for place, parameter in parameters.items()}
+        self._deferred = deferred
+        self._held: dict[str, Any] = {}
+        self._versions: list[int] = []
+        self._weights: Callable[[dict[str, Any]], dict[int, Any]] | None = None
+
+    def nodes(self, results: Sequence[Any]) -> Iterator[Node]:
+        """AOTAutograd's among the nodes behind the results: its own, not those of views of what it was given."""
+        ends = {get_gradient_edge(stand_in).node for stand_in in self.stand_ins.values()}
+        waiting = [one.grad_fn for one in results if isinstance(one, Tensor) and one.grad_fn is not None]
+        seen: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            following = [next_node for next_node, _ in node.next_functions if next_node is not None]
+            if isinstance(node, BackwardCFunction):
+                if not ends.isdisjoint(following):
+                    yield node
+            else:
+                waiting += following
+
+    def comes(self, gradients: Any) -> None:
+        """Its backward is the next that runs in this thread."""
+        _here.call = self
+
+    def keep(self, held: dict[str, Any], weights: Callable[[dict[str, Any]], dict[int, Any]]) -> None:
+        """I has run: ``weights`` makes gradients by place of what is ``held``."""
+        self._deferred.check_open()
+        self._held, self._weights = held, weights
+        self._versions = list(map(version_of, self.kept))
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What waits for W."""
+        return [value for value in self._held.values() if isinstance(value, Tensor) and not value.is_inference()]
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """W: each parameter with a gradient of it; once."""
+        if list(map(version_of, self.kept)) != self._versions:
+            raise RunError(
+                "what W needs was written in place since I; write it out of place (self.n = self.n + 1) or use a clone"
+            )
+        held, self._held, self._versions = self._held, {}, []
+        with torch.no_grad():
+            found = {} if self._weights is None else self._weights(held)
+        pairs = [
+            (parameter, gradient)
+            for place, parameter in self.parameters.items()
+            for gradient in (found.get(place), self.stand_ins[place].grad)
+            if gradient is not None
+        ]
+        self.stand_ins = {}
+        return pairs
+
+
+@dataclass(frozen=True)
+class _WhenItRuns:
+    """Calls ``tell`` when W runs, since I has shown by then what it makes; leaves nothing itself."""
+
+    tell: Callable[[], None]
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return []
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        self.tell()
+        return []
+
+
+class _Here(threading.local):
+    """What this thread is in: a micro-batch's forward, the backward of a call."""
+
+    deferred: Deferred | None = None
+    call: _HalvedCall | None = None
+
+
+_here = _Here()
+
+
+def _may_wait(parameter: Tensor) -> bool:
+    """Whether its gradient may come late: a hook is to see it once, and whole. Hooks behind ``.grad`` run after W."""
+    return parameter.is_leaf and not has_gradient_hooks(parameter)

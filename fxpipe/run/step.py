@@ -38,11 +38,10 @@ from fxpipe.run.executor import BoundFor, Executor, Made, StepInput
 from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.group_inputs import GroupInputs
-from fxpipe.run.item_numbers import ItemNumbers
 from fxpipe.run.outputs import OutputRows, RowsOf, from_rank, join, without_entries
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.replicas import over_replicas
-from fxpipe.run.shares import of_groups, shares_of, weights_of
+from fxpipe.run.shares import ItemNumbers, of_groups, shares_of, weights_of
 from fxpipe.run.side_effects import EffectsOf
 from fxpipe.run.step_outcome import News, StepOutcome, check_kind, conclude
 from fxpipe.run.timeline_recorder import TimelineRecorder

@@ -19,7 +19,7 @@ from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
 from fxpipe.sharding.bucket_layout import BucketLayout, Slot
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.torch_compat import ZERO, plain_results, pytree, version_of
+from fxpipe.torch_compat import FOREACH_NORM, ZERO, plain_results, pytree, version_of
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ TORCHS_CLIP = (
     "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients alone; write "
     "forward_backward.clip_grad_norm_(max_norm), which counts the whole model's"
 )
-_NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
+_NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
 _MULTIPLES = {Tensor.data.__get__, Tensor.detach, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}  # type: ignore[attr-defined]
 
 

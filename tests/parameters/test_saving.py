@@ -27,9 +27,8 @@ from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving import writer as saving_writer
 from fxpipe.parameters.saving.lock import FolderLock, lock_of
 from fxpipe.parameters.saving.manifest import MANIFEST, Manifest, Written, written_of
-from fxpipe.parameters.saving.metadata import METADATA, read_metadata
 from fxpipe.parameters.saving.plain import from_plain, to_plain
-from fxpipe.parameters.saving.reader import FolderReader
+from fxpipe.parameters.saving.reader import METADATA, FolderReader, read_metadata
 from fxpipe.parameters.saving.writer import RankPlan
 from fxpipe.parameters.weights import Weights
 from tests.pool import Pool, forking

@@ -109,7 +109,7 @@ def test_a_tensor_is_read_into_another_floating_type(kind: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_a_tensor_larger_than_a_piece_is_read_whole(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.parameters.weight_files.PIECE", 7 * 4 * 3)  # 7 rows of 3 numbers, the last piece has 6
+    monkeypatch.setattr("fxpipe.parameters.weights.PIECE", 7 * 4 * 3)  # 7 rows of 3 numbers, the last piece has 6
     big = {"big": torch.randn(20, 3), "row": torch.randn(1, 100)}
     weights = Weights.open(KINDS[kind](big, tmp_path))
     for name, tensor in big.items():

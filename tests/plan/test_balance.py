@@ -22,9 +22,8 @@ from fxpipe.passes.analysis.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
 from fxpipe.plan.balance import Balanced, NodeCosts, balance, coarsen, costs_from_shapes, place_stages
 from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
-from fxpipe.plan.balance.borders import whole_modules
 from fxpipe.plan.balance.candidates import numbered
-from fxpipe.plan.balance.coarsen import coarsened
+from fxpipe.plan.balance.choose import coarsened, whole_modules
 from fxpipe.plan.balance.node_costs import HeldParameter
 from fxpipe.plan.balance.orders import orders, topological, towers
 from fxpipe.plan.balance.search import search

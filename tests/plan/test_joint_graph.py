@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 import fxpipe
 from fxpipe import RunError, StageGraph, Topology, stage_boundary
 from fxpipe.graph.deferred import Deferred
-from fxpipe.plan.joint_graph import InHalves
+from fxpipe.plan.stage_compiler import InHalves
 from tests.harness import replica_of
 from tests.pool import Pool
 from tests.strict_transport import run_strict

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 import fxpipe
 import fxpipe.distributed.stopwatch
-import fxpipe.run.measured_timeline
+import fxpipe.run.timeline_recorder
 from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
 from fxpipe.distributed.stopwatch import ACTIONS, Course, Elapsed, Lap, Reduced, Stopwatch
-from fxpipe.run.measured_timeline import Recording, Round, mean_costs, offset_between, timeline_of
-from fxpipe.run.timeline_recorder import TimelineRecorder
+from fxpipe.run.timeline_recorder import Recording, Round, TimelineRecorder, mean_costs, offset_between, timeline_of
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.schedule import Reduction
@@ -295,7 +294,7 @@ def recorded_with_skew(seconds: float) -> Timeline:
         perf_counter = staticmethod(lambda: time.perf_counter() + skew)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fxpipe.run.measured_timeline, "time", Skewed)
+        patch.setattr(fxpipe.run.timeline_recorder, "time", Skewed)
         patch.setattr(
             fxpipe.distributed.stopwatch.HostClock,
             "mark",

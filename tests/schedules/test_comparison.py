@@ -10,7 +10,7 @@ import pytest
 import fxpipe
 from fxpipe import Action, Op, Schedule, ScheduleError, Timeline
 from fxpipe.distributed.stopwatch import Lap
-from fxpipe.run.measured_timeline import timeline_of
+from fxpipe.run.timeline_recorder import timeline_of
 from fxpipe.schedules import Costs, build
 from fxpipe.schedules.comparison import Comparison, Part, Share, Wait
 from fxpipe.schedules.spells import Spell

@@ -13,7 +13,7 @@ import pytest
 
 from fxpipe.formats import html
 from fxpipe.formats.chrome_trace import chrome_trace
-from fxpipe.run.measured_timeline import timeline_of
+from fxpipe.run.timeline_recorder import timeline_of
 from fxpipe.schedules import build
 from fxpipe.schedules.schedule import Timeline
 from fxpipe.schedules.spells import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell

@@ -26,8 +26,8 @@ from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import OptimizerPieces
 from fxpipe.sharding.optimizer_class import ELEMENTWISE, is_elementwise
+from fxpipe.sharding.optimizer_state import Slice
 from fxpipe.sharding.parameter_groups import comparable, resolve_groups, whole_groups
-from fxpipe.sharding.slices import Slice
 
 STEPS = 5
 CLASSES = sorted(ELEMENTWISE, key=lambda cls: cls.__name__)

@@ -15,7 +15,7 @@ from fxpipe.distributed.transport import LocalTransport
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.fsdp_gradients import FullyShardedGradients
 from fxpipe.sharding.gradients import Gradients, WhoUsed
-from fxpipe.sharding.parallelize.gradients import ParallelGradients
+from fxpipe.sharding.parallelize.stages import ParallelGradients
 from fxpipe.sharding.reducer import Reducer
 from tests.strict_transport import run_strict
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fxpipe.sharding.slices import Box, Slice, boxes, memory_order
+from fxpipe.sharding.optimizer_state import Box, Slice, boxes, memory_order
 from tests.thinned import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"

@@ -884,7 +884,7 @@ def test_arguments_that_go_by_place_alone_are_given_by_place() -> None:
 COMPILED_TWICE = """
 import gc, torch, fxpipe
 from torch import nn
-from fxpipe.trace.symbolic.guard import Guard
+from fxpipe.trace.symbolic.tracer import Guard
 from fxpipe.trace.snapshot import Snapshot
 
 class Model(nn.Module):

@@ -35,9 +35,8 @@ from fxpipe.__main__ import main
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import MOST_TOLD, CheckpointError, FxpipeError, ScheduleError, TopologyError
 from fxpipe.parameters.saving.manifest import MANIFEST, Manifest, Written
-from fxpipe.parameters.saving.metadata import METADATA
 from fxpipe.parameters.saving.plain import tensors_in, to_plain
-from fxpipe.parameters.saving.reader import FolderReader
+from fxpipe.parameters.saving.reader import METADATA, FolderReader
 from fxpipe.parameters.weights import Weights
 from fxpipe.run.run_state import PlainParts, plain_parts, tensors_for, value_of
 from fxpipe.schedules import build

@@ -1,21 +1,27 @@
-"""Balance: ``balance`` chooses the stages of a program and their ranks, ``place_stages`` the ranks of given stages."""
+"""Balance: ``balance`` chooses the stages of a program and their ranks, ``place_stages`` the ranks of given stages.
+
+A graph of thousands of nodes is first made one of hundreds of pieces, where the fewest bytes cross; pieces that are
+whole modules put cuts at borders of modules.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from fxpipe.errors import PartitionError, ScheduleError
-from fxpipe.graph.program import Program
+from fxpipe.graph.program import Program, called_in
 from fxpipe.options import Recompute
+from fxpipe.passes.partition import components
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
-from fxpipe.plan.balance.borders import whole_modules
-from fxpipe.plan.balance.coarsen import coarsened
+from fxpipe.plan.balance.candidates import connected
 from fxpipe.plan.balance.node_costs import NodeCosts
+from fxpipe.plan.balance.orders import topological, towers
 from fxpipe.plan.balance.search import Found, search
+from fxpipe.plan.balance.segments import Line, segments_of
 from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
@@ -151,3 +157,87 @@ def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCo
         what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
     told = "\n".join(filter(None, [what, costs.guesses]))
     return Balanced(program, layout.rank_of, found.best, found.others, told)
+
+
+def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int, ...]:
+    """For each block the piece that it becomes a part of; pieces are acyclic, and connected.
+
+    A piece is one call of the outermost module that takes no more than ``most`` seconds. What stands in larger ones
+    alone stays as it is, and so does what would wait for itself, such as a module that is called twice with others
+    between.
+    """
+    paths = {node.name: called_in(node) for node in program.graph.nodes}
+    inside = [_common([paths[name] for name in block.nodes]) for block in work.blocks]
+    seconds: dict[str, float] = {}
+    for block, modules in zip(work.blocks, inside, strict=True):
+        for path in modules:
+            seconds[path] = seconds.get(path, 0.0) + block.seconds
+    kinds: list[Hashable] = []
+    for number, modules in enumerate(inside):
+        kinds.append(next((path for path in modules if seconds[path] <= most), number))
+    while True:
+        parts = connected(work, kinds)
+        pieces = [parts.find(block) for block in range(len(work))]
+        waiting = _waiting(work, pieces)
+        if not waiting:
+            break
+        kinds = [block if piece in waiting else kinds[block] for block, piece in enumerate(pieces)]
+    number_of: dict[int, int] = {}
+    return tuple(number_of.setdefault(piece, len(number_of)) for piece in pieces)
+
+
+def _common(stacks: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The modules that all of a block's nodes are called in, outermost first."""
+    found = []
+    for level in zip(*stacks, strict=False):
+        if len(set(level)) > 1:
+            break
+        found.append(level[0])
+    return tuple(found)
+
+
+def _waiting(work: BlockGraph, pieces: Sequence[int]) -> set[int]:
+    """The pieces that wait for each other."""
+    after: dict[int, set[int]] = {piece: set() for piece in pieces}
+    for value in work.values:
+        after[pieces[value.source]] |= {pieces[target] for target in value.targets} - {pieces[value.source]}
+    return {piece for component in components(after) if len(component) > 1 for piece in component}
+
+
+GRAINS = 256
+"""As many pieces as a work is cut into at least, where it has as many blocks."""
+GRAINS_A_RANK = 24
+
+
+def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
+    """For each block the piece that it becomes a part of; pieces are acyclic, and connected.
+
+    The blocks stand in a line, which is cut once in each of many intervals of equal time, where the fewest bytes
+    cross, and wherever another tower begins.
+    """
+    grains = max(GRAINS, GRAINS_A_RANK * ranks)
+    if len(work) <= grains:
+        return tuple(range(len(work)))
+    line = Line(work, topological(work))
+    ends = sorted({*_cheapest(line, grains), *_borders(line)})
+    parts = connected(work, segments_of(line.order, [*ends, len(work)]))
+    number: dict[int, int] = {}
+    return tuple(number.setdefault(parts.find(block), len(number)) for block in range(len(work)))
+
+
+def _cheapest(line: Line, grains: int) -> list[int]:
+    """In each interval of equal time the position that the fewest bytes cross, the first of equal ones."""
+    whole = line.time[-1] or 1.0
+    best: dict[int, int] = {}
+    for position in range(1, len(line.order)):
+        grain = int(line.time[position] / whole * grains)
+        if grain not in best or line.crossing[position] < line.crossing[best[grain]]:
+            best[grain] = position
+    return list(best.values())
+
+
+def _borders(line: Line) -> list[int]:
+    """Where a tower begins or ends."""
+    number = {block: place for place, tower in enumerate(towers(line.work)) for block in tower}
+    inside = [number.get(block) for block in line.order]
+    return [position for position in range(1, len(inside)) if inside[position] != inside[position - 1]]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxpipe.trace.attributes import AssignedBuffers
 from fxpipe.trace.fake import is_fake
-from fxpipe.trace.record.differentiated import leads_around
 from fxpipe.trace.record.frame import Frame
 from fxpipe.trace.record.recorder import Recorder
-from fxpipe.trace.record.tape import PLAIN, NamedSource, Operation, Touched, paths
+from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, Touched, paths
 from fxpipe.trace.snapshot import storage_of
 
 
@@ -128,3 +127,30 @@ def held_by(module: nn.Module) -> set[int]:
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
+
+
+def leads_around(tape: Sequence[Operation | Obstacle], by: Iterable[TapeValue], given: Iterable[TapeValue]) -> bool:
+    """Whether any of the ``given`` arguments of a call depends, on the tape before that call, on a value ``by`` which
+    a gradient is taken inside of it: through another argument, or a parameter that is used outside, too."""
+    starts = list(by)
+    reached = {value.key for value in starts}
+    weights = {storage_of(value.maker.result) for value in starts if _is_weight(value)}
+    makers: set[int] = set()
+    for operation in tape:
+        if isinstance(operation, Operation) and (
+            operation.touched.reads & weights or any(_is_reached(v, reached, makers) for v in operation.values)
+        ):
+            makers.add(id(operation))
+    return any(id(value.maker) in makers for value in given if value.key not in reached)
+
+
+def _is_reached(value: TapeValue, keys: set[tuple[int, tuple[object, ...]]], makers: set[int]) -> bool:
+    return value.key in keys or id(value.maker) in makers
+
+
+def _is_weight(value: TapeValue) -> bool:
+    return (
+        isinstance(value.maker, NamedSource)
+        and value.maker.kind == "get_attr"
+        and isinstance(value.maker.result, Tensor)
+    )
