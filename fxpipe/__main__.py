@@ -18,13 +18,13 @@ from tabulate import tabulate
 from fxpipe.command_line import MICROBATCHES, Edges, parser
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest
-from fxpipe.kinds import shown
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.families.zb_v import folded
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
+from fxpipe.validation import shown
 
 
 class _Graph(NamedTuple):
@@ -213,7 +213,7 @@ def _preview(args: argparse.Namespace) -> None:
         "memory_per_rank": args.memory,
         "hardware": fxpipe.Hardware.read(hardware) if (hardware or "").lower().endswith(".json") else hardware,
     }
-    told = fxpipe.preview(
+    preview = fxpipe.preview(
         model,
         Topology(axes, args.ranks_per_node),
         example_args=batch if isinstance(batch, (tuple, list)) else None,
@@ -221,8 +221,8 @@ def _preview(args: argparse.Namespace) -> None:
         **{**options, **{name: value for name, value in written.items() if value is not None}},
     )
     if args.json is not None:
-        told.to_json(args.json)
-    print(told)
+        preview.to_json(args.json)
+    print(preview)
 
 
 def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
@@ -243,7 +243,7 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
         raise RunError(f"{name} has no function {function!r}{nearest(function, known)}")
     try:
         found = made()
-    except OSError as error:  # what is the user's is not told as if it were an option's file
+    except OSError as error:  # what is the user's is not reported as if it were an option's file
         raise RunError(f"{what} failed: {type(error).__name__}: {error}") from error
     several = isinstance(found, tuple) and len(found) in (2, 3)
     if isinstance(found, (tuple, list)) and not several:

@@ -1,4 +1,4 @@
-"""``compile``: wires the rooms together."""
+"""``compile``: wires the packages together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import Hardware
-from fxpipe.kinds import shown
 from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
 from fxpipe.packed import BatchDim
 from fxpipe.parameters.materialise import weights_of
@@ -33,7 +32,7 @@ from fxpipe.plan.planner import Planner
 from fxpipe.plan.previewed import Preview
 from fxpipe.plan.together import first_plan_together
 from fxpipe.precision import Precision
-from fxpipe.progress import tell
+from fxpipe.progress import log
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.run.rank_state import base_seed, make_rank_state, open_groups, take_own_part
 from fxpipe.run.user_warning import warn
@@ -41,6 +40,7 @@ from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
 from fxpipe.trace.cuts_by_name import Boundaries
+from fxpipe.validation import shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -132,14 +132,14 @@ def compile(
             where it is captured at compile: by "symbolic", or where training leaves parameters or buffers unused; and,
             in one process, each kind of batch that comes later, on its own numbers. Forward hooks of the model run
             then, too; module attributes and containers in them, buffers and random state are put back, Python values
-            elsewhere are not. It is left out, as ``print`` of ``.stages`` tells: without an example's numbers, on the
+            elsewhere are not. It is left out, as ``print`` of ``.stages`` shows: without an example's numbers, on the
             meta device, with rows that are all alike, where a rank holds a part of the model, and where it would not be
             cheap: from 2^28 numbers in parameters, or from 1e10 (1e12 on a GPU) for these times the tokens, steps or
             pixels of a micro-batch.
         error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks alike and before
             an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
             step, micro-batch and stage.
-        timeout: seconds that any wait may take, on the CPU, before this rank says what it waits for, tells all others,
+        timeout: seconds that any wait may take, on the CPU, before this rank says what it waits for, warns all others,
             and raises; longer while others are known to capture, compile or save, but at most 12 times that. What is
             known to be lost, or in another call, ends it within seconds. After 30 s a line on stderr says who is
             waited for.
@@ -156,13 +156,13 @@ def compile(
     connected = connect(topology, options.timeout, options.facts)
     _tell_what_is_left_out(connected, topology)
     transport = Metered(connected, topology, clock_of(connected.device))
-    planner = Planner.none_yet(model, options, topology, connected.device)
+    planner = Planner.empty(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
     with failing_together(transport, transport.abort), announced("compile", extends=True):
         check_sync_batch_norms(model, topology)
         planner = first_plan_together(transport, planner, options)
         if over := over_the_limit(planner):
-            tell(f"fxpipe: {over}")
+            log(f"fxpipe: {over}")
         owners = ownership(planner.first.graph)
         open_groups(planner.first, options, owners, topology, transport)
         seed = base_seed(topology, transport)
@@ -230,5 +230,5 @@ def preview(
             f"optimizer={shown(optimizer)} steps whole parameters, which zero=3 shards; write zero=2, or take an "
             "element-wise optimizer such as AdamW"
         )
-    planner = with_previewed_plan(Planner.none_yet(model, options, topo, torch.device("cpu")), options)
+    planner = with_previewed_plan(Planner.empty(model, options, topo, torch.device("cpu")), options)
     return preview_of(planner, first_pattern(planner, options), stepping)

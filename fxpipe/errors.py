@@ -65,7 +65,7 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in words for those that it was not raised for, with its notes."""
     return shortened("\n".join([f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))]))
 

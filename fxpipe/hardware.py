@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError, nearest
-from fxpipe.kinds import is_number, is_text, shown
 from fxpipe.small_file import read_small, write_whole
+from fxpipe.validation import is_number, is_text, shown
 
 _MOST_BYTES = 10_000
 _MOST = 1e100

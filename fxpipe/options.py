@@ -16,7 +16,9 @@ from typing import Any, Literal, cast
 
 from fxpipe.errors import RunError
 from fxpipe.hardware import Hardware
-from fxpipe.kinds import (
+from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
+from fxpipe.precision import Precision
+from fxpipe.validation import (
     Expected,
     check,
     is_flag,
@@ -28,8 +30,6 @@ from fxpipe.kinds import (
     list_of,
     shown,
 )
-from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
-from fxpipe.precision import Precision
 
 AUTO = "auto"
 TracerName = Literal["auto", "symbolic", "export", "record"]
@@ -42,7 +42,7 @@ Recompute = bool | Sequence[str] | Literal["auto"]
 class Options:
     """The options of ``compile``, whose docstring says what each of them means.
 
-    What is ``Any`` here belongs to rooms above (a schedule, boundaries, passes, weights): they look names up.
+    What is ``Any`` here belongs to packages above (a schedule, boundaries, passes, weights): they look names up.
 
     Raises:
         RunError: a value is out of its range, or does not go with another.
@@ -210,7 +210,7 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: list_of(callable)(value) and len(value) > 0, "a list of functions Program -> Program"
     ),
 }
-"""Option → whether a value can be meant, and what it is in words. What is not here is looked at by its own room."""
+"""Option → whether a value can be meant, and what it is in words. What is not here is checked by its own package."""
 
 
 _PLAIN = (str, int, float, type(None), Precision, Hardware)
@@ -241,8 +241,8 @@ def _function(value: Callable[..., Any]) -> str:
 
 
 def _digest(code: CodeType) -> str:
-    told = repr((code.co_code, code.co_names, [_constant(one) for one in code.co_consts]))
-    return hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    code_text = repr((code.co_code, code.co_names, [_constant(one) for one in code.co_consts]))
+    return hashlib.blake2b(code_text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _constant(value: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.errors import RunError, nearest
-from fxpipe.kinds import Expected, check, is_mapping, is_text, is_whole, or_none, shown
+from fxpipe.validation import Expected, check, is_mapping, is_text, is_whole, or_none, shown
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def check_counted(batch_dim: BatchDim) -> None:
 def _of_what_is_read(rule: Packed | Offsets, rules: Mapping[str, Packed | Offsets]) -> str | None:
     """The packed input for whose rows counts are that are read from one input alone; None for the batch's rows.
 
-    An input by whose numbers it is counted itself, such as position_ids that begin anew, may tell of the batch's.
+    An input by whose numbers it is counted itself, such as position_ids that begin anew, may count the batch's.
     """
     read = list(read_by(rule)) if isinstance(rule, Packed) else []
     source = rules.get(read[0]) if len(read) == 1 else None
@@ -188,9 +188,9 @@ def check_names(batch_dim: BatchDim, names: Collection[str]) -> None:
         read = [name for name, needed in read_by(rule).items() if needed] if isinstance(rule, Packed) else []
         for other in (*read, *([] if rule.of is None else [rule.of])):
             named.setdefault(other.split(".")[0], f"batch_dim, in what counts {path!r},")
-    for name, told in named.items():
+    for name, text in named.items():
         if name not in names:
-            raise RunError(f"{told} names {name!r}, which is no input{nearest(name, names)}")
+            raise RunError(f"{text} names {name!r}, which is no input{nearest(name, names)}")
 
 
 def read_for(names: Collection[str], batch_dim: BatchDim, given: Collection[str]) -> set[str]:

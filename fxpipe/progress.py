@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 PATIENCE = 2.0
-"""Seconds after which something is told to be under way."""
+"""Seconds after which something is logged as under way."""
 
 
 @contextlib.contextmanager
@@ -19,7 +19,7 @@ def progress(what: str) -> Iterator[None]:
     """Tells, once ``PATIENCE`` is over, that ``what`` is under way, and at the end how long it took."""
     start = time.perf_counter()
     stream = sys.stderr  # which what is under way may redirect
-    timer = threading.Timer(PATIENCE, tell, [f"fxpipe: {what} …", stream])
+    timer = threading.Timer(PATIENCE, log, [f"fxpipe: {what} …", stream])
     timer.daemon = True
     timer.start()
     try:
@@ -28,15 +28,15 @@ def progress(what: str) -> Iterator[None]:
         timer.cancel()
         seconds = time.perf_counter() - start
         if seconds >= PATIENCE:
-            tell(f"fxpipe: {what} took {seconds:.1f} s", stream)
+            log(f"fxpipe: {what} took {seconds:.1f} s", stream)
 
 
 def is_teller() -> bool:
-    """Whether this is the process that tells what all would: rank 0, or the only one."""
+    """Whether this is the process that logs what all would: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def tell(text: str, stream: TextIO | None = None) -> None:
+def log(text: str, stream: TextIO | None = None) -> None:
     """Prints to stderr, or to a stream; of several processes only rank 0."""
     if is_teller():
         print(text, file=stream or sys.stderr, flush=True)

@@ -311,8 +311,8 @@ def without_onednn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_like_any() -> Iterator[None]:
-    """While it is open, symbolic sizes may be 0 and 1 as any other number, unless a question is asked that tells them
-    apart: torch takes them to be positive even so, by which ``max(size, 1)`` is the size without a guard."""
+    """While it is open, symbolic sizes may be 0 and 1 as any other number, unless a question distinguishes them:
+    torch takes them to be positive even so, by which ``max(size, 1)`` is the size without a guard."""
     symbolic_shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     make = symbolic_shapes.make_symbol
 

@@ -107,7 +107,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _mask(graph: fx.Graph, in_input: Collection[fx.Node]) -> None:
-    """Gives each half a call of its own, for its gradients alone, where an operator can be told which to make."""
+    """Gives each half a call of its own, for its gradients alone, where an operator can be given which to make."""
     for node in list(graph.nodes):
         if not _has_mask(node) or not all(map(_is_item, node.users)):
             continue

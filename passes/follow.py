@@ -32,9 +32,9 @@ def follow(program: Program, first: Program) -> Program:
 
 
 def _known(first: Program, nodes: list[fx.Node]) -> dict[str, int]:
-    """Node name → stage, of those that ``first`` has too, as far as submodules and operations tell.
+    """Node name → stage, of those that ``first`` has too, as far as submodules and operations show.
 
-    Names alone tell nothing: a capture with symbolic sizes asks for them, and numbers its nodes otherwise.
+    Names alone show nothing: a capture with symbolic sizes asks for them, and numbers its nodes otherwise.
     """
     before, now = _by_place([node for node in first.graph.nodes if node.name in first.stage_of]), _by_place(nodes)
     return {

@@ -133,29 +133,29 @@ def _of_copies(program: Program, readers: Sequence[fx.Node]) -> list[Gather]:
 def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> None:
     """PartitionError for what cannot enter. ``gathers``: whether the stage is behind a boundary that gathers."""
     value, gathered = arrival.value, program.gathered
-    told = f"is given {value.name}{where(value) or where(arrival.reader)}"
+    text = f"is given {value.name}{where(value) or where(arrival.reader)}"
     source = gathered.get(program.stage_of.get(value.name, -1))
     if source is not None:
         if arrival.gather is not None and arrival.gather.mode == "global" and source.modes != {"batch"}:
-            _fail(program, stage, f'{told} through gather="global", which is of every replica\'s rows already')
+            _fail(program, stage, f'{text} through gather="global", which is of every replica\'s rows already')
         return
     if is_number(value):
         _fail(
             program,
             stage,
-            f"{told}, a number of each micro-batch; ask the gathered value for it: v = stage_boundary(v, gather=...), "
+            f"{text}, a number of each micro-batch; ask the gathered value for it: v = stage_boundary(v, gather=...), "
             "and then v.shape",
         )
     if arrival.gather is not None:
         return
     if value.op != "placeholder" and (arrival.boundary is not None or not gathers):
         mark = arrival.boundary if arrival.boundary is not None else arrival.reader
-        _fail(program, stage, f"{told} through no boundary that gathers{where(mark)}; write gather= there, too")
+        _fail(program, stage, f"{text} through no boundary that gathers{where(mark)}; write gather= there, too")
     if len(gathered[stage].modes) > 1:
         _fail(
             program,
             stage,
-            f'{told}, and other values as "batch" and as "global"; say which this is: stage_boundary({value.name}, '
+            f'{text}, and other values as "batch" and as "global"; say which this is: stage_boundary({value.name}, '
             'gather="batch"), or "global"',
         )
 

@@ -79,7 +79,7 @@ def _users_elsewhere(program: Program, value: fx.Node) -> set[int]:
 def _greatest_submodule(program: Program, members: list[fx.Node], stages_in: dict[str, set[int]]) -> str | None:
     """Of the highest submodules that run wholly inside this stage the one of most parameters; of equal ones the first.
 
-    A submodule that is called elsewhere does not tell this stage from others.
+    A submodule that is called elsewhere does not distinguish this stage from others.
     """
     held: dict[str, dict[int, int]] = {}  # submodule → the numbers of elements of its parameters, by identity
     for node in members:

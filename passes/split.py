@@ -187,7 +187,7 @@ class _Builder:
         self._entered: fx.Node | None = None
         self._asked: dict[fx.Node, tuple[fx.Node, int]] = {}
         """Sizes of inputs → an arriving tensor that has them too, and in which dimension."""
-        self._told: dict[fx.Node, SizeOf] = {}
+        self._numbers: dict[fx.Node, SizeOf] = {}
         """Sizes of inputs that nothing that arrives has: no input is needed for its size alone."""
         self._own = [node for node in whole.readers[self.stage] if node.op != "output"]
         self._members = self._needed()
@@ -256,12 +256,12 @@ class _Builder:
 
     def _finds_size(self, node: fx.Node, arriving: Mapping[tuple[str, ...], tuple[fx.Node, int]]) -> bool:
         """Whether this stage has a size of an input without that input."""
-        told = None if self.stage in self.whole.program.gathered else SizeOf.asked(node)  # a group has its own rows
+        size = None if self.stage in self.whole.program.gathered else SizeOf.asked(node)  # a group has its own rows
         if node.meta.get("sizes") in arriving:
             self._asked[node] = arriving[node.meta["sizes"]]
-        elif told is not None:
-            self._told[node] = told
-        return node in self._asked or node in self._told
+        elif size is not None:
+            self._numbers[node] = size
+        return node in self._asked or node in self._numbers
 
     def _arriving_sizes(self) -> dict[tuple[str, ...], tuple[fx.Node, int]]:
         """Each symbolic size of what other stages send → where to ask for it, so that no input is needed for it."""
@@ -309,13 +309,13 @@ class _Builder:
     def _add_told(self) -> None:
         """Placeholders for sizes, one for each."""
         made: dict[SizeOf, fx.Node] = {}
-        for number, told in self._told.items():
-            if told not in made:
-                self.inputs.append(told)
+        for number, size in self._numbers.items():
+            if size not in made:
+                self.inputs.append(size)
                 self.ways.append(None)
-                made[told] = self.graph.placeholder(number.name)
-                made[told].meta["is_number"] = True
-            self._built[number] = made[told]
+                made[size] = self.graph.placeholder(number.name)
+                made[size].meta["is_number"] = True
+            self._built[number] = made[size]
 
     def _make_private(self, value: fx.Node) -> None:
         """Where this stage writes into a value that it was given, it gets a copy of its own."""

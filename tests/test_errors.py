@@ -64,4 +64,4 @@ def test_a_long_message_keeps_its_beginning_and_its_end(cls: type[errors.FxpipeE
 def test_what_is_told_of_any_error_is_bounded_with_its_notes() -> None:
     error = ValueError("x" * 10**6)
     error.add_note("y" * 10**6)
-    assert len(errors.told(error)) < errors.MOST_TOLD + 1
+    assert len(errors.describe_error(error)) < errors.MOST_TOLD + 1

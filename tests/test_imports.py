@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 # A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
 FLOORS = """
     torch_compat
-    errors kinds notebook packed precision progress seeds small_file hardware labels
+    errors notebook packed precision progress seeds small_file hardware labels validation
     options
     graph schedules
     distributed formats passes trace

@@ -1,7 +1,7 @@
 """Activity: what this process does and waits for, noted as it goes, for its watchdog to read.
 
 Noting takes a microsecond, no lock, and never waits. Collective calls are *announced*: all ranks make them in one
-order, so that the watchdog can tell which rank is in another one.
+order, so that the watchdog can see which rank is in another one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Call(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """What all ranks in a call must have alike. ``digest``: of it, below 2^31; 0: of nothing. ``told``: it in words,
+    """What all ranks in a call must have alike. ``digest``: of it, below 2^31; 0: of nothing. ``facts``: it in words,
     what → value, asked for where digests differ."""
 
     digest: int = 0
-    told: Callable[[], Mapping[str, str]] = dict
+    facts: Callable[[], Mapping[str, str]] = dict
 
 
 NOTHING = Alike()

@@ -102,7 +102,7 @@ class Name(NamedTuple):
 
 
 class LooksUp(Protocol):
-    """Around a wait: tells the watch what is waited for. What it yields is called now and then, and may end the wait.
+    """Around a wait: tells the watchdog what is waited for. What it yields is called now and then; it may end the wait.
 
     ``what``: the words, and the group of ranks that are waited for, at any moment.
     """
@@ -182,7 +182,7 @@ class ThreadedChain:
 
 SLICE_SECONDS = 0.5
 """How long to wait before looking up whether the wait is to end, or a signal was sent: an operation that a CPU has
-under way cannot be ended, and keeps its connection open, so that nothing else would tell."""
+under way cannot be ended, and keeps its connection open, so that nothing else would show it."""
 
 
 def wait_in_slices(work: dist.Work, group: dist.ProcessGroup, look_up: Callable[[], None]) -> None:

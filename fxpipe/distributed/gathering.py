@@ -1,4 +1,4 @@
-"""Gathering: what ranks tell each other about a checkpoint, as JSON: nothing of a peer is unpickled.
+"""Gathering: what ranks send each other about a checkpoint, as JSON: nothing of a peer is unpickled.
 
 Between steps over the transport, where a collective call is one of all ranks; while training goes on over the store
 that the processes met in, which other threads do not use.
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from fxpipe.distributed.transport import Transport
-from fxpipe.errors import CheckpointError, told
+from fxpipe.errors import CheckpointError, describe_error
 from fxpipe.torch_compat import default_store
 
 PATIENCE = 1800.0
@@ -132,7 +132,7 @@ class Verdict:
             self.message = [value, None]
         except Exception as error:
             self.error = _as_fxpipes(error)
-            self.message = [None, told(self.error)]
+            self.message = [None, describe_error(self.error)]
 
 
 def _as_fxpipes(error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""The grid of ranks: a row-major index, its axes and the groups along them. Plain arithmetic; what is wrong is told."""
+"""The grid of ranks: a row-major index, its axes and groups along them. Plain arithmetic, which checks its input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from fxpipe.errors import TopologyError, nearest
-from fxpipe.kinds import shown
+from fxpipe.validation import shown
 
 # What an axis does, by every name it may bear. At most one axis plays each role.
 ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "tensor", "tp": "tensor"}
@@ -75,7 +75,7 @@ def _fitting(sizes: Sequence[int], data: int | None) -> str:
 
 
 def shape(axes: Sequence[tuple[str, int]]) -> str:
-    """The axes as they are told: "pipe 2 × data 4"."""
+    """The axes as messages show them: "pipe 2 × data 4"."""
     return " × ".join(f"{name} {shown(size)}" for name, size in axes)
 
 

@@ -24,12 +24,12 @@ from fxpipe.distributed.processes import init
 from fxpipe.distributed.stores import LOOPBACK, local_store, loopback_interface
 from fxpipe.distributed.watchdog import end_with
 from fxpipe.errors import RunError, TopologyError
-from fxpipe.kinds import is_whole, shown
+from fxpipe.validation import is_whole, shown
 
 T = TypeVar("T")
 
 
-# Seconds a launched process may take to exit: by itself after its result, and after it was told to.
+# Seconds a launched process may take to exit: by itself after its result, and after it was asked to.
 _EXIT_SECONDS = 30.0
 
 

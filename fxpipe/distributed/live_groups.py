@@ -37,7 +37,7 @@ def served_device_type() -> str:
 
 
 def plays_all_ranks() -> bool:
-    """Whether this process is the only one, as far as can be told: of torch.distributed, or of what started it."""
+    """Whether this process is the only one, as far as is known: of torch.distributed, or of what started it."""
     import torch.distributed as dist
 
     is_started = dist.is_available() and dist.is_initialized()

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
 
-_SHOWN = 4  # facts and ranks that a message tells of at once
+_SHOWN = 4  # facts and ranks that a message names at once
 _LONGEST = 200  # characters of a value in a message
 
 Facts = Mapping[str, str]
@@ -59,11 +59,13 @@ def compare_facts(
 def difference(everyone: Mapping[int, Facts], named: Callable[[int], str]) -> str:
     """In which facts ranks differ, in words; empty where they do not."""
     names = dict.fromkeys(name for facts in everyone.values() for name in facts)
-    told = [_told(name, {r: facts.get(name, "not known") for r, facts in everyone.items()}, named) for name in names]
-    return "; ".join([text for text in told if text][:_SHOWN])
+    texts = [
+        _differing(name, {r: facts.get(name, "not known") for r, facts in everyone.items()}, named) for name in names
+    ]
+    return "; ".join([text for text in texts if text][:_SHOWN])
 
 
-def _told(name: str, values: Mapping[int, str], named: Callable[[int], str]) -> str:
+def _differing(name: str, values: Mapping[int, str], named: Callable[[int], str]) -> str:
     """ "zero is 1 on rank 0 and 2 others, and 0 on rank 3 (pipe 1)"; empty where all have the same."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():

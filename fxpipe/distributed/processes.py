@@ -17,7 +17,7 @@ from fxpipe.distributed.live_groups import served_device_type
 from fxpipe.distributed.stores import job_store, restarted_store
 from fxpipe.distributed.watchdog import watchdog
 from fxpipe.errors import RunError, TopologyError
-from fxpipe.kinds import is_number
+from fxpipe.validation import is_number
 
 TIMEOUT = 300.0
 """Seconds that a wait may take, unless the user says otherwise."""
@@ -54,7 +54,7 @@ def init(timeout: float = TIMEOUT) -> torch.device:
     With CUDA the device is the GPU of the local rank, made current and bound to the process group, whose
     backends are ``cpu:gloo,cuda:nccl``; without, they are ``gloo``.
 
-    From now on an exception that ends this process is told to the others, which then end with it.
+    From now on an exception that ends this process is reported to the others, which then end with it.
 
     Args:
         timeout: seconds that the processes may take to meet, and that any wait of torch.distributed itself may take.
@@ -165,7 +165,7 @@ def slurm_port(job_id: int, step: int = 0) -> int:
     step.
 
     It lies below 32768, where the ports begin that Linux hands out by itself. Two of 20,000 jobs have the same one,
-    which ``job_store`` tells.
+    which ``job_store`` says.
     """
     return 12000 + (job_id + 7919 * step) % 20000
 

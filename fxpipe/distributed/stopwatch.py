@@ -12,7 +12,7 @@ from fxpipe.schedules.action import Action
 
 
 class Clock(Protocol):
-    """Marks moments in the order in which a rank's work runs, and tells them later."""
+    """Marks moments in the order in which a rank's work runs, and reports them later."""
 
     def mark(self) -> Any:
         """This moment; does not wait."""
@@ -136,7 +136,7 @@ class Stopwatch:
         return lambda: entry.append(now())  # one call, of which no thread sees half
 
     def laps(self, ahead: float = 0.0) -> list[Lap]:
-        """The laps in order. ``ahead``: by how much this clock is ahead of the one that they are to be told on."""
+        """The laps in order. ``ahead``: by how much this clock is ahead of the one that they are reported on."""
         if self._clock is None:
             return []
         moments = [moment - ahead for moment in self._clock.seconds(self._moments)]

@@ -32,8 +32,8 @@ from fxpipe.distributed.grid import (
 )
 from fxpipe.distributed.live_groups import LiveGroups, new_group, plays_all_ranks, served_device_type
 from fxpipe.errors import TopologyError
-from fxpipe.kinds import is_flag, shown
 from fxpipe.notebook import Tabular
+from fxpipe.validation import is_flag, shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -390,7 +390,7 @@ class Topology(Tabular):
         return any(group[0] // per_node != group[-1] // per_node for group in groups)
 
     def _is_alone(self) -> bool:
-        """Whether one process plays every rank; TopologyError where that cannot be told yet."""
+        """Whether one process plays every rank; TopologyError where that is not known yet."""
         alone = plays_all_ranks()
         if not alone:
             self._distributed()

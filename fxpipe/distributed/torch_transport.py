@@ -31,9 +31,9 @@ from fxpipe.distributed.collective import (
     wait_in_slices,
 )
 from fxpipe.distributed.crash_report import ends_later, say
-from fxpipe.distributed.foreseen import Foreseen, agree, words
 from fxpipe.distributed.heartbeat import Ending
 from fxpipe.distributed.live_groups import served_device_type
+from fxpipe.distributed.predicted import Predicted, agree, words
 from fxpipe.distributed.preflight import compare_facts, difference, facts_of
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
@@ -85,7 +85,7 @@ class DistributedTransport:
         self._links: dict[Pair, _PairLink] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
-        self._foreseen = Foreseen()
+        self._predicted = Predicted()
         self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
         _open.add(self)
         try:
@@ -251,56 +251,56 @@ class DistributedTransport:
             return [item]
         # torch's all_gather_object pickles. As data.
         everyone = zip(self._gathered(scope, group, encode_for_all(item)), self._names(scope), strict=True)
-        return [decode(told, name) for told, name in everyone]
+        return [decode(sent, name) for sent, name in everyone]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         group = self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return (item,)
         everyone = self._gathered(scope, group, item.to_bytes(8, "little", signed=True))
-        return tuple(int.from_bytes(told, "little", signed=True) for told in everyone)
+        return tuple(int.from_bytes(sent, "little", signed=True) for sent in everyone)
 
     def _names(self, scope: str) -> list[str]:
         return [f"rank {rank}" for rank in self._ranks[scope]]
 
-    def _gathered(self, scope: str, group: dist.ProcessGroup, told: bytes) -> tuple[bytes, ...]:
-        """What each rank tells. Whatever that is, ranks in different calls have done the same until they know it."""
+    def _gathered(self, scope: str, group: dist.ProcessGroup, sent: bytes) -> tuple[bytes, ...]:
+        """What each rank sends. Whatever that is, ranks in different calls have done the same until they know it."""
         count = len(self._ranks[scope])
-        expected = self._foreseen.of(scope, told, count)
+        expected = self._predicted.of(scope, sent, count)
         greatest = torch.tensor(words(entered.mark, expected), device="cpu")
         self._together("an all-gather", scope, group, dist.all_reduce, greatest, dist.ReduceOp.MAX)
         if agree(greatest.tolist()):
             return expected
-        heads = self._gathered_bytes(scope, group, _head(entered.mark, told), _HEAD)
+        heads = self._gathered_bytes(scope, group, _head(entered.mark, sent), _HEAD)
         marks, lengths = zip(*(_numbers_of(head) for head in heads), strict=True)
         if len(set(marks)) > 1 and are_apart(marks):
             self._differ(scope, group)
         longest = max(map(check_length, lengths, self._names(scope)))
         texts = [head[_NUMBERS:] for head in heads]
         if longest > _IN_HEAD:
-            rests = self._gathered_bytes(scope, group, told[_IN_HEAD:], longest - _IN_HEAD)
+            rests = self._gathered_bytes(scope, group, sent[_IN_HEAD:], longest - _IN_HEAD)
             texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
         values = tuple(text[:length] for text, length in zip(texts, lengths, strict=True))
         if longest <= _IN_HEAD:
-            self._foreseen.keep(scope, told, values)
+            self._predicted.keep(scope, sent, values)
         return values
 
-    def _gathered_bytes(self, scope: str, group: dist.ProcessGroup, told: bytes, size: int) -> list[bytes]:
-        """So many bytes of each rank, what it tells filled up to them."""
+    def _gathered_bytes(self, scope: str, group: dist.ProcessGroup, sent: bytes, size: int) -> list[bytes]:
+        """So many bytes of each rank, what it sends filled up to them."""
         count = len(self._ranks[scope])
-        mine = torch.frombuffer(bytearray(told.ljust(size)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(sent.ljust(size)), dtype=torch.uint8)
         items = torch.empty(count * size, dtype=torch.uint8, device="cpu")
         self._together("an all-gather", scope, group, all_gather_single, items, mine)
         return [bytes_of(each) for each in items.chunk(count)]
 
     def _differ(self, scope: str, group: dist.ProcessGroup) -> None:
-        """All ranks of the group have seen that they are not in the same call, alike, and tell each other in which."""
-        told = encode_for_all((entered.name, dict(entered.alike.told()), here.handling))
-        if len(told) > _LONGEST:
-            told = encode_for_all((entered.name, {}, here.handling))
-        told_by = zip(self._ranks[scope], self._gathered_bytes(scope, group, told, _LONGEST), strict=True)
-        found = {rank: decode(each, f"rank {rank}") for rank, each in told_by}
-        names, facts, notes = ({rank: told[part] for rank, told in found.items()} for part in range(3))
+        """All ranks of the group have seen that they are not in the same call, and report to each other in which."""
+        sent = encode_for_all((entered.name, dict(entered.alike.facts()), here.handling))
+        if len(sent) > _LONGEST:
+            sent = encode_for_all((entered.name, {}, here.handling))
+        sent_by = zip(self._ranks[scope], self._gathered_bytes(scope, group, sent, _LONGEST), strict=True)
+        found = {rank: decode(each, f"rank {rank}") for rank, each in sent_by}
+        names, facts, notes = ({rank: sent[part] for rank, sent in found.items()} for part in range(3))
         text = f"in {entered.name}: {difference(facts, self.watchdog.named)}; give all ranks the same"
         if len(set(names.values())) > 1:
             text = self.watchdog.apart(names, notes)
@@ -479,21 +479,21 @@ class _SeveralWorks:
 
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _FEW = 32
-"""Ranks that one tells something, each by a message of its own."""
+"""Ranks that one sends something, each by a message of its own."""
 _HEAD, _NUMBERS = 512, 16
-"""Bytes of what all ranks of a group tell first, where they do not all foresee it, and of the two numbers in front."""
+"""Bytes of what all ranks of a group send first, where they do not all foresee it, and of the two numbers in front."""
 _IN_HEAD = _HEAD - _NUMBERS
 _LONGEST = 2**16
-"""Bytes in which a rank tells others in which call it is."""
+"""Bytes in which a rank reports to others in which call it is."""
 
 
-def _head(mark: int, told: bytes) -> bytes:
-    """What is told first: the call, how long what it tells is, and its beginning."""
-    return mark.to_bytes(8, "little") + len(told).to_bytes(8, "little") + told[:_IN_HEAD]
+def _head(mark: int, sent: bytes) -> bytes:
+    """What is sent first: the call, how long the message is, and its beginning."""
+    return mark.to_bytes(8, "little") + len(sent).to_bytes(8, "little") + sent[:_IN_HEAD]
 
 
 def _numbers_of(head: bytes) -> tuple[int, int]:
-    """The call, and how long what it tells is; a length may be anything."""
+    """The call, and how long the message is; a length may be anything."""
     return int.from_bytes(head[:8], "little"), int.from_bytes(head[8:_NUMBERS], "little", signed=True)
 
 

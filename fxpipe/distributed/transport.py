@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.distributed.collective import Collective, PeerLost, Scope, Work, without_frames
-from fxpipe.errors import RunError, told
+from fxpipe.errors import RunError, describe_error
 
 Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""
@@ -115,7 +115,7 @@ def failing_together(
         lost = without_frames(error)
     except BaseException as error:
         if not isinstance(error, spare):
-            give_up(told(error))
+            give_up(describe_error(error))
         raise
     if lost is not None:  # outside of the handler, whose traceback would keep the connections open
         let_go()

@@ -21,7 +21,7 @@ from fxpipe.distributed.activity import Waiting, first_difference, here
 from fxpipe.distributed.crash_report import install, say, write_trail
 from fxpipe.distributed.heartbeat import PERIOD, PROGRAM, SILENT, Ending, Heard, Heartbeat, Report
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import FxpipeError, told
+from fxpipe.errors import FxpipeError, describe_error
 from fxpipe.torch_compat import default_store
 
 LOOK_AFTER = 1.0
@@ -39,7 +39,7 @@ _BROKEN = ("Connection closed by peer", "Connection reset", "Broken pipe", _TIME
 
 
 class Watchdog:
-    """Looks at the waits of this process, one of a world of processes."""
+    """WireLayouts at the waits of this process, one of a world of processes."""
 
     def __init__(self) -> None:
         self.rank, self._size, self._process = dist.get_rank(), dist.get_world_size(), heartbeat.this_process()
@@ -148,7 +148,9 @@ class Watchdog:
                 say(self.message(cause, "a call of torch.distributed"))
         culprits = cause.culprits if cause is not None else ()
         if not culprits or self.rank in culprits:
-            self.end(PROGRAM, Ending(self.rank, True, f"{self.named(self.rank)}: {told(error)}", (self.rank,)))
+            self.end(
+                PROGRAM, Ending(self.rank, True, f"{self.named(self.rank)}: {describe_error(error)}", (self.rank,))
+            )
             return
         until = time.monotonic() + 5.0
         heard = [rank for rank in culprits if rank in self._heartbeat.heard]

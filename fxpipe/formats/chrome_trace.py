@@ -11,7 +11,7 @@ from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of, waited
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.in_flight import held
 from fxpipe.schedules.schedule import Timeline
-from fxpipe.schedules.spells import BETWEEN, COMPUTE, WAITING
+from fxpipe.schedules.step_breakdown import BETWEEN, COMPUTE, WAITING
 
 Event = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Page: the SVG in an HTML file that tells of the action under the pointer, and shows what it waited for."""
+"""Page: the SVG in an HTML file that describes the action under the pointer, and shows what it waited for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fxpipe.formats.svg_picture import clean, svg
 from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
 from fxpipe.notebook import preformatted
 from fxpipe.schedules.schedule import Timeline
-from fxpipe.schedules.spells import tabulated
+from fxpipe.schedules.step_breakdown import tabulated
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -147,7 +147,7 @@ document.getElementById("critical").addEventListener("change", event => {
 
 
 def html(timeline: Timeline) -> str:
-    """The picture as a page of its own, which loads nothing: hover, tap or the arrow keys tell about an action."""
+    """The picture as a page of its own, which loads nothing: hover, tap or the arrow keys describe an action."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -172,7 +172,7 @@ waited for.</span></form>
 
 
 def _data(timeline: Timeline) -> str:
-    """What the script tells, as JSON that no name can end: "<" is escaped."""
+    """What the script shows, as JSON that no name can end: "<" is escaped."""
     unit, stages = unit_of(timeline), range(len(timeline.schedule.placement))
     actions = {}
     for action, (start, end) in timeline.spans.items():

@@ -94,7 +94,7 @@ def _patterns(timeline: Timeline) -> Iterator[str]:
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
-    """The ops, in grey: their tones are the same for each stage, and the stages are told beside the rows."""
+    """The ops, in grey: their tones are the same for each stage, and the stages are named beside the rows."""
     x = float(MARGIN)
     swatches = [
         *((f"{op.value}: {IN_WORDS[op]}", f'fill="{_paint(colours.NEUTRAL, op)}"') for op in ops(timeline)),
@@ -178,17 +178,17 @@ def _cells(layout: PictureLayout) -> Iterator[str]:
 
 
 def _reductions(layout: PictureLayout) -> Iterator[str]:
-    """Thin bars beneath the rows; no more than a title tells of each, which viewers show under the pointer."""
+    """Thin bars beneath the rows; no more than a title names each, which viewers show under the pointer."""
     unit = unit_of(layout.timeline)
     for rank, lanes in enumerate(layout.lanes):
         for place, lane in enumerate(lanes):
             y = layout.y(rank) + layout.height + 1 + place * LANE
             for _, what, start, end in lane:
                 x, width = layout.x(start), max(round(layout.x(end) - layout.x(start), 2), 1)
-                told = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
+                text = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
                 yield (
                     f'<rect class="reduction" x="{x:g}" y="{y}" width="{width:g}" height="{LANE - 1}"'
-                    f' fill="{REDUCTION}"><title>{clean(told)}</title></rect>'
+                    f' fill="{REDUCTION}"><title>{clean(text)}</title></rect>'
                 )
 
 

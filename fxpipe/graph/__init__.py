@@ -1,1 +1,1 @@
-"""Graph: the values that pass from room to room, ``Program`` and ``StageGraph``, and what runs one stage."""
+"""Graph: the values that pass between packages, ``Program`` and ``StageGraph``, and what runs one stage."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from fxpipe.errors import TraceError
-from fxpipe.kinds import is_whole, shown
+from fxpipe.validation import is_whole, shown
 
 T = TypeVar("T")
 Mode = Literal["batch", "global"]

@@ -233,30 +233,30 @@ class KeptWhole(nn.Module):
 
     def _check(self, tensor: Tensor, seen: Any) -> None:
         """``seen``: a ``TensorLike``."""
-        told = f"{self.name}, which is kept whole, returned a tensor of shape {list(tensor.shape)}"
+        result = f"{self.name}, which is kept whole, returned a tensor of shape {list(tensor.shape)}"
         if tensor.requires_grad and not seen.requires_grad:
             raise RunError(
-                f"{told} that needs a gradient, but was called without gradients when the model was captured, and this "
-                "one would be lost: return what is detached"
+                f"{result} that needs a gradient, but was called without gradients when the model was captured, and "
+                "this one would be lost: return what is detached"
             )
         if not self.of_one_type:
             return
         if tensor.dtype != seen.dtype:
             raise RunError(
-                f"{told} and of {tensor.dtype}, but of {seen.dtype} when the model was captured, and what comes behind "
-                "it holds for that alone: return it .to() one type; where steps run inside of torch.autocast, call "
-                'compile there, too; or write tracer="symbolic", which follows types'
+                f"{result} and of {tensor.dtype}, but of {seen.dtype} when the model was captured, and what comes "
+                "behind it holds for that alone: return it .to() one type; where steps run inside of torch.autocast, "
+                'call compile there, too; or write tracer="symbolic", which follows types'
             )
         if tensor.dim() != len(seen.shape) or (tensor.device.type != seen.device and seen.device != "meta"):
             raise RunError(
-                f"{told} on {tensor.device.type}, but one of {len(seen.shape)} dimensions on {seen.device} when the "
+                f"{result} on {tensor.device.type}, but one of {len(seen.shape)} dimensions on {seen.device} when the "
                 "model was captured, and what comes behind it holds for that alone: return the same each time, or keep "
-                "the code whole, too, that tells them apart"
+                "the code whole, too, that distinguishes them"
             )
-        self._check_asked(told, tensor, seen)
+        self._check_asked(result, tensor, seen)
 
-    def _check_asked(self, told: str, tensor: Tensor, seen: Any) -> None:
-        """RunError where another thing would be told to the code behind it than the capture was."""
+    def _check_asked(self, result: str, tensor: Tensor, seen: Any) -> None:
+        """RunError where another thing would be shown to the code behind it than the capture was."""
         for asked, line in self.asked.items():
             if asked == "how it lies in memory":
                 differs = not _lies_alike(tensor, seen)
@@ -264,7 +264,7 @@ class KeptWhole(nn.Module):
                 differs = torch.is_grad_enabled() and tensor.requires_grad != seen.requires_grad
             if differs:
                 raise RunError(
-                    f"{told}, and code behind it asks of a tensor {asked}, of which the capture has one answer, and "
+                    f"{result}, and code behind it asks of a tensor {asked}, of which the capture has one answer, and "
                     "for this one it is another: keep that code whole, too, or return tensors that are alike in that"
                     f"\n{line}"
                 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.kinds import is_number, shown
+from fxpipe.validation import is_number, shown
 
 
 class Sum(NamedTuple):
@@ -128,7 +128,7 @@ class LossKind(NamedTuple):
             raise RunError(
                 f"the loss comes with the metrics {shown(list(earlier.metrics))} in one {what} and with "
                 f"{shown(list(self.metrics))} in another, which have no mean; return the same always, with zeros where "
-                "there is nothing to tell"
+                "there is nothing to report"
             )
 
 

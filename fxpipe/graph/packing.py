@@ -33,7 +33,7 @@ class TensorMeta:
     shift: int = field(compare=False)
     """Bytes from a cache line's begin to its first element: matrix products depend on it, in their last bit."""
     is_part: bool = field(compare=False)
-    """Whether it is a part of larger memory, at a place of which its shape tells nothing."""
+    """Whether it is a part of larger memory, at a place of which its shape shows nothing."""
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class Meta:
 
     @property
     def tree(self) -> Any:
-        """The container itself, with its leaves' descriptions in it, which is how it is told to other ranks."""
+        """The container itself, with its leaves' descriptions in it, as it is sent to other ranks."""
         return pytree.tree_unflatten(self.leaves, self.spec)
 
     @property
@@ -82,12 +82,12 @@ class Meta:
 
     @property
     def is_of_its_place(self) -> bool:
-        """Whether shapes may not tell all of it: it has part of larger memory, or a value that is no tensor."""
+        """Whether shapes may not describe all of it: it has part of larger memory, or a value that is no tensor."""
         return any(leaf.is_part if isinstance(leaf, TensorMeta) else leaf is not None for leaf in self.leaves)
 
     @staticmethod
     def of(tree: Any, sender: str) -> Meta:
-        """The description that ``sender``, "rank 3", has told as a tree; RunError where it describes no value."""
+        """The description that ``sender``, "rank 3", has sent as a tree; RunError where it describes no value."""
         leaves, spec = pytree.tree_flatten(tree)
         for leaf in leaves:
             if isinstance(leaf, TensorMeta) and not _is_sound(leaf):

@@ -21,9 +21,9 @@ from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
-from fxpipe.kinds import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 from fxpipe.notebook import Tabular, listed
 from fxpipe.torch_compat import hook_tables, pytree
+from fxpipe.validation import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 
 
 @admitted
@@ -45,7 +45,7 @@ class Stage:
     module: nn.Module | Callable[..., Any]
     function: Callable[..., tuple[Any, ...]]
     """``function(*inputs)`` returns one value per outgoing edge, and on the output stage the model's result, or the
-    leaves of it where ``result`` tells how they make it."""
+    leaves of it where ``result`` says how they make it."""
     inputs: tuple[str | Edge, ...]
     """A batch input by name, a ``SizeOf`` one, or the edge that a value arrives on; the order of the arguments."""
     outputs: tuple[Edge, ...]
@@ -105,8 +105,8 @@ class Stage:
     @property
     def staying(self) -> tuple[str, ...]:
         """The parameters whose gradients I makes; of a compiled stage, once it has run."""
-        told = getattr(self.deferring, "in_input", None)
-        return self.in_input if told is None else told(self.parameters)
+        in_input = getattr(self.deferring, "in_input", None)
+        return self.in_input if in_input is None else in_input(self.parameters)
 
     @property
     def input_names(self) -> list[str]:

@@ -11,11 +11,11 @@ from fxpipe.distributed.broadcast import broadcast, overwrite
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.kinds import shown
 from fxpipe.parameters.dtensors import is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.parameters.own_buffers import mark_own_buffers
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.precision import converts
+from fxpipe.validation import shown
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError, noted
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.kinds import shown
 from fxpipe.parameters.ownership import on_meta
 from fxpipe.seeds import seed_from, seed_torch, seeded
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, storage_id
+from fxpipe.validation import shown
 
 InitFn = Callable[[nn.Module], Any]
 

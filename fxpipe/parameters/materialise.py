@@ -163,16 +163,16 @@ def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: I
         return
     borne = {name for held in tensors for name in held.names}
     others = [name for name in weights.names if name not in borne]
-    told = f"{weights.path} lacks {len(absent)} of the model's {len(saved)} tensors, first {absent[0]!r}"
+    lacking = f"{weights.path} lacks {len(absent)} of the model's {len(saved)} tensors, first {absent[0]!r}"
     if init_fn is None or len(absent) == len(saved):
         remedy = "where only the names differ, write checkpoint=fxpipe.Weights.open(path, rename=...)"
         if init_fn is None:
             remedy += "; init_fn= makes what a checkpoint lacks"
-        raise CheckpointError(f"{told}{likeliest(absent[0], others)}; {remedy}")
+        raise CheckpointError(f"{lacking}{likeliest(absent[0], others)}; {remedy}")
     if is_teller():
         unused = f"; {len(others)} of its own are not used, first {others[0]!r}" if others else ""
         made = "init_fn makes those on the meta device, others stay as they are"
-        warnings.warn(f"{told}; {made}{unused}", stacklevel=3)
+        warnings.warn(f"{lacking}; {made}{unused}", stacklevel=3)
 
 
 def _raise_without_init_fn(missing: Sequence[_HeldTensor], weights: Weights | None) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.kinds import is_text, shown
 from fxpipe.parameters.saving.manifest import MANIFEST, Manifest
 from fxpipe.precision import converts
 from fxpipe.small_file import read_small
+from fxpipe.validation import is_text, shown
 
 PIECE = 8 * 2**20
 """Bytes that are read at a time; a single row of more than that is read at once."""

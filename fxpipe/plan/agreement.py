@@ -30,14 +30,14 @@ from fxpipe.plan.captures import LATER, MOST
 from fxpipe.plan.counts import Counts, check_cut, counts_of
 from fxpipe.plan.cuts import split
 from fxpipe.plan.label_count import with_number
-from fxpipe.plan.looks import Looks
 from fxpipe.plan.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.plan import Plan, digest_of
 from fxpipe.plan.planner import Planner
+from fxpipe.plan.reported_call import Proposal, ReportedCall
 from fxpipe.plan.rows import whole_lists
 from fxpipe.plan.together import plan_together
-from fxpipe.plan.told import Offer, ToldCall
-from fxpipe.progress import tell
+from fxpipe.plan.wire_layouts import WireLayouts
+from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.torch_compat import global_hook_tables
 
@@ -49,7 +49,7 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Agreed:
+class AgreedBatch:
     """What all ranks of a pipe group know alike of a call. ``kind`` numbers the kinds of batch seen so far."""
 
     kind: int
@@ -63,8 +63,8 @@ class Agreed:
     """Where values that are gathered have their rows, as far as it is known."""
     has_loss: bool
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
-    looks: tuple[int, ...]
-    """A number for each micro-batch; those of one number, in any kind, make messages that look alike."""
+    wire_layouts: tuple[int, ...]
+    """A number for each micro-batch; those of one number, in any kind, make messages of the same layouts."""
 
 
 _NOT_LOOKED_AT = Flags(b"", b"")
@@ -74,11 +74,11 @@ _NOT_LOOKED_AT = Flags(b"", b"")
 class _GivenToAll(NamedTuple):
     """What a call comes to if all ranks are given the same, with a plan that is there."""
 
-    told: ToldCall
+    reported: ReportedCall
     plan: Plan
 
     def number_with(self, number: int) -> int:
-        """The number of an offer, and of this plan."""
+        """The number of an proposal, and of this plan."""
         return digest_of([str(number), self.plan.digest])
 
 
@@ -88,25 +88,27 @@ class Agreement:
 
     def __init__(self, planner: Planner, transport: Transport) -> None:
         self._planner, self._transport, self._options = planner, transport, planner.options
-        self._numbers: dict[Offer, int] = {}
+        self._numbers: dict[Proposal, int] = {}
         self._parameters = list(planner.module.parameters())
         self._types = {id(parameter): parameter.dtype for parameter in self._parameters}
         if planner.captures is not None:
             planner.captures.reads.begin()
         self._count, self._kinds = itertools.count(), itertools.count()
-        self._told: dict[tuple[int, ...], ToldCall] = {}
+        self._reported: dict[tuple[int, ...], ReportedCall] = {}
         self._rows: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._settled: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Agreed] = {}
+        self._settled: dict[tuple[tuple[int, ...], tuple[int, ...] | None], AgreedBatch] = {}
         """The kinds, the least recently used first: all ranks of a pipe group have them in one order. Beside what was
-        told stand the rows of all replicas; None where the plan holds for any."""
+        reported stand the rows of all replicas; None where the plan holds for any."""
         self._pairs = set(pairs(planner.first.instructions))  # between which queues are open
-        self._looks = Looks()
+        self._layouts = WireLayouts()
         self._hooks, self._known_hooks = global_hook_tables(), sum(map(len, global_hook_tables()))
-        self._lists: set[str] = set()  # of which it was told that they are given whole
+        self._lists: set[str] = set()  # of which a message said that they are not split
         self.dropped: list[int] = []
         """Kinds that are not known any more, for those who keep something of each; they take them out."""
 
-    def offer(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Offer, list[dict[str, Any]]]:
+    def propose(
+        self, calls: Sequence[Call], split_evenly: bool, training: bool
+    ) -> tuple[Proposal, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name."""
         flags = _NOT_LOOKED_AT
         try:
@@ -117,16 +119,16 @@ class Agreement:
                     "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"
                 )
             if sum(map(len, self._hooks)) > self._known_hooks:
-                self._tell_of_hooks()
+                self._log_hooks()
             if not split_evenly:
                 check_calls(calls)
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
         except RunError as error:
-            return Offer(training, split_evenly, flags, Ambient(), (), error=str(error)), []
+            return Proposal(training, split_evenly, flags, Ambient(), (), error=str(error)), []
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
-            return Offer(training, split_evenly, flags, Ambient(), (), error=f"{error}{hint}"), []
+            return Proposal(training, split_evenly, flags, Ambient(), (), error=f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
@@ -135,8 +137,8 @@ class Agreement:
                 check_cut(given[0], self._options.batch_dim)
             counts = tuple(tuple(counts_of(values, self._options.batch_dim).items()) for values in given)
         except RunError as error:  # which the others, who may have been given something else, raise, too
-            return Offer(training, split_evenly, flags, Ambient(), (), error=str(error)), []
-        return Offer(training, split_evenly, flags, Ambient.now(), described, counts, nothing), given
+            return Proposal(training, split_evenly, flags, Ambient(), (), error=str(error)), []
+        return Proposal(training, split_evenly, flags, Ambient.now(), described, counts, nothing), given
 
     def _check_parameters(self) -> None:
         """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
@@ -154,70 +156,72 @@ class Agreement:
                 "without assign=True, or change the model before fxpipe.compile"
             )
 
-    def _tell_of_hooks(self) -> None:
+    def _log_hooks(self) -> None:
         self._known_hooks = sys.maxsize
         if self._planner.captures is not None:
-            tell(
+            log(
                 "fxpipe: a hook for all modules was registered after fxpipe.compile; it is called for submodules that "
                 "stages call as they are, and not for those that were traced through: register it before"
             )
 
-    def settle(self, offer: Offer, given: list[dict[str, Any]]) -> Agreed:
+    def settle(self, proposal: Proposal, given: list[dict[str, Any]]) -> AgreedBatch:
         """The same decision on every rank, or an error on every rank. A collective call."""
-        is_new = offer not in self._numbers
+        is_new = proposal not in self._numbers
         if is_new:
-            self._numbers[offer] = self._number(offer.sent())
-        number = self._numbers[offer]
-        foreseen = self._foreseen(offer) if is_new and number >= 0 else None
-        key = self._transport.gather_int("pipe", number if foreseen is None else foreseen.number_with(number))
-        is_foreseen = foreseen is not None and len(set(key)) == 1
-        if foreseen is not None and is_foreseen:
+            self._numbers[proposal] = self._number(proposal.sent())
+        number = self._numbers[proposal]
+        predicted = self._predicted(proposal) if is_new and number >= 0 else None
+        key = self._transport.gather_int("pipe", number if predicted is None else predicted.number_with(number))
+        is_predicted = predicted is not None and len(set(key)) == 1
+        if predicted is not None and is_predicted:
             key = (number,) * len(key)
-            self._told.setdefault(key, foreseen.told)
-        elif key not in self._told:
-            key, offers = self._offers(offer.sent(), number, key)
-            if key not in self._told:
-                self._told[key] = self._merged(offers, offer)
-        told = self._told[key]
-        everyone = self._rows_of_everyone(told.sizes)
+            self._reported.setdefault(key, predicted.reported)
+        elif key not in self._reported:
+            key, proposals = self._proposals(proposal.sent(), number, key)
+            if key not in self._reported:
+                self._reported[key] = self._merged(proposals, proposal)
+        reported = self._reported[key]
+        everyone = self._rows_of_everyone(reported.sizes)
         rows = everyone if (key, everyone) in self._settled else None
         agreed = self._settled.pop((key, rows), None)
         if agreed is None:
-            agreed = self._decide(told, everyone, is_foreseen, self._sample(told, given))
+            agreed = self._decide(reported, everyone, is_predicted, self._sample(reported, given))
             rows = everyone if self._planner.is_of_shapes(agreed.pattern) else None
         self._settled[key, rows] = agreed
         self._drop()
         return agreed
 
-    def _number(self, told: Offer) -> int:
-        """The same on all ranks that tell the same; below 0, on this rank alone, of what cannot be told."""
+    def _number(self, reported: Proposal) -> int:
+        """The same on all ranks that report the same; below 0, on this rank alone, of what cannot be sent."""
         try:
-            digest = hashlib.blake2b(encode(told), digest_size=7).digest()
+            digest = hashlib.blake2b(encode(reported), digest_size=7).digest()
         except RunError:
             return ~next(self._count)
         return int.from_bytes(digest, "little")
 
-    def _foreseen(self, offer: Offer) -> _GivenToAll | None:
+    def _predicted(self, proposal: Proposal) -> _GivenToAll | None:
         """What a call comes to if all ranks are given the same as this one; None where that is a plan yet to be made,
         or an error."""
         try:
-            told = self._merged([offer.sent()] * len(self._transport.ranks("pipe")), offer)
-            plan = self._planner.held(told.pattern(self._planner, ()))
+            reported = self._merged([proposal.sent()] * len(self._transport.ranks("pipe")), proposal)
+            plan = self._planner.held(reported.pattern(self._planner, ()))
         except FxpipeError:
             return None
-        return None if plan is None else _GivenToAll(told, plan)
+        return None if plan is None else _GivenToAll(reported, plan)
 
-    def _merged(self, offers: Sequence[Offer], mine: Offer) -> ToldCall:
-        told = ToldCall.of(offers, mine, self._planner, partial(member, self._transport, "pipe"))
-        self._tell_of_lists(told)
-        return told
+    def _merged(self, proposals: Sequence[Proposal], mine: Proposal) -> ReportedCall:
+        reported = ReportedCall.of(proposals, mine, self._planner, partial(member, self._transport, "pipe"))
+        self._log_lists(reported)
+        return reported
 
-    def _offers(self, told: Offer, number: int, brought: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[Offer]]:
-        """What all ranks tell, and the numbers of that; of which they have ``brought`` something."""
+    def _proposals(
+        self, reported: Proposal, number: int, brought: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], Sequence[Proposal]]:
+        """What all ranks report, and the numbers of that; of which they have ``brought`` something."""
         if len(set(brought)) == 1 and brought[0] >= 0:
-            return brought, [told] * len(brought)
-        numbers, offers = zip(*self._transport.gather("pipe", (number, told)), strict=True)
-        return numbers, offers
+            return brought, [reported] * len(brought)
+        numbers, proposals = zip(*self._transport.gather("pipe", (number, reported)), strict=True)
+        return numbers, proposals
 
     def _drop(self) -> None:
         """Drops the least recently used kinds beyond a bound, and what was captured for them alone.
@@ -233,11 +237,11 @@ class Agreement:
             self._drop_one()
             self._planner.keep(self.plans)
         if self.dropped:
-            self._looks.keep(self.looks)
-            self._told = {key: self._told[key] for key, _ in self._settled}
-            known = set(itertools.chain(*self._told))
-            for offer in [offer for offer, number in self._numbers.items() if number not in known]:
-                del self._numbers[offer]
+            self._layouts.keep(self.wire_layouts)
+            self._reported = {key: self._reported[key] for key, _ in self._settled}
+            known = set(itertools.chain(*self._reported))
+            for proposal in [proposal for proposal, number in self._numbers.items() if number not in known]:
+                del self._numbers[proposal]
 
     def _drop_one(self) -> None:
         self.dropped.append(self._settled.pop(next(iter(self._settled))).kind)
@@ -258,9 +262,9 @@ class Agreement:
         return [agreed.plan for agreed in self._settled.values()]
 
     @property
-    def looks(self) -> set[int]:
+    def wire_layouts(self) -> set[int]:
         """The numbers of the micro-batches of all kinds that are known."""
-        return {number for agreed in self._settled.values() for number in agreed.looks}
+        return {number for agreed in self._settled.values() for number in agreed.wire_layouts}
 
     @property
     def kinds(self) -> set[int]:
@@ -270,15 +274,15 @@ class Agreement:
     def replan(self, planner: Planner) -> None:
         """Takes up another planner's plans; their micro-batches have new numbers."""
         self._planner = planner
-        self._looks.keep(())
+        self._layouts.keep(())
         for key, agreed in self._settled.items():
             plan = planner.plan(agreed.pattern)
-            looks = self._looks_of(plan, agreed.pattern, self._told[key[0]])
-            self._settled[key] = dataclasses.replace(agreed, plan=plan, looks=looks)
+            layouts = self._layouts_of(plan, agreed.pattern, self._reported[key[0]])
+            self._settled[key] = dataclasses.replace(agreed, plan=plan, wire_layouts=layouts)
 
-    def batches(self, agreed: Agreed, offer: Offer, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def batches(self, agreed: AgreedBatch, proposal: Proposal, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This rank's inputs per micro-batch."""
-        return split(given[0], self._options.batch_dim, agreed.sizes, agreed.counts) if offer.split_evenly else given
+        return split(given[0], self._options.batch_dim, agreed.sizes, agreed.counts) if proposal.split_evenly else given
 
     def required(self, graph: StageGraph, rank: int | None) -> tuple[str, ...]:
         """The inputs that a rank (None: all of them) must be given."""
@@ -319,47 +323,55 @@ class Agreement:
                 del self._rows[next(iter(self._rows))]
         return self._rows[key]
 
-    def _tell_of_lists(self, told: ToldCall) -> None:
-        if not (told.has_rows and told.offers[0].split_evenly and len(told.sizes) > 1):
+    def _log_lists(self, reported: ReportedCall) -> None:
+        if not (reported.has_rows and reported.proposals[0].split_evenly and len(reported.sizes) > 1):
             return
-        for path in whole_lists(told.merged[0], self._options.batch_dim, sum(told.sizes)):
+        for path in whole_lists(reported.merged[0], self._options.batch_dim, sum(reported.sizes)):
             if path not in self._lists:
                 self._lists.add(path)
-                tell(
+                log(
                     f"fxpipe: input {path!r} is a list with as many entries as the batch has rows, and each "
                     f"micro-batch is given all of it; write {written(path, 'fxpipe.Packed(1)')} where it has one for "
                     f"each row, or {written(path, 'None')} where it has not"
                 )
 
-    def _sample(self, told: ToldCall, given: list[dict[str, Any]]) -> Sample | str:
+    def _sample(self, reported: ReportedCall, given: list[dict[str, Any]]) -> Sample | str:
         """What a new kind of batch is checked on: its own micro-batches, where this process has the whole model."""
         if self._transport.pipe_rank is not None:
             return LATER
         batch_dim, items = self._options.batch_dim, self._planner.items
-        batches = split(given[0], batch_dim, told.sizes, told.counts[0]) if told.offers[0].split_evenly else given
+        batches = (
+            split(given[0], batch_dim, reported.sizes, reported.counts[0])
+            if reported.proposals[0].split_evenly
+            else given
+        )
         return Sample(batches if items is None else items.given(batches), batch_dim, later=True)
 
-    def _decide(self, told: ToldCall, everyone: tuple[int, ...], is_foreseen: bool, sample: Sample | str) -> Agreed:
-        """``is_foreseen``: whether all ranks have told each other that they have the plan, and the same."""
-        pattern = told.pattern(self._planner, everyone)
-        with phase("capture"), contextlib.nullcontext() if is_foreseen else self._planner.or_as_before():
+    def _decide(
+        self, reported: ReportedCall, everyone: tuple[int, ...], is_predicted: bool, sample: Sample | str
+    ) -> AgreedBatch:
+        """``is_predicted``: whether all ranks have shown each other that they have the plan, and the same."""
+        pattern = reported.pattern(self._planner, everyone)
+        with phase("capture"), contextlib.nullcontext() if is_predicted else self._planner.rolled_back_on_error():
             make = partial(self._planner.plan, pattern, sample)
-            plan = plan_together(self._transport, () if is_foreseen else ("pipe",), make)
+            plan = plan_together(self._transport, () if is_predicted else ("pipe",), make)
         self._open(plan)
-        if len(told.sizes) > 1 and not told.has_rows:
+        if len(reported.sizes) > 1 and not reported.has_rows:
             _check_nothing_gathered(plan)
-        self._check_required(plan, told.offers)
+        self._check_required(plan, reported.proposals)
         has_loss = pattern.with_loss or self._options.loss_fn is None
-        joins = plan.graph.gathers and (len(told.sizes) > 1 or self._transport.data_size > 1)
+        joins = plan.graph.gathers and (len(reported.sizes) > 1 or self._transport.data_size > 1)
         places = self._planner.row_places(plan, pattern) if joins else {}
-        looks = self._looks_of(plan, pattern, told)
-        return Agreed(next(self._kinds), pattern, plan, told.sizes, told.counts[0], places, has_loss, looks)
+        layouts = self._layouts_of(plan, pattern, reported)
+        return AgreedBatch(
+            next(self._kinds), pattern, plan, reported.sizes, reported.counts[0], places, has_loss, layouts
+        )
 
-    def _looks_of(self, plan: Plan, pattern: Pattern, told: ToldCall) -> tuple[int, ...]:
+    def _layouts_of(self, plan: Plan, pattern: Pattern, reported: ReportedCall) -> tuple[int, ...]:
         """The number of each micro-batch, by what all ranks were given of it."""
-        is_cut = told.offers[0].split_evenly and len(told.sizes) > 1
+        is_cut = reported.proposals[0].split_evenly and len(reported.sizes) > 1
         fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=())
-        return self._looks.of(plan, (fixed, is_cut), told.inputs(self._options.batch_dim))
+        return self._layouts.of(plan, (fixed, is_cut), reported.inputs(self._options.batch_dim))
 
     def _open(self, plan: Plan) -> None:
         """Opens queues between ranks that have sent each other nothing before. A collective call of a pipe group."""
@@ -368,9 +380,9 @@ class Agreement:
             self._transport.open_more(sorted(new))
             self._pairs |= new
 
-    def _check_required(self, plan: Plan, offers: Sequence[Offer]) -> None:
-        for rank, offer in enumerate(offers):
-            for description, graph in zip(offer.given, plan.graphs, strict=False):  # the batch, or each micro-batch
+    def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
+        for rank, proposal in enumerate(proposals):
+            for description, graph in zip(proposal.given, plan.graphs, strict=False):  # the batch, or each micro-batch
                 needed = self.required(graph, rank if self._transport.pipe_rank is not None else None)
                 present = {name for name, given in description if given.kind != "none"}
                 missing = [name for name in needed if name not in present]

@@ -1,4 +1,4 @@
-"""Balancing: what a program's stages take, told from shapes, and where it is best cut and placed."""
+"""Balancing: what a program's stages take, derived from shapes, and where it is best cut and placed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxpipe.plan.memory import Account
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.replay import checkpoints_that_keep
 from fxpipe.plan.sizes import bytes_of_inputs
-from fxpipe.progress import progress, tell
+from fxpipe.progress import log, progress
 from fxpipe.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class Balancing:
         except CostUnknown as error:
             if self.options.memory_per_rank is not None:
                 raise
-            tell(f"stages are placed by the number of their parameters: {error}")
+            log(f"stages are placed by the number of their parameters: {error}")
             return None
 
     def stage_work(self, program: Program | None, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
-        """What the stages take, told from the shapes of a pattern; None where these, or the costs, are not known."""
+        """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
         from fxpipe.plan.balance import BlockGraph, CostUnknown, StageWork, work_of_stages
 
         shape = pattern.shapes[0] if pattern.shapes else None
@@ -94,7 +94,7 @@ class Balancing:
                 costs = self.costs(program, pattern, shape)
                 return StageWork(work(), partial(work, keeping=True), placement, pattern.microbatches, costs)
         except CostUnknown as error:
-            tell(f"what the stages take is not known: {error}")
+            log(f"what the stages take is not known: {error}")
             return None
 
     def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
@@ -119,7 +119,7 @@ class Balancing:
         return self.costed[1]
 
     def searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
-        """The program with the best stages found, and the rank of each, which are told."""
+        """The program with the best stages found, and the rank of each, which are logged."""
         from fxpipe.plan.balance import balance, place_stages  # it simulates a lot, which few need
 
         if shape is None:
@@ -133,7 +133,7 @@ class Balancing:
             search = balance if self.finds_cuts else place_stages
             found = search(*given, self.options.memory_per_rank, self.options.recompute)
         if found.others:
-            tell(str(found))
+            log(str(found))
         return found
 
 

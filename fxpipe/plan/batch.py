@@ -13,8 +13,8 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.plain_data import admitted, encode
-from fxpipe.kinds import is_list, is_mapping, shown
 from fxpipe.torch_compat import pytree
+from fxpipe.validation import is_list, is_mapping, shown
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Of what lies in a container beside tensors, what a capture can hold for alone."""
@@ -108,8 +108,8 @@ def described(value: Any, exact: bool) -> InputDescription:
         return InputDescription("fixed", value)
     leaves, spec = pytree.tree_flatten(value)
     likes = [TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    told = tuple(leaf if isinstance(leaf, TensorLike) else _told(leaf, exact) for leaf in likes)
-    return InputDescription("input", ("" if spec.is_leaf() else str(spec), told), _made_of(likes, spec, value))
+    described = tuple(leaf if isinstance(leaf, TensorLike) else _described(leaf, exact) for leaf in likes)
+    return InputDescription("input", ("" if spec.is_leaf() else str(spec), described), _made_of(likes, spec, value))
 
 
 def _made_of(likes: list[Any], spec: pytree.TreeSpec, value: Any) -> Any:
@@ -122,9 +122,9 @@ def _made_of(likes: list[Any], spec: pytree.TreeSpec, value: Any) -> Any:
         ) from error
 
 
-def _told(leaf: Any, exact: bool) -> Any:
-    """A leaf that is no tensor: its type, and if ``exact`` its value, as ``repr`` tells 1 from 1.0 and from True."""
-    name = leaf.told if isinstance(leaf, NotSent) else type(leaf).__name__
+def _described(leaf: Any, exact: bool) -> Any:
+    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ."""
+    name = leaf.kind if isinstance(leaf, NotSent) else type(leaf).__name__
     return (name, repr(leaf)) if exact and isinstance(leaf, _PLAIN) else name
 
 
@@ -132,17 +132,17 @@ def _told(leaf: Any, exact: bool) -> Any:
 @dataclass(frozen=True, repr=False)
 class NotSent:
     """Stands for an object that is no plain data, on ranks that were not given it; or for an input whose containers are
-    none. ``told``: the name of its class."""
+    none. ``kind``: the name of its class."""
 
     what: str
-    told: str
+    kind: str
 
     def __repr__(self) -> str:
-        return f"what this rank was not given and cannot be told: {self.what}"
+        return f"what this rank was not given and cannot be sent: {self.what}"
 
 
 def sendable(description: Description) -> Description:
-    """The description as other ranks may be told it."""
+    """The description as other ranks may be sent it."""
     return tuple((name, replace(given, like=_sent(given.like))) for name, given in description)
 
 
@@ -162,7 +162,7 @@ def _not_sent(value: Any) -> Any:
 
 
 def with_own(merged: Description, mine: Description) -> Description:
-    """What ranks were given together, with this rank's own objects in place of those that could not be told."""
+    """What ranks were given together, with this rank's own objects in place of those that could not be sent."""
     own = {name: given.like for name, given in mine if given.kind != "none"}
     return tuple(
         (name, replace(given, like=pytree.tree_map(_own, given.like, own[name])) if name in own else given)
@@ -170,18 +170,20 @@ def with_own(merged: Description, mine: Description) -> Description:
     )
 
 
-def _own(told: Any, own: Any) -> Any:
-    return own if isinstance(told, NotSent) else told
+def _own(described: Any, own: Any) -> Any:
+    return own if isinstance(described, NotSent) else described
 
 
 def untold(description: Description) -> Iterator[tuple[str, Any]]:
-    """(input, leaf) for each leaf beside tensors of which the description tells the type alone."""
+    """(input, leaf) for each leaf beside tensors of which the description gives the type alone."""
     for name, given in description:
         if isinstance(given.like, NotSent):
             yield name, given.like
         elif given.kind == "input":
             leaves = pytree.tree_leaves(given.like, is_leaf=lambda leaf: leaf is None)
-            yield from ((name, leaf) for leaf, told in zip(leaves, given.detail[1], strict=True) if type(told) is str)
+            yield from (
+                (name, leaf) for leaf, described in zip(leaves, given.detail[1], strict=True) if type(described) is str
+            )
 
 
 def merge(descriptions: Sequence[Description]) -> Description:

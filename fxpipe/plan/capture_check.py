@@ -137,8 +137,8 @@ def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[
 
 
 def _in_a_line(error: Exception) -> str:
-    told = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {told[0] if told else ''}"
+    texts = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {texts[0] if texts else ''}"
 
 
 def _unfit(request: Request, batch: Batch) -> str:
@@ -218,10 +218,10 @@ class Fact(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        told = {"loss": "the loss", "count": "the count of the loss", "metric": f"the loss's {self.name!r}"}
-        told |= {"output": f"the output {self.name}".rstrip()}
-        told |= {"gradient": f"the gradient of {self.name}", "buffer": f"the buffer {self.name}"}
-        return f"{told[self.kind]} on micro-batch {self.microbatch}"
+        texts = {"loss": "the loss", "count": "the count of the loss", "metric": f"the loss's {self.name!r}"}
+        texts |= {"output": f"the output {self.name}".rstrip()}
+        texts |= {"gradient": f"the gradient of {self.name}", "buffer": f"the buffer {self.name}"}
+        return f"{texts[self.kind]} on micro-batch {self.microbatch}"
 
 
 Seen = dict[Fact, Tensor | None]

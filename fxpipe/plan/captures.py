@@ -35,7 +35,7 @@ from fxpipe.plan.outside import watch
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.reads import Reads
 from fxpipe.plan.row_places import check_rows_known
-from fxpipe.plan.sizes import entries_between, sizes_between, told_of_nothing, unlike
+from fxpipe.plan.sizes import entries_between, naming_what_is_absent, sizes_between, unlike
 from fxpipe.plan.varying import FAMILIES, Count, Family, family_of
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
@@ -121,7 +121,7 @@ class Captures:
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
     @staticmethod
-    def none_yet(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
+    def empty(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
         boundaries = named(model, options.boundaries)
         balancing = Balancing(options, topology, device, is_auto(model, boundaries))
@@ -182,12 +182,12 @@ class Captures:
         return self.first.tracer if self.first is not None else ""
 
     @contextlib.contextmanager
-    def or_as_before(self) -> Iterator[None]:
+    def rolled_back_on_error(self) -> Iterator[None]:
         """Where what is inside fails, all is as before: ranks on which it has not failed drop theirs, too."""
         before = dict(self.kept), {key: family.copy() for key, family in self.families.items()}, self.first
         beside = dict(self.wrong), {key: count.copy() for key, count in self.counts.items()}
         try:
-            with self.reads.or_as_before():
+            with self.reads.rolled_back_on_error():
                 yield
         except BaseException:
             self.kept, self.families, self.first = before
@@ -267,7 +267,7 @@ class Captures:
             progress(f"capturing {type(self.model).__name__}"),
             ignored(self.balancing.finds_cuts),
             self.reads.noting() as noted,
-            told_of_nothing(shape or ()),
+            naming_what_is_absent(shape or ()),
         ):
             program = capture(request, tracer)
         roots = [root for root in (self.model, request.loss_module) if root is not None]
@@ -316,17 +316,17 @@ class Captures:
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
         """The stages, once they have been run against the model, with a word about it."""
         if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
-            told = f"not checked: {sample if isinstance(sample, str) else 'check_capture=False'}"
+            checked = f"not checked: {sample if isinstance(sample, str) else 'check_capture=False'}"
         else:
             try:
                 with progress("checking the stages against the model"):
-                    told = check(made.graph, request, sample, places)
+                    checked = check(made.graph, request, sample, places)
             except TraceError as error:
                 if not sample.later:  # or other captures are in use
                     self.wrong[request.training, made.tracer] = str(error)
                 raise
         head, *rest = made.graph.origin.splitlines()
-        graph = dataclasses.replace(made.graph, origin="\n".join([f"{head}, {told}", *rest]))
+        graph = dataclasses.replace(made.graph, origin="\n".join([f"{head}, {checked}", *rest]))
         return dataclasses.replace(made, graph=graph)
 
     def without_tracers(self, wrong: Mapping[Wrong, str]) -> Captures:
@@ -342,7 +342,7 @@ class Captures:
         return dataclasses.replace(self, kept=kept)
 
     def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
-        """What the stages take, told from the shapes of a pattern; None where these, or the costs, are not known."""
+        """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
         return self.balancing.stage_work(self.first, pattern, placement)
 
     def _cut(self, program: Program, pattern: Pattern, shape: Description | None) -> tuple[Program, Captured]:

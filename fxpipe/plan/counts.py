@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.kinds import is_mapping, shown
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.contents import walk
+from fxpipe.validation import is_mapping, shown
 
 Counts = Mapping[str, tuple[int, ...]]
 """Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
@@ -56,7 +56,7 @@ def _check_known(name: str, value: Any, rule: Rule) -> None:
             instead = (
                 f"pass it as **{name}, where forward takes its entries, or as dict({name})"
                 if is_mapping(leaf)
-                else "pass them in a dict or a tuple, or tell of a dataclass by torch.export.register_dataclass"
+                else "pass them in a dict or a tuple, or register a dataclass by torch.export.register_dataclass"
             )
             raise RunError(
                 f"input {name!r} is or holds a {type(leaf).__name__}, in which torch's pytree finds no tensors to be "

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.modes import Ambient, evaluating
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
-from fxpipe.kinds import shown
 from fxpipe.options import Options
 from fxpipe.packed import check_names
 from fxpipe.plan.batch import bind, describe, required_names
@@ -25,6 +24,7 @@ from fxpipe.plan.planner import Planner
 from fxpipe.plan.rows import row_count, split_rows
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
+from fxpipe.validation import shown
 
 _WRAPPERS = {
     "DistributedDataParallel": "give the model inside, its .module: the data axis of the topology does what it does",
@@ -76,7 +76,7 @@ def with_first_plan(planner: Planner, options: Options, keeps_part: bool = False
     with evaluating(planner.module):
         pattern = dataclasses.replace(first_pattern(planner, options), training=False)
         try:
-            with planner.or_as_before():
+            with planner.rolled_back_on_error():
                 planner.plan(pattern, sample, at_compile=True)
         except FxpipeError:  # raised when evaluation is asked for, perhaps with other inputs
             captures.wrong = wrong

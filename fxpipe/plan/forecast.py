@@ -1,4 +1,4 @@
-"""Forecast: reckons what a ``Preview`` tells, from a plan, its costs and its topology.
+"""Forecast: computes what a ``Preview`` shows, from a plan, its costs and its topology.
 
 What a rank sends over the data axis in a step follows from the formulas of a ring.
 """
@@ -50,11 +50,11 @@ def over_the_limit(planner: Planner) -> str:
     """In words, where the first plan does not keep within ``memory_per_rank``, or that is not known; else empty."""
     if planner.options.memory_per_rank is None:
         return ""
-    told = _Forecast(planner, planner.shown[0], Stepping()).preview(timed=False)
-    if told.fits is None:
+    preview = _Forecast(planner, planner.shown[0], Stepping()).preview(timed=False)
+    if preview.fits is None:
         return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
-    number, most = max(enumerate(told.ranks), key=lambda pair: pair[1].total)
-    if told.fits:
+    number, most = max(enumerate(preview.ranks), key=lambda pair: pair[1].total)
+    if preview.fits:
         return ""
     return (
         f"rank {number} of a pipeline takes {most.total:,.0f} bytes {_counted(most)}, "

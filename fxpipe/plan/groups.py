@@ -95,7 +95,7 @@ def _rows_of(pattern: Pattern, modes: Collection[str], batch_dim: BatchDim) -> S
     if len(modes) > 1:
         raise TraceError(
             'a stage is given values that are gathered as "batch" and as "global", of different numbers of rows, which '
-            'the tracers "export" and "record" cannot tell apart; write tracer="symbolic", or gather all of them as '
+            'the tracers "export" and "record" cannot distinguish; write tracer="symbolic", or gather all of them as '
             '"global", where each replica computes the loss of all rows'
         )
     if "global" in modes and pattern.everyone:
@@ -111,7 +111,7 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
     for start, shape in zip(starts, shapes, strict=True):
         if row_count(shape, batch_dim) not in (None, sum(rows[start : start + size])):
             raise TraceError(
-                "a stage gathers the rows of all replicas, which packed inputs tell, and each replica knows its own; "
+                "a stage gathers the rows of all replicas, which packed inputs give, and each replica knows its own; "
                 'the tracers "export" and "record" capture it for all rows: write tracer="symbolic", or gather="batch"'
             )
     return dataclasses.replace(pattern, microbatches=len(shapes), shapes=shapes, everyone=())

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.kinds import is_list
 from fxpipe.plan.batch import Description, InputDescription
 from fxpipe.torch_compat import pytree
+from fxpipe.validation import is_list
 
 IGNORED = -100
 """The label that no loss counts."""

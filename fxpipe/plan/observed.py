@@ -49,7 +49,7 @@ def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
 
 
 def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
-    """Runs the model once on a micro-batch, and tells what each call of a region did. All that changes is put back.
+    """Runs the model once on a micro-batch, and returns what each call of a region did. All that changes is put back.
 
     ``called``: the names of regions that are called, be it inside of others, are added to it. TraceError where the
     model fails, or a region does what it may not.
@@ -162,7 +162,7 @@ class _Observer:
         for place in assigned:
             if persistent(place):
                 raise TraceError(assigns(region.name, place[2]))
-        sets = frozenset((path, name) for path, name in sets if name != "_buffers")  # which are told one by one
+        sets = frozenset((path, name) for path, name in sets if name != "_buffers")  # which are named one by one
         self._noted[region.name, number] = noted
         given = frozenset(size for leaf in pytree.tree_leaves((args, kwargs)) for size in getattr(leaf, "shape", ()))
         returned = _described(region, result, torch.is_grad_enabled())

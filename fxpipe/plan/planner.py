@@ -31,7 +31,7 @@ from fxpipe.plan.same_stages import called_alike, joint, like
 from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily, is_compiled
 from fxpipe.plan.tables import Tables, tells_bytes
-from fxpipe.progress import progress, tell
+from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import lower
@@ -78,13 +78,13 @@ class Planner:
     shown: list[Pattern] = field(default_factory=list)
     """The pattern of the first plan, with its shapes."""
     by_shapes: list[Costs] = field(default_factory=list)
-    """What the stages take, once that is asked for: told from the shapes of the example."""
+    """What the stages take, once that is asked for: derived from the shapes of the example."""
 
     @staticmethod
-    def none_yet(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Planner:
+    def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Planner:
         """Before the first plan. ``device``: where a model that is on no device yet will run."""
         options = options.for_calls()
-        captures = Captures.none_yet(model, options, topology, device) if isinstance(model, nn.Module) else None
+        captures = Captures.empty(model, options, topology, device) if isinstance(model, nn.Module) else None
         return Planner(model, topology, options, captures)
 
     @property
@@ -223,11 +223,11 @@ class Planner:
             self.parallel.keep(self.graphs)
 
     @contextlib.contextmanager
-    def or_as_before(self) -> Iterator[None]:
+    def rolled_back_on_error(self) -> Iterator[None]:
         """Where what is inside fails, no plan and no capture that was made in it is kept."""
         before = dict(self.plans)
         try:
-            with contextlib.nullcontext() if self.captures is None else self.captures.or_as_before():
+            with contextlib.nullcontext() if self.captures is None else self.captures.rolled_back_on_error():
                 yield
         except BaseException:
             self.plans.clear()
@@ -276,7 +276,7 @@ class Planner:
             return graph
         for stage in graph if not self.plans else ():
             if calls_kept(stage.module):
-                tell(f"stage {stage.name!r} holds what is kept whole, and runs as it is, without stage_compiler=")
+                log(f"stage {stage.name!r} holds what is kept whole, and runs as it is, without stage_compiler=")
         compiler = self.options.stage_compiler
         stages = tuple(stage if calls_kept(stage.module) else compiled_lazily(stage, compiler) for stage in graph)
         return dataclasses.replace(graph, stages=stages)
@@ -301,8 +301,8 @@ class Planner:
             planner.plans[pattern] = made.get(id(plan), plan)
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
-        told = dataclasses.replace(family, costs=new.costs or family.costs)  # with bytes, where shapes told them
-        stays = told.excess(present) is None and after > before * (1 - WORTH_IT)
+        costed = dataclasses.replace(family, costs=new.costs or family.costs)  # with bytes, where shapes gave them
+        stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
 
     def without_tracers(self, wrong: Mapping[Wrong, str]) -> Planner:

@@ -1,4 +1,4 @@
-"""Preview: what a plan would hold on each rank and take in time, told without running it."""
+"""Preview: what a plan would hold on each rank and take in time, without running it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxpipe.schedules.table import table
 
 @dataclass(frozen=True)
 class RankPreview:
-    """Bytes that a rank of a pipeline holds at most; None where no example has told shapes."""
+    """Bytes that a rank of a pipeline holds at most; None where no example has given shapes."""
 
     stages: tuple[str, ...]
     parameters: float
@@ -155,15 +155,15 @@ class Preview(Tabular):
 
     @property
     def _figures(self) -> str:
-        told = []
+        facts = []
         if self.seconds is not None:
-            told.append(f"a step takes {_time(self.seconds)}")
+            facts.append(f"a step takes {_time(self.seconds)}")
         if self.utilisation is not None and self.flops is not None:
-            told.append(f"{self.flops / 1e12:,.4g} TFLOP of products: {self.utilisation:.1%} of the devices' peak")
+            facts.append(f"{self.flops / 1e12:,.4g} TFLOP of products: {self.utilisation:.1%} of the devices' peak")
         if self.between_nodes is not None:
             unit, scale = _unit(self.between_nodes)
-            told.append(f"{_scaled(self.between_nodes, scale)} {unit} between nodes")
-        return ", ".join(told)
+            facts.append(f"{_scaled(self.between_nodes, scale)} {unit} between nodes")
+        return ", ".join(facts)
 
 
 _HEADERS: Mapping[str, str] = {"whole": "whole in a step"}
@@ -180,7 +180,7 @@ def _whole_bytes(rank: RankPreview) -> dict[str, Any]:
 
 
 def _unit(most: float) -> tuple[str, float]:
-    """In which unit sizes up to this one are told, and its bytes."""
+    """In which unit sizes up to this one are shown, and its bytes."""
     return next(((name, size) for name, size in _UNITS if most >= size), _UNITS[-1])
 
 

@@ -93,7 +93,7 @@ class Reads:
                 yield from ((id(vars(part)), name) for name in names)
 
     @contextlib.contextmanager
-    def or_as_before(self) -> Iterator[None]:
+    def rolled_back_on_error(self) -> Iterator[None]:
         """Where what is inside fails, nothing counts that was read in it: other ranks may not have come so far."""
         states, buffers, now = [dict(state) for state in self._states], dict(self._buffers), self._now
         sets = self._set
@@ -193,15 +193,15 @@ class _Glance:
                 names = names.difference(home)
         self._held: list[tuple[Mapping[str, Any], Callable[..., Any], tuple[Any, ...]]] = []
         self._absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
-        told: dict[int, Any] = {}  # what may be changed in place, each once
+        changeable: dict[int, Any] = {}  # what may be changed in place, each once
         for home, names in wanted.values():
             there = sorted(names.intersection(home))
             self._absent += [(home, absent)] if (absent := frozenset(names.difference(home))) else []
-            told |= {id(home[name]): home[name] for name in there if name not in ("_modules", "_buffers")}
+            changeable |= {id(home[name]): home[name] for name in there if name not in ("_modules", "_buffers")}
             if there:
                 held = tuple(home[name] for name in there)
                 self._held.append((home, itemgetter(*there, there[0]), (*held, held[0])))
-        insides = [(value, contents(value)) for value in told.values()]
+        insides = [(value, contents(value)) for value in changeable.values()]
         mutable = [(value, inside) for value, inside in insides if inside is not value]
         self._empty = [value for value, inside in mutable if _is_empty(value)]
         self._filled = [(value, inside) for value, inside in mutable if not _is_empty(value)]

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import RunError, nearest
 from fxpipe.graph.like import TensorLike
-from fxpipe.kinds import is_mapping, shown
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
 from fxpipe.plan.batch import Description, NotSent
 from fxpipe.plan.counts import Counts
 from fxpipe.torch_compat import pytree
+from fxpipe.validation import is_mapping, shown
 
 
 class InputRows(NamedTuple):
@@ -60,19 +60,19 @@ def _within(path: str, like: Any, rule: Rule) -> Iterator[tuple[str, InputRows]]
 
 
 def row_count(description: Description, batch_dim: BatchDim, counts: Counts | None = None) -> int | None:
-    """The number of rows of a batch; None where no input tells it. ``counts``: merged; None: they are not checked.
+    """The number of rows of a batch; None where no input gives it. ``counts``: merged; None: they are not checked.
 
-    ``description``: what ranks told, without objects of this one's, so that all refuse the same.
+    ``description``: what ranks reported, without objects of this one's, so that all refuse the same.
 
     RunError where inputs disagree, or counts do not fit what they count.
     """
     entries = entries_of(description, batch_dim)
     sizes = {path: _size(path, entry) for path, entry in entries.items()}
-    told = {path: _rows(path, entries[path].rule, size) for path, size in sizes.items() if size is not None}
+    by_input = {path: _rows(path, entries[path].rule, size) for path, size in sizes.items() if size is not None}
     for path, rule in counted(batch_dim).items():
         if rule.of is None and path in (counts or {}):
-            told[f"counts of {path}"] = len((counts or {})[path])
-    rows = {name: number for name, number in told.items() if number is not None}
+            by_input[f"counts of {path}"] = len((counts or {})[path])
+    rows = {name: number for name, number in by_input.items() if number is not None}
     _check_lists(entries, rows, batch_dim)
     if len(set(rows.values())) > 1:
         lengths = ", ".join(f"{name}: {count}" for name, count in rows.items())
@@ -115,7 +115,7 @@ def _size(path: str, entry: InputRows) -> int | None:
 
 
 def _rows(path: str, rule: Rule, size: int) -> int | None:
-    """How many rows the batch has by an input of that size; None where it does not tell."""
+    """How many rows the batch has by an input of that size; None where it does not give it."""
     if isinstance(rule, Offsets):
         return size - 1 if rule.of is None else None
     if isinstance(rule, Packed):
@@ -129,8 +129,8 @@ def _rows(path: str, rule: Rule, size: int) -> int | None:
 
 def _check_lists(entries: Mapping[str, InputRows], rows: Mapping[str, int], batch_dim: BatchDim) -> None:
     """RunError for a list that may have an entry for each row, where nobody has said whether it has."""
-    told = {path: entry for path, entry in entries.items() if path in rows and not _is_named(path, batch_dim)}
-    lists = {path: dict(_lists(path, entry.like)) for path, entry in told.items()}
+    unnamed = {path: entry for path, entry in entries.items() if path in rows and not _is_named(path, batch_dim)}
+    lists = {path: dict(_lists(path, entry.like)) for path, entry in unnamed.items()}
     others = rows.keys() - {path for path, found in lists.items() if found}
     for path, found in lists.items():
         for place, entries_of_it in found.items():
@@ -213,13 +213,13 @@ def _check_counts(sizes: Mapping[str, int | None], rows: int | None, counts: Cou
             raise RunError(f"input {path!r} is counted for the rows of {owner}, which no rank was given")
         wanted -= of is not None and isinstance(rules[of], Offsets)
         numbers = _numbers_of(path, rule, wanted, counts)
-        told = f"for the {wanted} rows of {owner}"
+        wanted_for = f"for the {wanted} rows of {owner}"
         if len(numbers) != wanted:
             hint = "" if rule.of is not None else "; where they are for the rows of another packed input, write of="
-            raise RunError(f"the counts of {path!r} are {len(numbers)} numbers {told}{hint}")
+            raise RunError(f"the counts of {path!r} are {len(numbers)} numbers {wanted_for}{hint}")
         if isinstance(rule, Packed) and sum(numbers) != size:
             raise RunError(
-                f"the counts of {path!r} sum to {sum(numbers)} {told}, and it has {size} rows; they are "
+                f"the counts of {path!r} sum to {sum(numbers)} {wanted_for}, and it has {size} rows; they are "
                 f"{shown(list(numbers))}"
             )
 

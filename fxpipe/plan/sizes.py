@@ -11,10 +11,10 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.kinds import is_list
 from fxpipe.plan.batch import Description, InputDescription
 from fxpipe.precision import Precision
 from fxpipe.trace.request import Place
+from fxpipe.validation import is_list
 
 
 class _Sized(NamedTuple):
@@ -66,9 +66,9 @@ def entries_between(then: Description, now: Description) -> dict[int, int]:
 
 
 def unlike(then: Description, now: Description) -> tuple[int, int]:
-    """How little one micro-batch tells of another: how many of its sizes are several there, and how many others."""
-    told, sizes = sizes_between(then, now), {size for _, _, leaf in tensors_of(then) for size in leaf.shape}
-    return len(sizes - told.keys()), sum(old != new for old, new in told.items())
+    """How little one micro-batch shows of another: how many of its sizes are several there, and how many others."""
+    several, sizes = sizes_between(then, now), {size for _, _, leaf in tensors_of(then) for size in leaf.shape}
+    return len(sizes - several.keys()), sum(old != new for old, new in several.items())
 
 
 def outline(description: Description) -> Hashable:
@@ -130,8 +130,8 @@ def holds(guard: SizeGuard, description: Description) -> bool:
 
 
 @contextlib.contextmanager
-def told_of_nothing(description: Description) -> Iterator[None]:
-    """What cannot be captured is told with the inputs of which a micro-batch has nothing, where it has of others."""
+def naming_what_is_absent(description: Description) -> Iterator[None]:
+    """A TraceError names the inputs of which a micro-batch has nothing, where it has of others."""
     try:
         yield
     except TraceError as error:

@@ -37,7 +37,7 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
 
     The compiler is given the stage's ``fx.GraphModule``, or its function where the user wrote it, and returns what is
     called with the same arguments for the same tuple. Only processes that run the stage compile it, once: a compiler
-    that tells shapes apart, as ``torch.compile`` does, is asked again by its own guards.
+    that distinguishes shapes, as ``torch.compile`` does, is asked again by its own guards.
     """
     if is_compiled(stage):
         return stage
@@ -356,16 +356,16 @@ class _HalvedCall:
 
 @dataclass(frozen=True)
 class _WhenItRuns:
-    """Calls ``tell`` when W runs, since I has shown by then what it makes; leaves nothing itself."""
+    """Calls ``report`` when W runs, since I has shown by then what it makes; leaves nothing itself."""
 
-    tell: Callable[[], None]
+    report: Callable[[], None]
 
     @property
     def kept(self) -> list[Tensor]:
         return []
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        self.tell()
+        self.report()
         return []
 
 

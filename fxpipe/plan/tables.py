@@ -35,7 +35,7 @@ class Tables:
 
     options: Options
     captures: Captures | None
-    """Which tell what stages take; None for the user's own stages."""
+    """Which give what stages take; None for the user's own stages."""
     first: Plan | None
     """The plan that was made first, once there is one."""
     again: frozenset[str] | None
@@ -43,7 +43,7 @@ class Tables:
     shown: list[Pattern]
     """The pattern of the first plan, with its shapes."""
     by_shapes: list[Costs]
-    """What the stages take, once that is asked for: told from the shapes of the example."""
+    """What the stages take, once that is asked for: derived from the shapes of the example."""
 
     def schedule(self, graph: StageGraph, pattern: Pattern, costs: Costs | None) -> Schedule:
         """The table of a graph; ScheduleError where there is none. ``costs``: those of the search that found it."""
@@ -84,7 +84,7 @@ class Tables:
         return schedule
 
     def family(self, graph: StageGraph, pattern: Pattern) -> ScheduleName | Family:
-        """The family that the options name; with bytes told from shapes, where it has a limit of memory and none."""
+        """The family that the options name; with bytes derived from shapes, where it has a limit of memory and none."""
         table: ScheduleName | Family | Schedule = self.options.schedule
         if isinstance(table, Schedule):
             return "1f1b"
@@ -133,7 +133,7 @@ class Tables:
         return recomputed(graph, options.recompute, make, work, options.memory_per_rank)
 
     def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
-        """What the stages take, told from shapes; None where these, or the costs, are not known."""
+        """What the stages take, derived from shapes; None where these, or the costs, are not known."""
         return None if self.captures is None else self.captures.stage_work(pattern, placement)
 
     def saving(self, plan: Plan, pattern: Pattern, work: StageWork | None) -> str:
@@ -143,7 +143,7 @@ class Tables:
         graph, table = plan.graph, plan.schedule
         family, none = self.family(graph, pattern), (False,) * len(graph)
         without = self._built(family, graph, table.microbatches, table.backward, table.tied, table.costs, none)
-        return told(graph, without, table, work)
+        return described(graph, without, table, work)
 
 
 def _known_table(first: Plan, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
@@ -157,7 +157,7 @@ def _known_table(first: Plan, graph: StageGraph, microbatches: int, backward: tu
 
 
 def tells_bytes(costs: Costs | None) -> bool:
-    """Whether they tell some of the bytes: others would not be in their unit."""
+    """Whether they give some of the bytes: others would not be in their unit."""
     return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
 
 
@@ -258,7 +258,7 @@ class _Fitting:
         )
 
 
-def told(graph: StageGraph, without: Schedule, plan: Schedule, work: StageWork | None) -> str:
+def described(graph: StageGraph, without: Schedule, plan: Schedule, work: StageWork | None) -> str:
     """What recomputation saves and costs, in words: against the table without it."""
     again = {stage for stage, _ in plan.dependencies.recomputed}
     flags = tuple(stage.index in again for stage in graph)

@@ -88,10 +88,10 @@ def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[]
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
     for scope in scopes:  # all of them, whatever has been found: others wait in the next one
         everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
-        told = [f"{member(transport, scope, rank)} {other}" for rank, (_, other) in enumerate(everyone) if other]
+        problems = [f"{member(transport, scope, rank)} {other}" for rank, (_, other) in enumerate(everyone) if other]
         digests = [digest for digest, _ in everyone]
-        if told:
-            wrong = wrong or told[0]
+        if problems:
+            wrong = wrong or problems[0]
         elif len(set(digests)) > 1 and plan is not None:
             texts = transport.gather(scope, plan.description)
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
@@ -129,15 +129,15 @@ def check_rows(transport: Transport, plan: Plan, zero: int) -> None:
     digests = plan.row_digests if zero == 2 or gathers else plan.pass_digests
     if len(set(transport.gather_int("data", digests[transport.pipe_rank or 0]))) > 1:
         what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
-        told = _told_apart(transport, plan) if gathers else ", or write zero=1"
+        problems = _replicas_in_question(transport, plan) if gathers else ", or write zero=1"
         raise RunError(
             f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
             f"{len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
-            f"(drop_last=True in a DataLoader){told}"
+            f"(drop_last=True in a DataLoader){problems}"
         )
 
 
-def _told_apart(transport: Transport, plan: Plan) -> str:
+def _replicas_in_question(transport: Transport, plan: Plan) -> str:
     """Where replicas that run these tables would wait for each other; a collective call of the data axis."""
     mine = (plan.schedule.microbatches, [" ".join(map(str, row)) for row in plan.schedule.rows])
     tables = [

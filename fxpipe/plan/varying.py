@@ -11,7 +11,7 @@ from fxpipe.graph.program import SizeGuard
 from fxpipe.plan.batch import Description
 from fxpipe.plan.pattern import Pattern
 from fxpipe.plan.sizes import differences, holds, outline, size_at, varying
-from fxpipe.progress import tell
+from fxpipe.progress import log
 from fxpipe.trace.request import Place
 
 FAMILIES = 256
@@ -59,7 +59,7 @@ class Count:
     shapes: deque[Description] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     number: int = 0
     fixed: dict[str, None] = field(default_factory=dict)
-    """What was told of sizes that captures have as numbers."""
+    """What was reported of sizes that captures have as numbers."""
 
     def copy(self) -> Count:
         """One that changes by itself."""
@@ -71,10 +71,10 @@ class Count:
         self.number += 1
         if fixed_sizes and fixed_sizes not in self.fixed:
             self.fixed[fixed_sizes] = None
-            tell(f"fxpipe: {fixed_sizes}")
+            log(f"fxpipe: {fixed_sizes}")
         if self.number == MANY:
             what = f"{MANY} captures by now, since batches differ in {differences(self.shapes)}"
-            tell("\n".join([f"fxpipe: {what}{_REMEDY.get(tracer, '')}", *self.fixed]))
+            log("\n".join([f"fxpipe: {what}{_REMEDY.get(tracer, '')}", *self.fixed]))
 
 
 MANY = 10

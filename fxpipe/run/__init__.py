@@ -1,1 +1,1 @@
-"""Run: a step as it happens. The only room that has state."""
+"""Run: a step as it happens. The only package that has state."""

@@ -18,7 +18,7 @@ from fxpipe.graph.loss import read_loss, root_weight
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
-from fxpipe.run.executor import Executor, Take
+from fxpipe.run.executor import Executor, Fetch
 from fxpipe.run.own_memory import apart_from, give_own_memory, without_gradient
 from fxpipe.schedules.action import Action, Op
 from fxpipe.seeds import seeded
@@ -68,7 +68,7 @@ class ForwardAction:
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
         self.run: Run = run_of(executor, action)
 
-    def _bound_inputs(self) -> list[Take]:
+    def _bound_inputs(self) -> list[Fetch]:
         take, take_input, place = self._executor.take, self._executor.take_input, self.action.microbatch
         return [
             take_input(entry, place) if isinstance(entry, str) else take(entry, Op.F, place)
@@ -88,7 +88,7 @@ class ForwardAction:
             if self.stage.returns_result:
                 self._finish(outputs[-1], saved)
         except BaseException as error:
-            executor.tell(error, action, inputs)
+            executor.report(error, action, inputs)
             raise
         if self._keeps:
             self._held.saved = saved
@@ -169,7 +169,7 @@ class BackwardAction:
             try:
                 returned = self.stage.backward(saved, gradients)
             except BaseException as error:
-                executor.tell(error, action)
+                executor.report(error, action)
                 raise
             if new:
                 give_own_memory(new, (gradients, returned))

@@ -1,4 +1,4 @@
-"""Batch check: whether the ranks of a pipe group were given the same batch, told one call later."""
+"""Batch check: whether the ranks of a pipe group were given the same batch, reported one call later."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class BatchCheck:
             self._check_equal("pipe", what, everyone)
             self._warn_of_nothing_shared(what, everyone)
             if beyond:
-                self._beyond = what, {name: number for told in everyone for name, number in told.numbers.items()}
+                self._beyond = what, {name: number for sent in everyone for name, number in sent.numbers.items()}
         if everywhere and self._beyond is not None:  # all ranks have it from the same step
             (what, numbers), self._beyond = self._beyond, None
             if self._tensor:
@@ -105,10 +105,10 @@ class BatchCheck:
         differing = {name: numbers for name, numbers in shared.items() if len(set(numbers.values())) > 1}
         if not differing:
             return
-        told = "; ".join(f"{name!r} of {_parted(numbers, ranks)}" for name, numbers in differing.items())
+        text = "; ".join(f"{name!r} of {_parted(numbers, ranks)}" for name, numbers in differing.items())
         raise RunError(
             f"{what}: the ranks {list(ranks)} of a {scope} group were given different batches, and must be given the "
-            f"same; what differs is {told}. Draw the same rows on all of them with {_USE_SAMPLER}, or with "
+            f"same; what differs is {text}. Draw the same rows on all of them with {_USE_SAMPLER}, or with "
             "DistributedSampler(dataset, num_replicas=topo.data_size, rank=topo.data_rank), whose defaults count every "
             "rank as a replica. Where the rows are the same but random augmentation differs, seed it alike on these "
             "ranks, such as by torch.manual_seed(topo.data_rank) in front of the loop, or pass None for an input where "
@@ -117,16 +117,16 @@ class BatchCheck:
 
     def _warn_of_nothing_shared(self, what: str, everyone: Sequence[_Told]) -> None:
         """Once, from one rank of all."""
-        groups = _connected([told.with_rows for told in everyone])
+        groups = _connected([sent.with_rows for sent in everyone])
         if self._transport.rank == 0 and len(groups) > 1 and not self._sampled():
             ranks = self._transport.ranks("pipe")
-            told = "; ".join(
+            text = "; ".join(
                 f"{[ranks[place] for place in places]}: {', '.join(sorted(names))}" for places, names in groups
             )
             self._warn(
                 "nothing shared",
                 f"{what}: nobody can compare whether these ranks were given rows that belong together, for they have "
-                f"no input in common ({told}). Draw the rows of all of them with {_USE_SAMPLER}, or give all of them "
+                f"no input in common ({text}). Draw the rows of all of them with {_USE_SAMPLER}, or give all of them "
                 "the whole batch",
             )
 
@@ -154,8 +154,8 @@ class BatchCheck:
 
 def _shared(everyone: Sequence[_Told]) -> dict[str, dict[int, int]]:
     """Input → place in the group → number, of those that two or more were given."""
-    names = dict.fromkeys(name for told in everyone for name in told.numbers)
-    given = {name: {p: told.numbers[name] for p, told in enumerate(everyone) if name in told.numbers} for name in names}
+    names = dict.fromkeys(name for sent in everyone for name in sent.numbers)
+    given = {name: {p: sent.numbers[name] for p, sent in enumerate(everyone) if name in sent.numbers} for name in names}
     return {name: numbers for name, numbers in given.items() if len(numbers) > 1}
 
 

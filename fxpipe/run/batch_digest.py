@@ -18,7 +18,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_A_TIME = 2**18
 """How many elements are worked on at a time, which bounds the memory that a digest takes beside the batch."""
 _PLAIN = (bool, int, float, complex, str, bytes)
-"""Python values that ``repr`` tells apart."""
+"""Python values that ``repr`` distinguishes."""
 
 
 class Digest:

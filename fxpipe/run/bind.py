@@ -24,7 +24,7 @@ from fxpipe.graph.stage_graph import Edge, StageGraph
 from fxpipe.labels import label
 from fxpipe.run.actions import BackwardAction, ForwardAction, LeftOut, Outputs, Run, run_of
 from fxpipe.run.exchange import Port
-from fxpipe.run.executor import BoundFor, Executor, Made, StepInput, Take, take_out
+from fxpipe.run.executor import BoundFor, Executor, Fetch, StepInput, StepResult, take_out
 from fxpipe.run.group_inputs import Joined
 from fxpipe.run.own_memory import give_own_memory, without_gradient
 from fxpipe.run.recompute import Kept, without_graph
@@ -46,7 +46,7 @@ class Bound:
     receives: Sequence[Port]
     """What they post, in order."""
 
-    def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> list[Made]:
+    def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> list[StepResult]:
         """Runs a step, of which each rank has a stopwatch of its own."""
         grad = torch.enable_grad if self.kind.training else torch.no_grad
         off = [region._replace(enabled=False) for region in self.kind.autocast]
@@ -97,8 +97,8 @@ class _Binder:
                 return executor.port(message).post
             case Send(message) if executor.runs(message.op, message.microbatch):
                 return self._send(message)
-            # It stands behind the action whose message tells that this one was received. Where that action is left out,
-            # a later one's message may tell, or the step's end waits for it.
+            # It stands behind the action whose message shows that this one was received. Where that action is left out,
+            # a later one's message may show it, or the step's end waits for it.
             case Release(message) if executor.runs(message.op, message.microbatch) and not self._is_left_out:
                 return self._release(message)
             case _:
@@ -142,15 +142,15 @@ class _Binder:
 class GroupForward(ForwardAction):
     """F of a gathered stage: each input is put together of what has come from the group's micro-batches."""
 
-    def _bound_inputs(self) -> list[Take]:
-        takes: dict[str | Edge, Take] = {}
+    def _bound_inputs(self) -> list[Fetch]:
+        takes: dict[str | Edge, Fetch] = {}
         for entry in self.stage.inputs:
             if entry not in takes:  # it may come in two ways, "batch" and "global"
                 takes[entry] = self._each(entry)
         self._ways = list(takes)
         return list(takes.values())
 
-    def _each(self, entry: str | Edge) -> Take:
+    def _each(self, entry: str | Edge) -> Fetch:
         """Takes an input from each micro-batch, or, where a group made it, as one."""
         executor, action = self._executor, self.action
         if isinstance(entry, str):
@@ -165,7 +165,7 @@ class GroupForward(ForwardAction):
         try:
             inputs, joined = self._joined(parts_of)
         except BaseException as error:
-            self._executor.tell(error, self.action, [parts[0] for parts in parts_of])
+            self._executor.report(error, self.action, [parts[0] for parts in parts_of])
             raise
         if self._keeps:
             self._held.joined = joined
@@ -228,7 +228,7 @@ class WeightsAction:
                 self.stage.backward.weights(later)
                 give_own_memory(new, kept)
         except BaseException as error:
-            executor.tell(error, action)
+            executor.report(error, action)
             raise
         executor.stopwatch.end(action)
         executor.parameters.after(action)
@@ -294,17 +294,17 @@ class Recomputation:
         kept, held.kept = held.kept, None
         assert kept is not None
         with kept.again():
-            outputs, saved = self._telling(lambda: self._run(*kept.inputs), kept.inputs)
+            outputs, saved = self._reporting(lambda: self._run(*kept.inputs), kept.inputs)
         if self.stage.returns_result and saved is not None:
             part = read_loss(outputs[-1])
             saved.take_root(part.value, root_weight(part, executor.step.shares[action.microbatch]))
         held.saved = saved
-        self._telling(lambda: kept.second_is_over(outputs))
+        self._reporting(lambda: kept.second_is_over(outputs))
         executor.stopwatch.end(action)
 
-    def _telling(self, run: Callable[[], T], inputs: Sequence[Any] = ()) -> T:
+    def _reporting(self, run: Callable[[], T], inputs: Sequence[Any] = ()) -> T:
         try:
             return run()
         except BaseException as error:
-            self._executor.tell(error, self.action, inputs)
+            self._executor.report(error, self.action, inputs)
             raise

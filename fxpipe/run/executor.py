@@ -20,7 +20,6 @@ from fxpipe.graph.loss import StepLoss
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
-from fxpipe.kinds import shown
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.precision import other_types
 from fxpipe.run.exchange import Exchange, Port
@@ -33,8 +32,9 @@ from fxpipe.schedules.dependency import Half
 from fxpipe.schedules.lower import Message, alike
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.torch_compat import pytree
+from fxpipe.validation import shown
 
-Take = Callable[[], Any]
+Fetch = Callable[[], Any]
 """Gives what an action needs of others, once; waits for it where it is on its way."""
 
 
@@ -60,7 +60,7 @@ class StepInput:
 
 
 @dataclass
-class Made:
+class StepResult:
     """What one rank makes in a step."""
 
     rank: int
@@ -114,7 +114,7 @@ class Executor:
     effects: EffectsOf
     step: StepInput = field(init=False)
     """While one runs; ``made`` and ``stopwatch``, too."""
-    made: Made = field(init=False)
+    made: StepResult = field(init=False)
     stopwatch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,9 +130,9 @@ class Executor:
         self.held: dict[Half, LeftBehind] = {}
 
     def begin(self, step: StepInput, stopwatch: Stopwatch) -> None:
-        self.step, self.stopwatch, self.made = step, stopwatch, Made(self.rank, stopwatch)
+        self.step, self.stopwatch, self.made = step, stopwatch, StepResult(self.rank, stopwatch)
 
-    def end(self) -> Made:
+    def end(self) -> StepResult:
         """A step has run; what it was given and has made is the caller's alone."""
         made = self.made
         del self.step, self.stopwatch, self.made
@@ -178,10 +178,10 @@ class Executor:
         varies = self.graph.stages[self.graph.edges[message.edge].source].varies
         return self.exchange.port(message, varies)
 
-    def take_input(self, name: str, microbatch: int) -> Take:
+    def take_input(self, name: str, microbatch: int) -> Fetch:
         return lambda: self.step.batches[microbatch][name]
 
-    def take(self, edge: Edge, op: Op, microbatch: int) -> Take:
+    def take(self, edge: Edge, op: Op, microbatch: int) -> Fetch:
         """Takes a value or gradient, from this rank or another."""
         maker = self.graph.placement[edge.source if op is Op.F else edge.target]
         if maker == self.rank:
@@ -198,7 +198,7 @@ class Executor:
         self._arrives.add((shared[0], microbatch))  # the first one that is bound is the first that runs
         return partial(_hand_on, take, self.slots, [self.slot(e, op, microbatch) for e in shared if e != edge])
 
-    def tell(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
+    def report(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
         """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
         stage, what = self.stage(action), _WORDS.get(action.op, "backward")
         with contextlib.suppress(Exception):  # some let nothing be added; the error itself is what counts
@@ -223,7 +223,7 @@ def take_out(slots: list[Any], slot: int) -> Any:
     return value
 
 
-def _hand_on(take: Take, slots: list[Any], others: Sequence[int]) -> Any:
+def _hand_on(take: Fetch, slots: list[Any], others: Sequence[int]) -> Any:
     """Takes a value, for others on this rank, too."""
     value = take()
     for slot in others:
@@ -231,7 +231,7 @@ def _hand_on(take: Take, slots: list[Any], others: Sequence[int]) -> Any:
     return value
 
 
-def _await(take: Take, made_by: Callable[[], str]) -> Any:
+def _await(take: Fetch, made_by: Callable[[], str]) -> Any:
     here.awaited = made_by
     try:
         return take()

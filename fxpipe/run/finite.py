@@ -1,4 +1,4 @@
-"""Finite: tells of a loss that is inf or nan, and of the stage that made it so, without waiting for it in the step."""
+"""Finite: warns of a loss that is inf or nan, and of the stage that made it so, without waiting for it in the step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Extremes:
         self._losses: list[tuple[int, int, Tensor]] = []
 
     def add_outputs(self, stage: int, microbatch: int, values: Sequence[Any]) -> None:
-        """Looks at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
+        """WireLayouts at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
         alone = len(values) == 1 and isinstance(values[0], Tensor)
         seen = set()
         for leaf in values if alone else pytree.tree_leaves(values):
@@ -93,7 +93,7 @@ class _FinishedStep:
     group: int = 1
     sees_replicas: bool = False
 
-    def told(self, microbatch: int) -> str:
+    def described(self, microbatch: int) -> str:
         """Whose loss it is, in words."""
         last = microbatch + self.group - 1
         return f"micro-batch {microbatch}" if self.group == 1 else f"the group of micro-batches {microbatch}-{last}"
@@ -108,7 +108,7 @@ class Watch:
     """Tells the first loss that is not finite, or every one where ``raises``.
 
     The loss of a step is the same number on all ranks. So each of them knows by itself, one call late, that there is
-    something to tell; only then do they meet, and tell each other what was not finite, and where. ``leads``: whether of
+    something to report; only then do they meet, and report what was not finite, and where. ``leads``: whether of
     the ranks that do the same work this one speaks.
     """
 
@@ -116,8 +116,8 @@ class Watch:
         self._transport, self._raises, self._leads = transport, raises, leads
         self._extremes: Extremes | None = None
         self._last: _FinishedStep | None = None
-        self._told = False  # whether this rank's pipe group knows
-        self._over = False  # whether all ranks have met: it is told once
+        self._warned = False  # whether this rank's pipe group knows
+        self._over = False  # whether all ranks have met: a warning is given once
 
     def begin(self) -> Extremes | None:
         """A step begins; where its stages' outputs are to be looked at."""
@@ -130,27 +130,27 @@ class Watch:
         Where ``raises``, at this one's, and returns what is to be raised on all ranks; empty where it is finite.
         """
         if not self._raises:
-            self.tell("all")
+            self.warn("all")
         if self._extremes is not None:
             self._last = _FinishedStep(number, ToHost(loss), self._extremes, names, group, sees_replicas)
         return self._look("all") if self._raises else ""
 
-    def tell(self, scope: str) -> None:
-        """Warns of what there is to tell of the last step, on one rank, and once. A collective call of "pipe", or "all"
+    def warn(self, scope: str) -> None:
+        """Warns of what was not finite in the last step, on one rank, and once. A collective call of "pipe", or "all"
         ranks."""
-        told = self._told
+        warned = self._warned
         text = self._look(scope)
         speaks = self._leads and self._transport.ranks(scope)[0] == self._transport.rank
-        if text and speaks and not told:
+        if text and speaks and not warned:
             warn(text, RuntimeWarning)
 
     def cause(self) -> str:
-        """What there is to tell, on every rank: of a step that an optimizer leaves out."""
+        """What was not finite, on every rank: of a step that an optimizer leaves out."""
         return self._look("all")
 
     def _look(self, scope: str) -> str:
         last, everywhere = self._last, scope == "all"
-        if last is None or (self._told and not everywhere):
+        if last is None or (self._warned and not everywhere):
             return ""
         loss = last.loss.wait().item()
         if everywhere:
@@ -158,15 +158,15 @@ class Watch:
         if math.isfinite(loss):
             return ""
         mine = last.extremes.broken(self._transport.data_rank, self._transport.rank)
-        everyone = self._transport.gather(scope, (self._told, mine))
+        everyone = self._transport.gather(scope, (self._warned, mine))
         if everywhere and not self._raises:
             self._over = True
         broken = [one for _, found in everyone for one in found]
-        if any(told for told, _ in everyone):
+        if any(warned for warned, _ in everyone):
             return ""
         if not everywhere and self._transport.data_size > 1 and not any(one.is_loss for one in broken):
             return ""  # it was another replica's
-        self._told = not self._raises
+        self._warned = not self._raises
         return _text(last, loss, broken, self._transport.data_size > 1, len(everyone) > 1)
 
 
@@ -177,7 +177,7 @@ def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: 
         return f"{head}, though that of each of its micro-batches is finite: their sum or its count is not"
     first = losses[0]
     stage = min((one for one in broken if step.feeds(one, first)), key=lambda one: (one.stage, *one))
-    place = step.told(first.microbatch) + f" of replica {first.replica}" * replicas
+    place = step.described(first.microbatch) + f" of replica {first.replica}" * replicas
     within = f"micro-batch {stage.microbatch} of replica {stage.replica}" if step.sees_replicas else ""
     within = within or (f"micro-batch {stage.microbatch}" if step.group > 1 else "it")
     where = f"stage {stage.stage} `{step.names[stage.stage]}`" + f", on rank {stage.rank}," * ranks

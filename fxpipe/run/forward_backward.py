@@ -19,13 +19,12 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.kinds import Expected, check, is_flag, is_whole, shown
 from fxpipe.notebook import preformatted
 from fxpipe.parameters.checkpoint import full_state_dict, load_into, tensors_of
 from fxpipe.parameters.ownership import RankModule
 from fxpipe.plan.agreement import Call
 from fxpipe.plan.together import planner_together
-from fxpipe.progress import tell
+from fxpipe.progress import log
 from fxpipe.run.detached import detached
 from fxpipe.run.exchange import Exchange, Mailbox
 from fxpipe.run.failing import Failing
@@ -40,6 +39,7 @@ from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.flat_bucket import TORCHS_CLIP
+from fxpipe.validation import Expected, check, is_flag, is_whole, shown
 
 
 class ForwardBackward:
@@ -48,7 +48,7 @@ class ForwardBackward:
     Every rank of a pipe group passes the same batch, or None for inputs that are not in its ``required_inputs``. The
     loss comes back detached, 0-dimensional, on every rank, on the device and without waiting for it; gradients are
     complete, averaged over the data axis, in ``.grad`` of this rank's ``parameters()``. The first loss that is inf or
-    nan is told of in one warning, by the call after it, ``evaluate`` or ``state_dict(full=True)``: by then it is known
+    nan is reported in one warning, by the call after it, ``evaluate`` or ``state_dict(full=True)``: by then it is known
     without having waited for it.
     """
 
@@ -64,7 +64,7 @@ class ForwardBackward:
         self._steppers: WeakValueDictionary[str, DistributedOptimizer] = WeakValueDictionary()
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
-        self._running = self._told_of_drift = False
+        self._running = self._logged_drift = False
         self._steps = Steps(topology, transport, state, self._exchange, self._failing)
 
     # what it is
@@ -260,9 +260,9 @@ class ForwardBackward:
             fact = f"{called} comes behind a call that has not summed its gradients over the replicas"
             if self._reducer.shards:
                 raise RunError(f"{fact}, of which each steps a part; set_requires_gradient_sync(True) before the last")
-            if not self._told_of_drift:
-                self._told_of_drift = True
-                tell(f"fxpipe: {fact}, whose parameters drift apart; set_requires_gradient_sync(True) before the last")
+            if not self._logged_drift:
+                self._logged_drift = True
+                log(f"fxpipe: {fact}, whose parameters drift apart; set_requires_gradient_sync(True) before the last")
         return self._alone(called)
 
     # what ran
@@ -276,7 +276,7 @@ class ForwardBackward:
         """When each action of the last recorded step ran, in seconds. A collective call of a pipe group.
 
         The same kind of object as ``schedule.simulate()`` gives: print it, draw it, or ``fxpipe.compare`` it with a
-        plan. ``spent`` tells how each rank's step divides: compute, waiting for which message, Python between actions,
+        plan. ``spent`` shows how each rank's step divides: compute, waiting for which message, Python between actions,
         and what lies before the first and after the last; its optimizer's step does not belong to it. A GPU's work is
         timed with events, and this call waits for them.
 
@@ -313,7 +313,7 @@ class ForwardBackward:
             in_flight: the most micro-batches per stage, as there.
             memory: the most bytes per rank, as there.
             activation_bytes: what a stage holds per micro-batch in flight, one number or one per stage; None: as the
-                family of ``compile`` has it, given or told from shapes.
+                family of ``compile`` has it, given or derived from shapes.
 
         Raises:
             RunError: no step was recorded.
@@ -361,7 +361,7 @@ class ForwardBackward:
         with self._alone(name), announced(name, of_all=self._reducer.shards):
             self._steps.compare_batches(everywhere=False)
             with self._failing.together():
-                self._steps.watch.tell("pipe")
+                self._steps.watch.warn("pipe")
                 state = self._state
                 return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)
 
@@ -458,7 +458,7 @@ class Inside(NamedTuple):
 
 
 def inside(one: ForwardBackward) -> Inside:
-    """The parts of a ``ForwardBackward``, for its own room; CheckpointError for anything else."""
+    """The parts of a ``ForwardBackward``, for its own package; CheckpointError for anything else."""
     if not isinstance(one, ForwardBackward):
         raise CheckpointError(f"forward_backward is {shown(one)}; it is what fxpipe.compile returned")
     if one._running or any(optimizer.stepping for optimizer in one._optimizers):

@@ -66,16 +66,16 @@ class GroupInputs:
         along = rule_at(self._batch_dim, name)
         if not isinstance(along, int | None):
             return self._of_packed(name, parts, along, mode)
-        told, flat = f"input {name!r}", [pytree.tree_flatten(part) for part in parts]
+        text, flat = f"input {name!r}", [pytree.tree_flatten(part) for part in parts]
         leaves, places = list[Any](), list[int | None]()
         for column in zip(*(leaves for leaves, _ in flat), strict=True):
             is_cut = isinstance(column[0], Tensor) and column[0].dim() and along is not None
             if not is_cut and not self._is_cut:
                 _check_whole(name, column)
             places.append(along if is_cut else None)
-            leaves.append(_in_a_row(told, column, places[-1]))
+            leaves.append(_in_a_row(text, column, places[-1]))
         if mode == "global":
-            leaves = self._with_others(told, leaves, places, microbatches)
+            leaves = self._with_others(text, leaves, places, microbatches)
         return pytree.tree_unflatten(leaves, flat[0][1])
 
     def _of_packed(self, name: str, parts: Sequence[Any], rule: Rule, mode: Mode | None) -> Any:
@@ -96,13 +96,13 @@ class GroupInputs:
         rows = tuple(self._rows[place] for place in microbatches)
         rows = rows if len(parts) == len(rows) else (sum(rows),)
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
-        told, flat = f"{value} of stage {maker!r}", [pytree.tree_flatten(part) for part in parts]
+        text, flat = f"{value} of stage {maker!r}", [pytree.tree_flatten(part) for part in parts]
         columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
-        places = [self._place(value, n, told, column, rows, bool(everyone)) for n, column in enumerate(columns)]
-        leaves = [_in_a_row(told, column, place) for column, place in zip(columns, places, strict=True)]
+        places = [self._place(value, n, text, column, rows, bool(everyone)) for n, column in enumerate(columns)]
+        leaves = [_in_a_row(text, column, place) for column, place in zip(columns, places, strict=True)]
         likes = tuple(_like(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves)
         if everyone:
-            leaves = self._with_others(told, leaves, places, microbatches)
+            leaves = self._with_others(text, leaves, places, microbatches)
         spec = flat[0][1]
         return pytree.tree_unflatten(leaves, spec), Joined(tuple(places), likes, spec, rows, everyone)
 
@@ -125,15 +125,15 @@ class GroupInputs:
         return [None] * len(joined.rows) if leaf is None else list(torch.split(leaf, list(joined.rows), place))
 
     def _place(
-        self, value: str, leaf: int, told: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
+        self, value: str, leaf: int, text: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
     ) -> int | None:
         """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
-        told += " is gathered, and"
+        text += " is gathered, and"
         if all(part is None for part in column):
             return None
         if not all(isinstance(part, Tensor) and part.dim() for part in column):
             raise RunError(
-                f"{told} is one number for each micro-batch, which has no rows to be put in a row; "
+                f"{text} is one number for each micro-batch, which has no rows to be put in a row; "
                 "gather what it is computed from, and compute it behind the boundary, or make it a mean there"
             )
         places = self._places.get((value, leaf), range(column[0].dim()))
@@ -142,20 +142,20 @@ class GroupInputs:
         if len(fits) == 1 or (fits and is_alone):
             return fits[0]
         shapes = ", ".join(str(list(part.shape)) for part in column)
-        told += f" has shapes {shapes} for micro-batches of {list(rows)} rows:"
+        text += f" has shapes {shapes} for micro-batches of {list(rows)} rows:"
         if not fits:
             raise RunError(
-                f"{told} none of its dimensions is that of its rows; give it one in front of the boundary (where it "
+                f"{text} none of its dimensions is that of its rows; give it one in front of the boundary (where it "
                 "holds k values for each row, by .unflatten(0, (-1, k)))"
             )
         if (value, leaf) in self._places:
             raise RunError(
-                f"{told} dimensions {fits[0]} and {fits[1]} are both as long as it has rows, so that it holds numbers "
+                f"{text} dimensions {fits[0]} and {fits[1]} are both as long as it has rows, so that it holds numbers "
                 "between rows of one micro-batch; gather what it is computed from, and compute it behind the boundary"
             )
         raise RunError(
-            f"{told} dimensions {fits[0]} and {fits[1]} could both be that of its rows, and what makes it cannot run "
-            "without numbers to tell; make them differ, with another number of micro-batches or rows"
+            f"{text} dimensions {fits[0]} and {fits[1]} could both be that of its rows, and what makes it cannot run "
+            "without numbers to show which; make them differ, with another number of micro-batches or rows"
         )
 
     # over the replicas
@@ -168,17 +168,17 @@ class GroupInputs:
         return self._everyone[microbatches]
 
     def _with_others(
-        self, told: str, leaves: Sequence[Any], places: Sequence[int | None], microbatches: range
+        self, text: str, leaves: Sequence[Any], places: Sequence[int | None], microbatches: range
     ) -> list[Any]:
         """A value with the rows of all replicas, in the order of the data axis."""
         everyone = self._rows_of_everyone(microbatches)
         if self._transport.data_size == 1:
             return list(leaves)
-        self._check_alike(told, leaves, places)
+        self._check_alike(text, leaves, places)
         pairs = zip(leaves, places, strict=True)
         return [leaf if place is None else self._of_everyone(leaf, place, everyone) for leaf, place in pairs]
 
-    def _check_alike(self, told: str, leaves: Sequence[Any], places: Sequence[int | None]) -> None:
+    def _check_alike(self, text: str, leaves: Sequence[Any], places: Sequence[int | None]) -> None:
         """RunError on all replicas alike where their rows do not go together. A collective call of them."""
         facts = [
             (leaf.dtype, leaf.requires_grad, _beside(leaf, place)) if place is not None else None
@@ -187,7 +187,7 @@ class GroupInputs:
         if len(set(self._transport.gather_int("data", digest_of(map(str, facts))))) > 1:
             shapes = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
             raise RunError(
-                f"{told} is gathered over the replicas, which have it in other sizes beside its rows, or of another "
+                f"{text} is gathered over the replicas, which have it in other sizes beside its rows, or of another "
                 f"type; this one has {shapes or 'no tensor'}. Pad it to one size on all replicas, in the batch or in "
                 "front of the boundary"
             )
@@ -237,14 +237,14 @@ def _beside(tensor: Tensor, place: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _in_a_row(told: str, column: Sequence[Any], place: int | None) -> Any:
+def _in_a_row(text: str, column: Sequence[Any], place: int | None) -> Any:
     """The parts of a group in a row, or what it has once. RunError for parts that do not go together."""
     if place is None:
         return column[0]
     if len({_beside(part, place) for part in column}) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in column)
         raise RunError(
-            f"{told} is gathered, and has shapes {shapes}, which differ beside its rows; pad it to one size in all "
+            f"{text} is gathered, and has shapes {shapes}, which differ beside its rows; pad it to one size in all "
             "micro-batches, in the batch or in front of the boundary"
         )
     return concatenated(column, place)

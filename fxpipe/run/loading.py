@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import TransportGathering, agreed
-from fxpipe.errors import CheckpointError, told
+from fxpipe.errors import CheckpointError, describe_error
 from fxpipe.parameters.checkpoint import tensors_of
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.own_buffers import own_buffers
@@ -153,7 +153,7 @@ def _check(path: Path, rank: int, ranks: int) -> None:
     except CheckpointError:
         raise
     except Exception as error:  # so that all ranks go on to the next one alike
-        raise CheckpointError(f"{path} could not be looked through: {told(error)}") from error
+        raise CheckpointError(f"{path} could not be looked through: {describe_error(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -276,10 +276,10 @@ def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tenso
 
 
 def _next_step(run: Any) -> Any:
-    """What is told of the next step; CheckpointError where it was altered."""
+    """What is stored of the next step; CheckpointError where it was altered."""
     kinds: dict[str, Any] = {"number": int, "seed": int, "stages": list, "costs": dict | None}
     if type(run) is not dict or not all(isinstance(run.get(key, ...), kind) for key, kind in kinds.items()):
-        raise CheckpointError("the checkpoint's plain data was altered: it does not tell the next step")
+        raise CheckpointError("the checkpoint's plain data was altered: it does not hold the next step")
     return run
 
 

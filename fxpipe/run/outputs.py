@@ -14,10 +14,10 @@ from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
-from fxpipe.kinds import is_mapping, shown
 from fxpipe.plan.rows import is_entries
-from fxpipe.progress import tell
+from fxpipe.progress import log
 from fxpipe.torch_compat import pytree
+from fxpipe.validation import is_mapping, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class OutputRows:
         rows are in no place that could be meant, always."""
         if shapes is not None and where not in self._apart:
             self._apart.add(where)
-            tell(f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes}")
+            log(f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes}")
         return where in self._apart
 
     def of(self, leaf: Where, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> int | None:
@@ -184,9 +184,9 @@ def _shapes(entry: Any) -> tuple[tuple[int, ...], ...]:
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
     """What one rank of a pipe group has, on all of them, its tensors on ``device``. A collective call of the group."""
     meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
-    told = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
+    tree = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
     if meta is None:
-        meta = Meta.of(told, member(transport, "pipe", rank))
+        meta = Meta.of(tree, member(transport, "pipe", rank))
         buffers = allocate(meta, device)
     buffers = [buffer.to(device) for buffer in buffers]
     for buffer in buffers:

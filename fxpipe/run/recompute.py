@@ -33,7 +33,7 @@ def without_graph(value: Any) -> Any:
 
 
 class Kept:
-    """What of a stage's forward is kept until it runs again: made before it, and told when it has run.
+    """What of a stage's forward is kept until it runs again: made before it, and notified when it has run.
 
     ``proves``: whether it is looked at that the second run makes what the first one made.
     """

@@ -82,8 +82,8 @@ def _kind(number: Any) -> str:
     return str(number.dtype) if isinstance(number, Tensor) else type(number).__name__
 
 
-def _check_alike(transport: Transport, told: str) -> None:
-    everyone = differing(transport, told)
+def _check_alike(transport: Transport, mine: str) -> None:
+    everyone = differing(transport, mine)
     if everyone:
         raise RunError(
             f"the replicas' outputs have different numbers, which cannot be averaged: {'; '.join(everyone)}. "

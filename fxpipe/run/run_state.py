@@ -80,7 +80,7 @@ class PlainParts:
         return PlainParts(ranks, trees)
 
     def source(self, part: str, saved: Layout, now: Layout, rank: int) -> int | None:
-        """The saved rank whose part a rank takes; None where that cannot be told."""
+        """The saved rank whose part a rank takes; None where that is not known."""
         if saved == now:
             return rank
         digests = [one.get(part) for one in self.of_rank]
@@ -104,7 +104,7 @@ class PlainParts:
         if source is None:
             raise CheckpointError(
                 f"the {part} that was saved differs between ranks, which lay as {saved}, and lie as {now} now: who "
-                f"gets which part cannot be told. Load it in that layout, or save the same {part} on all ranks"
+                f"gets which part is not known. Load it in that layout, or save the same {part} on all ranks"
             )
         return self.trees[self.of_rank[source][part]]
 

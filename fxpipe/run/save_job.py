@@ -63,7 +63,7 @@ class SaveJob:
     _prepared: Verdict | None = None
 
     def prepare(self, plan: RankPlan, copies: bool) -> None:
-        """Settles this rank's share, and copies it. What fails is told to the others when they meet."""
+        """Settles this rank's share, and copies it. What fails is reported to the others when they meet."""
         self._prepared = Verdict(lambda: self._settle(plan, copies))
 
     def _settle(self, plan: RankPlan, copies: bool) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fxpipe.distributed.gathering import Gathering
-from fxpipe.errors import told
+from fxpipe.errors import describe_error
 from fxpipe.parameters.saving.lock import FolderLock
 from fxpipe.run.save_job import SaveJob
 
@@ -94,4 +94,4 @@ def _tell_unheard() -> None:
     """What could not be written and nobody has asked about. Threads are done by now: the interpreter waits for them."""
     for later in _WRITTEN_LATER:
         if (error := later.unheard) is not None:
-            print(f"fxpipe: a checkpoint could not be written: {told(error)}", file=sys.stderr)
+            print(f"fxpipe: a checkpoint could not be written: {describe_error(error)}", file=sys.stderr)

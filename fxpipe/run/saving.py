@@ -1,7 +1,7 @@
 """Saving: a run's state into a checkpoint that is complete or absent, at once or while training goes on.
 
 1. All ranks agree that they can: arguments, the folder and its lock, what the write before has come to.
-2. Each rank tells what it has; from that all know who writes what.
+2. Each rank reports what it has; from that all know who writes what.
 3. Each writes its share into a ``.partial`` folder; the first rank adds the manifest, gives it its name, makes it the
    latest and deletes old ones. With ``block=False`` this runs on a thread, on copies.
 """
@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import TransportGathering, agreed, gathering_beside
 from fxpipe.errors import CheckpointError
-from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.own_buffers import own_buffers
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving.lock import FolderLock, lock_of
@@ -35,6 +34,7 @@ from fxpipe.run.save_later import Later, wait_for_writes, write_later
 from fxpipe.run.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState
+from fxpipe.validation import is_flag, shown
 
 
 def save(
@@ -70,7 +70,7 @@ def save(
             str or int keys, and tensors.
         keep: how many are kept; older ones are deleted once this one is complete. None: all.
         block: whether it is complete when this returns. False: it is copied to memory of the host and written while
-            training goes on; an error of that is raised by the next ``save``, or told when the program ends.
+            training goes on; an error of that is raised by the next ``save``, or printed when the program ends.
 
     Returns:
         A future whose ``result()`` is the checkpoint's folder: done already, or with ``block=False`` once it is
@@ -263,7 +263,7 @@ def _state_file(everyone: Sequence[Any]) -> str:
 
 
 def _run_id() -> str:
-    """The same for restarts of a job, where its launcher tells."""
+    """The same for restarts of a job, where its launcher says."""
     given = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("SLURM_JOB_ID", "none")
     return next((name for name in given if name != "none"), "") or uuid.uuid4().hex[:12]
 

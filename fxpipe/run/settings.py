@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fxpipe.distributed.activity import NOTHING, Alike
-from fxpipe.kinds import is_number, list_of
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+from fxpipe.validation import is_number, list_of
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 """What schedulers set in parameter groups. Other numbers there may be a rank's own, such as those that it has found."""
@@ -26,13 +26,13 @@ def settings(sync: bool, clipped: Any, optimizers: Sequence[DistributedOptimizer
     steps = [optimizer.steps for optimizer in own]
     found = (sync, clipped, *steps, *(_plain(group.get(key)) for group in groups for key in _SCHEDULED))
 
-    def told() -> Mapping[str, str]:
+    def facts() -> Mapping[str, str]:
         places = [f"{key} of parameter group {place}" for place in range(len(groups)) for key in _SCHEDULED]
         made = ["the number of calls of optimizer.step()" + f" of optimizer {n}" * bool(n) for n in range(len(own))]
         names = ("set_requires_gradient_sync()", "(max_norm, norm_type) of clip_grad_norm_()", *made, *places)
         return {name: repr(value) for name, value in zip(names, found, strict=True)}
 
-    return Alike(zlib.crc32(repr(found).encode()) >> 1 or 1, told)
+    return Alike(zlib.crc32(repr(found).encode()) >> 1 or 1, facts)
 
 
 def _plain(value: Any) -> Any:

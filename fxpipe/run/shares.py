@@ -13,15 +13,15 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.kinds import shown
-from fxpipe.plan.agreement import Agreed
+from fxpipe.plan.agreement import AgreedBatch
 from fxpipe.plan.label_count import Items, as_number
+from fxpipe.validation import shown
 
 LossWeight = Callable[..., Any]
 
 
 def weights_of(
-    transport: Transport, agreed: Agreed, loss_weight: LossWeight | None, batches: Sequence[Mapping[str, Any]]
+    transport: Transport, agreed: AgreedBatch, loss_weight: LossWeight | None, batches: Sequence[Mapping[str, Any]]
 ) -> tuple[float, ...]:
     """The weight of each micro-batch, its rows or what ``loss_weight`` says, the same on every rank of a pipe group."""
     if loss_weight is None or not agreed.has_loss:
@@ -66,8 +66,8 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
     """
     if transport.data_size == 1 or not over_replicas:
         return _normalised(weights, sum(weights))
-    everyone = transport.gather_int("data", _told(sum(weights), training))
-    steps = [number >= 0 for number in everyone]  # whatever else a step may meet for here tells none below 0
+    everyone = transport.gather_int("data", _reported(sum(weights), training))
+    steps = [number >= 0 for number in everyone]  # whatever else a step may meet for here gives none below 0
     if len(set(steps)) > 1:
         trains, evaluates = ([replica for replica, one in enumerate(steps) if one is way] for way in (True, False))
         raise RunError(
@@ -82,14 +82,14 @@ def _normalised(weights: Sequence[float], total: float) -> tuple[float, ...]:
     return tuple(weight / total if total else 0.0 for weight in weights)
 
 
-def _told(weight: float, training: bool) -> int:
+def _reported(weight: float, training: bool) -> int:
     """A weight by its bits, which is 0 or more in training, and below in evaluation."""
     bits: int = struct.unpack("<q", struct.pack("<d", weight))[0]
     return bits if training else ~bits
 
 
 def _weight(number: int) -> float:
-    """What ``_told`` told."""
+    """What ``_reported`` found."""
     weight: float = struct.unpack("<d", struct.pack("<q", max(number, ~number)))[0]
     return weight
 
@@ -140,8 +140,8 @@ class ItemNumbers:
         if self._transport.data_size == 1 or self._given > _CHECKED:
             return
         mine, counts = int(number), items.counts_of(batches)
-        told = mine, mine in counts, sum(counts[:1])
-        everyone = self._transport.gather("data", told)
+        mine_and_sums = mine, mine in counts, sum(counts[:1])
+        everyone = self._transport.gather("data", mine_and_sums)
         given = [one for one, _, _ in everyone]
         whole = sum(count for _, _, count in everyone)
         if len(set(given)) > 1 or any(is_own and one < whole for one, is_own, _ in everyone):

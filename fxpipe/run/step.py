@@ -24,7 +24,7 @@ from fxpipe.graph.modes import evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
 from fxpipe.packed import Packed
-from fxpipe.plan.agreement import Agreed, Agreement, Call
+from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
@@ -34,7 +34,7 @@ from fxpipe.plan.together import check_rows
 from fxpipe.run.batch_check import BatchCheck
 from fxpipe.run.bind import Bound, bind
 from fxpipe.run.exchange import Exchange
-from fxpipe.run.executor import BoundFor, Executor, Made, StepInput
+from fxpipe.run.executor import BoundFor, Executor, StepInput, StepResult
 from fxpipe.run.failing import Failing
 from fxpipe.run.finite import Watch
 from fxpipe.run.group_inputs import GroupInputs
@@ -92,7 +92,7 @@ class Steps:
         self._bound: dict[Hashable, Bound] = {}
         self._news = News(transport, state.device)
         failing.drops.append(self._news.drop)
-        self._sized: set[int] = set()  # the ids of the plans, of known kinds, of which it was told what edges carry
+        self._sized: set[int] = set()  # the ids of the plans, of known kinds, of which a message said what edges carry
         self._effects, self._places = EffectsOf(), OutputRows()
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
@@ -164,7 +164,7 @@ class Steps:
         with evaluating(self._module), announced(asked + self._which):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
-                self.watch.tell("pipe")
+                self.watch.warn("pipe")
                 check_rows(self._transport, agreed.plan, 0)
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
@@ -172,18 +172,20 @@ class Steps:
                     made = self._play(agreed, self._bound_for(agreed, tuple(self._runs(agreed, shares))), step)
                 return self._output(agreed, made, shares, outputs)
 
-    def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
+    def _agree(
+        self, calls: Sequence[Call], split_evenly: bool, training: bool
+    ) -> tuple[AgreedBatch, list[dict[str, Any]]]:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
         self._failing.check_open()
         self._transport.begin_step()
         self.compare_batches(everywhere=True)
-        offer, given = self.agreement.offer(calls, split_evenly, training)
+        proposal, given = self.agreement.propose(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
-            agreed = self.agreement.settle(offer, given)
+            agreed = self.agreement.settle(proposal, given)
         self._forget()
         self._check.note(agreed.plan, agreed.kind, self.number, training, given)
-        return agreed, self.agreement.batches(agreed, offer, given)
+        return agreed, self.agreement.batches(agreed, proposal, given)
 
     def _forget(self) -> None:
         """Drops what is kept of kinds of batch that are not known any more; all ranks of a pipe group alike."""
@@ -196,11 +198,11 @@ class Steps:
             self._outcomes = {key: one for key, one in outcomes if key[0] in plans and key[1] in known}
             self._sized &= plans
             self._bound = {key: bound for key, bound in self._bound.items() if id(bound.kind.plan) in plans}
-            self._exchange.keep(self.agreement.kinds, {n for look in self.agreement.looks for n in (look, ~look)})
+            self._exchange.keep(self.agreement.kinds, {m for n in self.agreement.wire_layouts for m in (n, ~n)})
             self._effects.keep(self.agreement.graphs)
 
     def replan(self, planner: Planner) -> None:
-        """Takes up another planner's plans, between two steps of all ranks. What is sent may look otherwise then."""
+        """Takes up another planner's plans, between two steps of all ranks. Messages may have other layouts then."""
         self.agreement.replan(planner)
         self._exchange.keep((), ())
         self._bound.clear()
@@ -213,7 +215,7 @@ class Steps:
         with self._failing.together(*self._alike):
             self._check.compare(everywhere)
 
-    def _shares(self, agreed: Agreed, batches: Sequence[Mapping[str, Any]], training: bool) -> tuple[float, ...]:
+    def _shares(self, agreed: AgreedBatch, batches: Sequence[Mapping[str, Any]], training: bool) -> tuple[float, ...]:
         """Each micro-batch's part of the weight of the step, over all replicas where it is more than whether it is 0:
         where the loss is made, or an input is weighted by it. Where the loss is of a group, its micro-batches have the
         group's."""
@@ -223,7 +225,7 @@ class Steps:
         shares, group = shares_of(self._transport, weights, training, over_replicas=matters), agreed.plan.group
         return shares if group == 1 else tuple(share for share in shares for _ in range(group))
 
-    def _runs(self, agreed: Agreed, shares: Sequence[float]) -> Sequence[bool]:
+    def _runs(self, agreed: AgreedBatch, shares: Sequence[float]) -> Sequence[bool]:
         """Which micro-batches get a backward. A collective call of the data axis where stages see other replicas'."""
         mine = [share != 0 for share in shares]
         if not agreed.plan.graph.sees_replicas or self._options.loss_weight is None:
@@ -239,7 +241,7 @@ class Steps:
 
     def _input(
         self,
-        agreed: Agreed,
+        agreed: AgreedBatch,
         batches: list[dict[str, Any]],
         shares: Sequence[float],
         is_cut: bool,
@@ -260,7 +262,7 @@ class Steps:
             proves,
         )
 
-    def _play(self, agreed: Agreed, bound: Bound, step: StepInput) -> list[Made]:
+    def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> list[StepResult]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
         self._exchange.begin(agreed.kind, _numbers(agreed, step.shares), bound.receives)
         made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)
@@ -273,7 +275,7 @@ class Steps:
         self._gradients.watch(stopwatch)
         return stopwatch
 
-    def _bound_for(self, agreed: Agreed, runs: tuple[bool, ...]) -> Bound:
+    def _bound_for(self, agreed: AgreedBatch, runs: tuple[bool, ...]) -> Bound:
         """The calls for a plan, for whichever of its micro-batches have weight; bound where they are not."""
         pattern = agreed.pattern
         autocast = pattern.ambient.autocast
@@ -290,13 +292,13 @@ class Steps:
     def _executor(self, kind: BoundFor, rank: int) -> Executor:
         return Executor(kind, rank, self._exchange, self._state.device, self._gradients, self._effects)
 
-    def _same_loss(self, agreed: Agreed) -> tuple[int, int | None]:
+    def _same_loss(self, agreed: AgreedBatch) -> tuple[int, int | None]:
         """Of a call, the same for those whose losses are of one form: the ``id`` of its plan, and where that does not
-        tell all the kind of batch."""
+        show all the kind of batch."""
         is_fixed = agreed.plan.fixes_loss and self._options.parallelize is None
         return id(agreed.plan), None if is_fixed else agreed.kind
 
-    def _outcome(self, agreed: Agreed, made: Sequence[Made], known: StepOutcome | None) -> StepOutcome:
+    def _outcome(self, agreed: AgreedBatch, made: Sequence[StepResult], known: StepOutcome | None) -> StepOutcome:
         """The loss of the step, the same on every rank."""
         rank = agreed.plan.output_rank
         at_output = next((one.loss for one in made if one.rank == rank), None)
@@ -307,7 +309,7 @@ class Steps:
         self._is_sum = outcome.is_sum
         return outcome
 
-    def _bytes_of(self, plan: Plan, made: Sequence[Made]) -> dict[Edge, int] | None:
+    def _bytes_of(self, plan: Plan, made: Sequence[StepResult]) -> dict[Edge, int] | None:
         """What each edge carries, from all ranks; once for a plan."""
         if id(plan) in self._sized:
             return None
@@ -315,7 +317,7 @@ class Steps:
         mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
         return {edge: size for part in self._transport.gather("pipe", mine) for edge, size in part.items()}
 
-    def _output(self, agreed: Agreed, made: Sequence[Made], shares: Sequence[float], outputs: str) -> Any:
+    def _output(self, agreed: AgreedBatch, made: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
         """The whole batch's output, out of the micro-batches'."""
         results = {place: result for one in made for place, result in one.results.items()}
         output = None
@@ -337,7 +339,7 @@ class Steps:
             return output
         return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)
 
-    def _rows_of(self, agreed: Agreed, sizes: tuple[int, ...]) -> RowsOf:
+    def _rows_of(self, agreed: AgreedBatch, sizes: tuple[int, ...]) -> RowsOf:
         """The rows of the outputs, each of a micro-batch, or of a group of them."""
         batch_dim, group = self._options.batch_dim, agreed.plan.group
         pieces = pieces_of(batch_dim, agreed.sizes, agreed.counts)
@@ -352,6 +354,6 @@ class Steps:
         return RowsOf(sizes, along, tensors, any(is_list for *_, is_list in packed))
 
 
-def _numbers(agreed: Agreed, shares: Sequence[float]) -> Sequence[int]:
-    """A number for each micro-batch, by what its messages look like: of one without weight no gradient may come."""
-    return [look if share else ~look for look, share in zip(agreed.looks, shares, strict=True)]
+def _numbers(agreed: AgreedBatch, shares: Sequence[float]) -> Sequence[int]:
+    """A number for each micro-batch, by the layout of its messages: of one without weight no gradient may come."""
+    return [layout if share else ~layout for layout, share in zip(agreed.wire_layouts, shares, strict=True)]

@@ -31,7 +31,7 @@ class StepOutcome:
 class News:
     """The step's loss on its way to a rank that does not make it, which listens for it from the step's beginning on.
 
-    Where losses of its form are known: of others it is not known yet how much there is to tell.
+    Where losses of its form are known: of others it is not known yet how much there is to send.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -45,11 +45,11 @@ class News:
             self._under = self._transport.tell("pipe", message, output_rank), message
 
     def empty(self, names: Collection[str]) -> Tensor:
-        """Room for what there is to tell."""
+        """Room for what there is to send."""
         return torch.empty(2 + len(names), dtype=torch.float64, device=self._device)
 
     def heard(self) -> Tensor | None:
-        """What there was to tell; None where nobody listened."""
+        """What there was to send; None where nobody listened."""
         if self._under is None:
             return None
         here.awaited = lambda: "the loss of the step"
@@ -72,7 +72,7 @@ def conclude(
     news: News,
     known: StepOutcome | None,
 ) -> StepOutcome:
-    """Combines the replicas' losses and tells every rank.
+    """Combines the replicas' losses and sends the result to every rank.
 
     ``step``: the losses, on the rank that has them. The parts of a mean have been weighted by their share of the whole
     step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are its gradients. ``known``: an outcome of

@@ -20,7 +20,7 @@ from fxpipe.graph.plain_data import admitted
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
-from fxpipe.schedules.spells import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
+from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
 admitted(Costs)  # here, for schedules know nothing of torch
 
@@ -123,7 +123,7 @@ class Recording:
     course: Course
 
     def laps(self, ahead: float) -> list[Lap]:
-        """``ahead``: by how much this process's clock is ahead of the one that they are told on, in seconds."""
+        """``ahead``: by how much this process's clock is ahead of the one that they are reported on, in seconds."""
         return [lap for stopwatch in self.stopwatches for lap in stopwatch.laps(ahead)]
 
     def reductions(self, ahead: float) -> list[list[Reduced]]:
@@ -143,7 +143,7 @@ def timeline_of(
     ``laps``: all ranks', on one clock. The costs are the medians over micro-batches, ``comm`` the median latency of a
     hop, which there is none of where one process plays all ranks ``in_turns``. A stage whose backward never ran costs
     nothing there. ``reductions``: a list for each pipe rank, in their order. ``courses``: the parts of the
-    step, of each process; without them nothing is told of what lies around actions.
+    step, of each process; without them nothing is shown of what lies around actions.
     """
     every = {lap.action: lap for lap in laps}
     first = min((lap.start for lap in every.values()), default=0.0)
@@ -172,7 +172,7 @@ def _start(lap: Lap) -> float:
 def _spells(
     timeline: Timeline, ranks: tuple[int, ...], laps: Sequence[Lap], course: Sequence[Elapsed], first: float
 ) -> Iterator[Spell]:
-    """A process's, one behind another. ``first``: the moment that times are told from."""
+    """A process's, one behind another. ``first``: the moment that times count from."""
     names = [one.what for one in course]
     ran = names.index(ACTIONS)
     moments: list[tuple[str, str, float]] = [(BEFORE, one.what, one.end) for one in course[1:ran]]
@@ -188,7 +188,7 @@ def _spells(
     moments += [(AFTER, one.what, one.end) for one in course[ran + 1 :]]
     now = course[0].end - first
     for (kind, what), group in itertools.groupby(moments, key=lambda one: one[:2]):
-        end = max(now, *(moment - first for *_, moment in group))  # events of a GPU are told in single precision
+        end = max(now, *(moment - first for *_, moment in group))  # events of a GPU are given in single precision
         if end > now:
             yield Spell(ranks, kind, what, now, end)
         now = end

@@ -37,7 +37,7 @@ HEADER = 256
 of the description, 8 bytes, and its beginning. Of a single tensor that is all; else the rest is a message behind it."""
 
 
-class _Look:
+class _WireLayout:
     """What a message looks like."""
 
     __slots__ = ("like", "meta", "nbytes")
@@ -48,19 +48,19 @@ class _Look:
 
 
 class _Described:
-    """What an edge's values, or gradients, look like, by what is alike at both ends."""
+    """The layouts of an edge's values, or gradients, by what is the same at both ends."""
 
     __slots__ = ("by_number", "by_place")
 
     def __init__(self) -> None:
-        self.by_number: dict[Hashable, _Look] = {}  # of the micro-batch
-        self.by_place: dict[tuple[Hashable, Hashable, int], _Look] = {}
-        """(kind of batch, number, micro-batch) → of what shapes do not tell all: as of a part of the batch, whose place
+        self.by_number: dict[Hashable, _WireLayout] = {}  # of the micro-batch
+        self.by_place: dict[tuple[Hashable, Hashable, int], _WireLayout] = {}
+        """(kind of batch, number, micro-batch) → of what shapes do not describe, as of a part of the batch, whose place
         there decides how it is aligned, and that the last bit of what is computed of it."""
 
     def keep(self, kinds: Collection[Hashable], numbers: Collection[Hashable]) -> None:
-        self.by_number = {number: look for number, look in self.by_number.items() if number in numbers}
-        self.by_place = {place: look for place, look in self.by_place.items() if place[0] in kinds}
+        self.by_number = {number: layout for number, layout in self.by_number.items() if number in numbers}
+        self.by_place = {place: layout for place, layout in self.by_place.items() if place[0] in kinds}
 
 
 class WireExchange:
@@ -70,25 +70,25 @@ class WireExchange:
         self.transport, self.device = transport, device
         self._ports: dict[tuple[Message, bool], _Wire] = {}
         self._lines: dict[Pair, _Receives] = {}
-        self._looks: dict[tuple[int, Op, Pair], _Described] = {}
+        self._layouts: dict[tuple[int, Op, Pair], _Described] = {}
         self.kind: Hashable = None
         self.numbers: Sequence[Hashable] = ()
         """Of the micro-batches of the step that runs."""
         self._receives: Sequence[Port] = ()
         self.sending: dict[_Wire, _Under] = {}
-        self.arriving: dict[_Wire, tuple[_Look, _Under]] = {}
+        self.arriving: dict[_Wire, tuple[_WireLayout, _Under]] = {}
 
     def port(self, message: Message, varies: bool = False) -> _Wire:
         if (message, varies) not in self._ports:
             pair = message.sender, message.receiver
             line = self._lines.setdefault(pair, _Receives(self, pair))
-            looks = self._looks.setdefault((message.edge, message.op, pair), _Described())
-            self._ports[message, varies] = _Wire(self, message, line, None if varies else looks)
+            layouts = self._layouts.setdefault((message.edge, message.op, pair), _Described())
+            self._ports[message, varies] = _Wire(self, message, line, None if varies else layouts)
         return self._ports[message, varies]
 
     def keep(self, kinds: Collection[Hashable], numbers: Collection[Hashable]) -> None:
-        for looks in self._looks.values():
-            looks.keep(kinds, numbers)
+        for layouts in self._layouts.values():
+            layouts.keep(kinds, numbers)
 
     def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
         self.drop()
@@ -148,8 +148,8 @@ class _Receives:
 
     def _advance(self) -> None:
         """Posts whatever can be."""
-        while self.waiting and (look := self.waiting[0].look) is not None:
-            self.waiting.popleft().post_like(look)
+        while self.waiting and (layout := self.waiting[0].layout) is not None:
+            self.waiting.popleft().post_like(layout)
         if not self.waiting:
             self._post_more()
         elif self._header is None:
@@ -161,10 +161,10 @@ class _Receives:
         left = BURST if self._exchange.device.type == "cpu" else 0
         while self._place < len(self.coming):
             wire = self.coming[self._place]
-            look = wire.look
-            if look is None or (left := left - look.nbytes) < 0:
+            layout = wire.layout
+            if layout is None or (left := left - layout.nbytes) < 0:
                 return
-            wire.post_like(look)
+            wire.post_like(layout)
             self._place += 1
 
     def describe_first(self) -> None:
@@ -172,16 +172,16 @@ class _Receives:
         assert self._header is not None  # for there is a first one
         (work, buffer), self._header = self._header, None
         work.wait()
-        told = bytes_of(buffer.cpu())
+        header = bytes_of(buffer.cpu())
         sender = member(self._exchange.transport, "pipe", self._pair[0])
-        size = check_length(int.from_bytes(told[:8], "little", signed=True), sender)
-        described = told[8 : 8 + size]
+        size = check_length(int.from_bytes(header[:8], "little", signed=True), sender)
+        described = header[8 : 8 + size]
         if size > len(described):
             work, rest = self._receive(size - len(described))
             work.wait()
             described += bytes_of(rest.cpu())
-        look = _Look(Meta.of(decode(described, sender), sender), self._exchange.device)
-        self.waiting.popleft().learn(look).post_like(look)
+        layout = _WireLayout(Meta.of(decode(described, sender), sender), self._exchange.device)
+        self.waiting.popleft().learn(layout).post_like(layout)
         self._advance()
 
     def _receive(self, size: int) -> tuple[Work, Tensor]:
@@ -190,44 +190,44 @@ class _Receives:
 
 
 class _Wire:
-    """One message's way between two ranks. ``line``: its pair's. ``looks``: its edge's; None where it varies."""
+    """One message's way between two ranks. ``line``: its pair's. ``layouts``: its edge's; None where it varies."""
 
-    def __init__(self, exchange: WireExchange, message: Message, line: _Receives, looks: _Described | None) -> None:
-        self._exchange, self._message, self.line, self._looks = exchange, message, line, looks
+    def __init__(self, exchange: WireExchange, message: Message, line: _Receives, layouts: _Described | None) -> None:
+        self._exchange, self._message, self.line, self._layouts = exchange, message, line, layouts
         self._pair, self._microbatch = (message.sender, message.receiver), message.microbatch
 
     @property
-    def look(self) -> _Look | None:
+    def layout(self) -> _WireLayout | None:
         """What it looks like in this step, where that is known by now, which it is at both ends or at none."""
-        looks, exchange = self._looks, self._exchange
-        if looks is None:
+        layouts, exchange = self._layouts, self._exchange
+        if layouts is None:
             return None
         place, number = self._microbatch, exchange.numbers[self._microbatch]
-        if looks.by_place and (look := looks.by_place.get((exchange.kind, number, place))) is not None:
-            return look
-        return looks.by_number.get(number)
+        if layouts.by_place and (layout := layouts.by_place.get((exchange.kind, number, place))) is not None:
+            return layout
+        return layouts.by_number.get(number)
 
-    def learn(self, look: _Look) -> _Wire:
+    def learn(self, layout: _WireLayout) -> _Wire:
         """It was described, for all that are like it."""
-        looks, exchange = self._looks, self._exchange
+        layouts, exchange = self._layouts, self._exchange
         place, number = self._microbatch, exchange.numbers[self._microbatch]
-        if looks is not None and look.meta.is_of_its_place:
-            looks.by_place[exchange.kind, number, place] = look
-        elif looks is not None:
-            looks.by_number[number] = look
+        if layouts is not None and layout.meta.is_of_its_place:
+            layouts.by_place[exchange.kind, number, place] = layout
+        elif layouts is not None:
+            layouts.by_number[number] = layout
         return self
 
     # sending
 
     def send(self, value: Any) -> None:
-        known, exchange = self.look, self._exchange
+        known, exchange = self.layout, self._exchange
         if known is not None and known.like is not None and known.like.fits(value):
             exchange.sending[self] = [exchange.start(self._pair, value.detach())]
             return
         meta, buffers = pack(value, None if known is None else known.meta)
         header: list[Tensor] = []
         if known is None:
-            header, known = self._header(meta), _Look(meta, exchange.device)
+            header, known = self._header(meta), _WireLayout(meta, exchange.device)
             self.learn(known)
         elif known.meta != meta:
             raise RunError(
@@ -244,8 +244,8 @@ class _Wire:
             described = encode(meta.tree)
         except RunError as error:
             raise RunError(f"{self._message} is {_describe(meta)}: {error}") from None
-        told = len(described).to_bytes(8, "little") + described
-        parts = [told[:HEADER].ljust(HEADER), told[HEADER:]]
+        header = len(described).to_bytes(8, "little") + described
+        parts = [header[:HEADER].ljust(HEADER), header[HEADER:]]
         return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
     def release(self) -> None:
@@ -259,22 +259,22 @@ class _Wire:
         if self not in self._exchange.arriving:  # posted with one before it
             self.line.add(self)
 
-    def post_like(self, look: _Look) -> None:
+    def post_like(self, layout: _WireLayout) -> None:
         """Posts ahead; it is this wire's turn."""
         exchange = self._exchange
-        buffers = allocate(look.meta, exchange.device) if look.like is None else [look.like.allocate()]
-        exchange.arriving[self] = look, [exchange.receive(self._pair, buffer) for buffer in buffers]
+        buffers = allocate(layout.meta, exchange.device) if layout.like is None else [layout.like.allocate()]
+        exchange.arriving[self] = layout, [exchange.receive(self._pair, buffer) for buffer in buffers]
 
     def take(self) -> Any:
         arriving = self._exchange.arriving
         while self not in arriving:  # in the sender's order, for that is how they come
             self.line.describe_first()
-        look, works = arriving.pop(self)
+        layout, works = arriving.pop(self)
         for work, _ in works:
             work.wait()
-        if look.like is not None:
-            return works[0][1].requires_grad_(look.like.requires_grad)
-        return unpack(look.meta, [buffer for _, buffer in works])
+        if layout.like is not None:
+            return works[0][1].requires_grad_(layout.like.requires_grad)
+        return unpack(layout.meta, [buffer for _, buffer in works])
 
 
 def _describe(meta: Meta) -> str:

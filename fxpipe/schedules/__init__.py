@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError, nearest
-from fxpipe.kinds import check, shown
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import cached, group_interleaved, store_all
 from fxpipe.schedules.families.gathering import groups_behind
@@ -27,6 +26,7 @@ from fxpipe.schedules.families.zb_v import zb_v
 from fxpipe.schedules.given import KINDS, check_given, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Row, Schedule
+from fxpipe.validation import check, shown
 
 SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
     {
@@ -183,7 +183,7 @@ def with_costs(
         costs: what it reckons with; None: those that it is given.
         in_flight: the most micro-batches, one number or one per stage.
         memory: the most bytes of them, one number or one per rank; the costs must then have ``activation_bytes``, or
-            ``compile`` an example, from whose shapes it tells the bytes.
+            ``compile`` an example, from whose shapes it derives the bytes.
 
     Raises:
         ScheduleError: there is no such family, or costs and limits are none.

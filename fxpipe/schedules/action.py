@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
-from fxpipe.kinds import shown
+from fxpipe.validation import shown
 
 
 class Op(enum.Enum):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from fxpipe.errors import ScheduleError
-from fxpipe.kinds import shown
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Timeline
+from fxpipe.validation import shown
 
 _SHOWN_WAITS = 5
 
@@ -161,7 +161,7 @@ class Comparison:
             for w in self.waits[:_SHOWN_WAITS]
         ]
         in_turns = any(len(spell.ranks) > 1 for spell in real.spells)
-        told = f"of {len(self.waits)} longer waits|waited for|planned (ms)|real"
+        heading = f"of {len(self.waits)} longer waits|waited for|planned (ms)|real"
         return "\n\n".join(
             [
                 f"{real.schedule.name}: makespan planned {ms(planned.makespan)} ms, real {ms(real.makespan)} ms, "
@@ -169,7 +169,7 @@ class Comparison:
                 *["one process played all ranks of the real step, in turns: no two actions ran at a time"] * in_turns,
                 _table("the critical path of the real step (ms)|times|planned|real|longer by", [*path, slack]),
                 _table("rank|compute planned (ms)|real|waiting planned|real|rest planned|real|between actions", shares),
-                *([_table(told, waits)] if waits else []),
+                *([_table(heading, waits)] if waits else []),
             ]
         )
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.kinds import is_whole, shown
 from fxpipe.schedules.action import Action, Op
+from fxpipe.validation import is_whole, shown
 
 _MOST = 1e100  # sums of them stay finite
 
@@ -130,7 +130,7 @@ class Costs:
         return self.forward[stage] + (self.backward[stage] if has_backward else 0)
 
     def with_recompute(self, stages: Collection[int]) -> Costs:
-        """Those of a table that does not tell R apart: at these stages a backward takes F + B."""
+        """Those of a table that has no R: at these stages a backward takes F + B."""
         pairs = enumerate(zip(self.forward, self.backward, strict=True))
         return dataclasses.replace(self, backward=tuple(b + f * (stage in stages) for stage, (f, b) in pairs))
 

@@ -9,7 +9,9 @@ from operator import attrgetter
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.kinds import (
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.validation import (
     Expected,
     check,
     is_edge,
@@ -21,8 +23,6 @@ from fxpipe.kinds import (
     one_or_each,
     shown,
 )
-from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.costs import Costs
 
 _MOST_COVERED = 2_000_000  # micro-batches in groups: a file of somebody else's may have 0F0-999999999
 _NAMES = Expected(list_of(is_text), "a list with the name of each stage")
@@ -76,7 +76,7 @@ def check_cells(rows: Sequence[Sequence[Any]]) -> None:
     """ScheduleError unless the cells are actions: of a stage and a micro-batch by number."""
     cells = list(chain.from_iterable(rows))
     fits = set(map(type, cells)) <= {Action} and set(map(type, chain.from_iterable(cells))) <= {int, Op}
-    if not fits or min(map(attrgetter("count"), cells), default=1) < 1:  # told by loops of C, for a table has many
+    if not fits or min(map(attrgetter("count"), cells), default=1) < 1:  # in loops of C, for a table has many
         _check_strangers(cells)
     covered = sum(map(attrgetter("count"), cells))
     if covered > max(len(cells), _MOST_COVERED):

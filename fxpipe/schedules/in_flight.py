@@ -32,7 +32,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Per rank, the most bytes that its micro-batches hold; the costs must tell ``activation_bytes``.
+    """Per rank, the most bytes that its micro-batches hold; the costs must give ``activation_bytes``.
 
     What has arrived for a forward that has not run yet is not in it.
     """

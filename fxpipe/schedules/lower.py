@@ -320,7 +320,7 @@ def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int
 
 
 def is_forward(instruction: Instruction) -> bool:
-    """Whether an instruction has a part in a forward-only run, where no gradient tells that a send was received."""
+    """Whether an instruction has a part in a forward-only run, where no gradient shows that a send was received."""
     if isinstance(instruction, Compute):
         return instruction.action.op is Op.F
     return isinstance(instruction, Receive | Send) and instruction.message.op is Op.F

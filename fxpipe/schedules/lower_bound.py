@@ -19,7 +19,7 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
 
     An R counts as work, and not in tails, for it need not wait. A gathered stage has m / K actions; its head has K
     forwards of each stage that feeds it, and the tails of those K gradients. ``groups``: K of each stage, where the
-    table has no rows to tell.
+    table has no rows.
     """
     count = len(schedule.placement)
     size = schedule.groups if groups is None else groups

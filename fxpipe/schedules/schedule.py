@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
-from fxpipe.kinds import check, is_whole, shown
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.ahead import held_back
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of
 from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, check_graph, in_order, nested
 from fxpipe.schedules.lower import Instruction, lower
-from fxpipe.schedules.spells import Spell, Spent, in_csv, spent, tabulated
+from fxpipe.schedules.step_breakdown import Spell, Spent, in_csv, spent, tabulated
+from fxpipe.validation import check, is_whole, shown
 
 StrPath = str | os.PathLike[str]
 Row = tuple[Action, ...]
@@ -97,7 +97,7 @@ class Schedule:
             edges: pairs of stages; None: a chain in the order of their numbers. ``fxpipe.compile`` puts the model's own
                 in their place. Give them to have the messages checked: each send behind its action, each receive in
                 front of its own, one for the other, in one order at both ends. Without them, those that are no chain's
-                are of another graph, which the file does not tell: then only their places by their actions and their
+                are of another graph, which the file does not hold: then only their places by their actions and their
                 number are checked.
 
         Raises:
@@ -332,7 +332,7 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """Per rank, the most bytes that its micro-batches in flight hold; None where the costs do not tell them."""
+        """Per rank, the most bytes that its micro-batches in flight hold; None where the costs do not give them."""
         from fxpipe.schedules.in_flight import peak_bytes
 
         return None if self.costs.activation_bytes is None else peak_bytes(self.schedule, self.costs)
@@ -386,7 +386,7 @@ class Timeline:
         Path(path).write_text(svg(self), encoding="utf-8")
 
     def to_html(self, path: StrPath) -> None:
-        """Writes the picture as a page that tells, of the action pointed at, when it ran and what it waited for."""
+        """Writes the picture as a page that shows, of the action pointed at, when it ran and what it waited for."""
         from fxpipe.formats.html_page import html
 
         check(ScheduleError, KINDS, path=path)
@@ -413,11 +413,11 @@ class Timeline:
     def __str__(self) -> str:
         from fxpipe.schedules.table import table
 
-        told = table(self)
+        text = table(self)
         if self.reductions:
             early, all_of_them = len(self.overlapped), len(self.reductions)
-            told += f"\nreductions: {early} of {all_of_them} started before the last backward of their rank had ended"
-        return f"{told}\n{tabulated(self.spells)}" if self.spells else told
+            text += f"\nreductions: {early} of {all_of_them} started before the last backward of their rank had ended"
+        return f"{text}\n{tabulated(self.spells)}" if self.spells else text
 
     def __repr__(self) -> str:
         from fxpipe.formats.words import headline

@@ -353,15 +353,15 @@ def _times(timeline: Timeline) -> str:
 
 def _in_forwards(costs: Costs, schedule: Schedule) -> str:
     """The other costs in words, where each is one number for all stages."""
-    told = []
+    facts = []
     if len(set(costs.backward)) == 1:
-        told.append(f"B = {costs.backward[0]:g} F")
+        facts.append(f"B = {costs.backward[0]:g} F")
     split = any(action.op is Op.W for row in schedule.rows for action in row)
     if split and len(set(costs.weight)) == 1 and costs.weight[0] != costs.backward[0] / 2:
-        told.append(f"W = {costs.weight[0]:g} F")
+        facts.append(f"W = {costs.weight[0]:g} F")
     if costs.comm:
-        told.append(f"a hop = {costs.comm:g} F")
-    return f" at {', '.join(told)}" if told else ""
+        facts.append(f"a hop = {costs.comm:g} F")
+    return f" at {', '.join(facts)}" if facts else ""
 
 
 def _seconds(time: float) -> str:

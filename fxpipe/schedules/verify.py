@@ -223,7 +223,7 @@ class Machine:
                     self._awaited.setdefault(user_of(step.message, self.edges, groups), []).append(step.message)
 
     def run(self) -> Iterator[Step]:
-        """Lets each rank run until it must wait, and goes on with those that what it did lets go on; tells what ran."""
+        """Runs each rank until it must wait, then those that it has let go on; yields what ran."""
         able = deque(range(len(self.instructions)))
         waiting: dict[Event, list[int]] = {}
         while able:

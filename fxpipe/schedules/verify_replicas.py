@@ -50,12 +50,12 @@ def verify_replicas(tables: Sequence[Schedule], shared: Collection[int]) -> None
         pass
     waiting = {rank: step.action for rank, step in machine.waiting() if isinstance(step, Meet)}
     if waiting:
-        told = [f"rank {rank % ranks} of replica {rank // ranks} at {action}" for rank, action in waiting.items()]
+        waits = [f"rank {rank % ranks} of replica {rank // ranks} at {action}" for rank, action in waiting.items()]
         first = next(iter(waiting)) // ranks
         marked = [action for rank, action in waiting.items() if rank // ranks == first]
         raise ScheduleError(
             "the replicas wait for each other: a stage that sees the rows of all runs when all have come to it, and "
-            f"these wait for the other replicas: {'; '.join(told)}. The table of replica {first}:\n"
+            f"these wait for the other replicas: {'; '.join(waits)}. The table of replica {first}:\n"
             f"{grid(tables[first], marked)}"
         )
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
 from fxpipe.sharding.flat_bucket import HeldGradient, Piece
+from fxpipe.validation import is_flag, shown
 
 
 def clip_grad_norm_(

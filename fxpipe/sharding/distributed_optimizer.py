@@ -22,7 +22,6 @@ from torch import Tensor
 from fxpipe.distributed.activity import announced, phase
 from fxpipe.distributed.transport import Transport, failing_together, member
 from fxpipe.errors import CheckpointError, FxpipeError, RunError
-from fxpipe.kinds import shown
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision, merged
 from fxpipe.sharding.clip import gradient_of
@@ -47,6 +46,7 @@ from fxpipe.sharding.parameter_groups import (
     whole_groups,
 )
 from fxpipe.sharding.stepped_piece import Target, originals_of, target_of
+from fxpipe.validation import shown
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -135,12 +135,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups = resolve_groups(params, self._held, self._all)
             mine = [tuple(self._name_of(entry) for entry in group["params"]) for group in groups]
             options = [comparable({**self._given_to_all, **group}) for group in groups]
-            told: Any = list(zip(mine, options, strict=True))
+            mine_or_failure: Any = list(zip(mine, options, strict=True))
         except Exception as error:
-            failure, told = error, f"{type(error).__name__}: {error}"
+            failure, mine_or_failure = error, f"{type(error).__name__}: {error}"
         with announced("optimizer"), self._together():
-            everyone = self._transport.gather("pipe", told)
-            replicas = self._transport.gather("data", told)
+            everyone = self._transport.gather("pipe", mine_or_failure)
+            replicas = self._transport.gather("data", mine_or_failure)
         if failure is not None:
             raise failure
         names = whole_groups(everyone, list(self._all), functools.partial(member, self._transport, "pipe"))

@@ -221,7 +221,7 @@ class FullyShardedGradients(Gradients):
         self._kept |= call.local
         self._behind = True
         if not call.sync:
-            for name in call.local:  # tells the next call, where it is gone, that gradients were cleared
+            for name in call.local:  # where it is gone, the next call knows that gradients were cleared
                 self._earlier.setdefault(name, torch.zeros_like(self._own[name]))
             return
         call.local, self._kept, self._behind = self._kept, {}, False

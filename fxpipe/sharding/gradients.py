@@ -73,7 +73,7 @@ class Gradients(ABC):
         same on all ranks. ``scales``: whether they will be multiplied by a factor, once it is known."""
 
     def watch(self, stopwatch: Stopwatch) -> None:  # noqa: B027
-        """``stopwatch``: what times the sums of this call, where they can be told apart from computing."""
+        """``stopwatch``: what times the sums of this call, where they can be separated from computing."""
 
     @abstractmethod
     def settle(self, stage: int | None = None) -> None:

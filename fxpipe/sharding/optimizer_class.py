@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, RunError, nearest
-from fxpipe.kinds import is_number, shown
 from fxpipe.torch_compat import pytree
+from fxpipe.validation import is_number, shown
 
 OptimizerMaker = Callable[..., torch.optim.Optimizer]
 """A class of optimizers, or what stands for one: ``cls(groups, **kw)``."""
@@ -49,7 +49,7 @@ def check_class(cls: OptimizerMaker, copies: bool) -> None:
 
 
 def made_by(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """``cls(groups, **kw)``. What it refuses is the user's, and is told with what it was given."""
+    """``cls(groups, **kw)``. What it refuses is the user's, and is reported with what it was given."""
     given = "".join(f", {name}={shown(value)}" for name, value in kw.items())
     called = f"{getattr(unwrapped(cls), '__name__', cls)}(params{given})"
     try:

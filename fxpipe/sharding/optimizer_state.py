@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.kinds import Expected, check, is_list, is_mapping, list_of, shown
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.sharding.optimizer_class import Entry, OptimizerMaker, initial_state, is_initial
 from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.sharding.stepped_piece import Target
 from fxpipe.torch_compat import TO_COPY, plain_results, pytree, version_of, wrapper
+from fxpipe.validation import Expected, check, is_list, is_mapping, list_of, shown
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, nearest, noted
-from fxpipe.kinds import shown
+from fxpipe.validation import shown
 
 
 def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -93,12 +93,12 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[i
     Raises:
         RunError: a rank has no groups, but what is wrong with them; or other groups than rank 0.
     """
-    wrong = next(((rank, told) for rank, told in enumerate(everyone) if isinstance(told, str)), None)
+    wrong = next(((rank, sent) for rank, sent in enumerate(everyone) if isinstance(sent, str)), None)
     if wrong is not None:
         raise RunError(f"{who(wrong[0])} could not make the optimizer: {wrong[1]}")
     first = [options for _, options in everyone[0]]
-    for rank, told in enumerate(everyone):
-        options = [options for _, options in told]
+    for rank, sent in enumerate(everyone):
+        options = [options for _, options in sent]
         if options != first:
             raise RunError(
                 f"{who(0)} and {who(rank)} have made parameter groups of their own, {first} and "
@@ -106,13 +106,13 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[i
                 'the whole model\'s: name their parameters on all ranks alike, {"params": "*.bias", ...}'
             )
     place = {name: number for number, name in enumerate(order)}
-    named = [{name for told in everyone for name in told[number][0]} for number in range(len(first))]
+    named = [{name for sent in everyone for name in sent[number][0]} for number in range(len(first))]
     return [tuple(sorted(names, key=place.__getitem__)) for names in named]
 
 
 def check_replicas(everyone: Sequence[Any]) -> None:
     """RunError, on all alike, where replicas of a stage make their optimizer with other groups or options."""
-    other = next((replica for replica, told in enumerate(everyone) if told != everyone[0]), None)
+    other = next((replica for replica, sent in enumerate(everyone) if sent != everyone[0]), None)
     if other is not None:
         raise RunError(
             f"replicas 0 and {other} would make optimizers of their own, {everyone[0]} and {everyone[other]}, and "

@@ -9,7 +9,7 @@ from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
 from fxpipe.options import TracerName
 from fxpipe.trace.export.tracer import export
-from fxpipe.trace.furthest import Refusal, entering, keep_whole, refused_in, told
+from fxpipe.trace.furthest import Refusal, entering, explained, keep_whole, refused_in
 from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
@@ -33,7 +33,7 @@ def auto(request: Request) -> Program:
         except TraceError as error:
             refusals.append(Refusal(name, str(error), len(entered), refused_in(error, request)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
-    raise TraceError(told(refusals, request) + hint)
+    raise TraceError(explained(refusals, request) + hint)
 
 
 def _traced(tracer: Tracer, request: Request) -> Program:

@@ -107,8 +107,8 @@ def _entries(table: dict[Any, Any]) -> list[Any]:
 
 
 def _numbers(array: Any) -> list[Any]:
-    told = f"{array.dtype} {array.shape}"
-    return [told, array.tobytes() if array.nbytes <= LARGE and not array.dtype.hasobject else array]
+    kind = f"{array.dtype} {array.shape}"
+    return [kind, array.tobytes() if array.nbytes <= LARGE and not array.dtype.hasobject else array]
 
 
 def contents(value: Any) -> Any:

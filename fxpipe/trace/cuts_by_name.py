@@ -11,9 +11,9 @@ from torch import nn
 
 from fxpipe.errors import PartitionError, TraceError, nearest, noted
 from fxpipe.graph.boundary import Gather, checked_gather
-from fxpipe.kinds import shown
 from fxpipe.trace.regions import WHOLE, Region
 from fxpipe.trace.request import Cut, GatheredCut, Side
+from fxpipe.validation import shown
 
 Rule: TypeAlias = str | Mapping[str, Any]
 Boundaries: TypeAlias = (

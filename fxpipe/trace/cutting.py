@@ -53,7 +53,7 @@ class _Named:
 class _CutCalls:
     """Who is cut where, and what is the model's own: parameters and buffers cross no boundary.
 
-    Submodules are told by the dict of their attributes: torch.export calls stand-ins that share it.
+    Submodules are recognised by the dict of their attributes: torch.export calls stand-ins that share it.
     """
 
     module: nn.Module

@@ -1,4 +1,4 @@
-"""Why no tracer could capture a model, told in a few lines: first by the one that got furthest."""
+"""Why no tracer could capture a model, in a few lines: first by the one that got furthest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refused_in(error: BaseException, request: Request) -> str:
     paths = {id(vars(part)): path for path, part in request.module.named_modules()}
     traces = [list(traceback.walk_tb(link.__traceback__)) for link in _links(error)]
     line = _LINE.search(str(error))
-    if line is not None:  # of the errors behind it, the one that it is told of
+    if line is not None:  # of the errors behind it, the one that the message names
         place = line["file"], int(line["line"])
         traces = [trace for trace in traces if any((f.f_code.co_filename, number) == place for f, number in trace)]
     found = next((found for trace in traces if (found := _innermost([frame for frame, _ in trace], paths))), None)
@@ -124,7 +124,7 @@ def entering(module: nn.Module) -> Iterator[set[int]]:
         handle.remove()
 
 
-def told(refusals: Sequence[Refusal], request: Request) -> str:
+def explained(refusals: Sequence[Refusal], request: Request) -> str:
     """The refusals, a line or two each; of those that got equally far, the last that was tried comes first. What could
     be kept whole is the first's, or else what another has met."""
     first, *others = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]

@@ -42,7 +42,7 @@ class RegionCall:
         return self.region.name, self.number
 
     def stack(self, around: Mapping[str, Any]) -> dict[str, Any]:
-        """The submodules that it is called in, and it itself, as a node tells them."""
+        """The submodules that it is called in, and it itself, as a node names them."""
         return {**around, self.region.path: (self.region.path, nn.Module)}
 
     @property
@@ -56,7 +56,7 @@ class RegionCall:
 class Regions:
     """The regions of a capture, and the calls of them that it has met.
 
-    ``carry``: makes a node of a call, and gives what stands for the tensors that it returns; ``is_value``: tells what
+    ``carry``: makes a node of a call, and gives what stands for the tensors that it returns; ``is_value``: says what
     stands for one.
     """
 

@@ -25,8 +25,8 @@ Place = tuple[str, int, int]
 
 def named(places: Iterable[Place]) -> str:
     """Dimensions of inputs, in words."""
-    told = dict.fromkeys((name, dim) for name, _, dim in sorted(places))
-    return ", ".join(f"{name!r} in dimension {dim}" for name, dim in told)
+    named = dict.fromkeys((name, dim) for name, _, dim in sorted(places))
+    return ", ".join(f"{name!r} in dimension {dim}" for name, dim in named)
 
 
 Side = Literal["before", "after", "both"]

@@ -1,4 +1,4 @@
-"""What a model was before a capture: tells what forward has changed, and puts it back."""
+"""What a model was before a capture: finds what forward has changed, and puts it back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Snapshot:
 
     @property
     def has_generators(self) -> bool:
-        """Whether the model holds generators of random numbers: whether one has moved, ``changes`` does not tell."""
+        """Whether the model holds generators of random numbers: whether one has moved, ``changes`` does not show."""
         return bool(self._rewind)
 
     def tensors(self) -> list[Tensor]:

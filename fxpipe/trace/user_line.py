@@ -85,8 +85,8 @@ def _telling_lines(source: str) -> frozenset[int]:
     except SyntaxError:  # written anew since it was imported, say
         return frozenset()
     calls = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    told = {id(argument) for call in calls for argument in (*call.args, *(each.value for each in call.keywords))}
-    used = (node for node in nodes if _makes_text(node) and id(node) not in told)
+    passed = {id(argument) for call in calls for argument in (*call.args, *(each.value for each in call.keywords))}
+    used = (node for node in nodes if _makes_text(node) and id(node) not in passed)
     return _lines(calls) - _lines(used)
 
 

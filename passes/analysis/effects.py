@@ -42,12 +42,12 @@ _VIEWS_UNSAID = frozenset(
     "type_as atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid cartesian_prod chain_matmul einsum data "
     "sum_to_size conj_physical _unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk to_dense".split()
 )
-"""Functions whose schema does not tell that the result may share memory with an argument."""
+"""Functions whose schema does not say that the result may share memory with an argument."""
 _RUNNING_STATISTICS = frozenset(
     "batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index "
     "batch_norm_update_stats".split()
 )
-"""Functions whose schema does not tell that they write ``running_mean`` and ``running_var``."""
+"""Functions whose schema does not say that they write ``running_mean`` and ``running_var``."""
 _MAY_RETURN_INPUT = (nn.Identity, nn.Flatten, nn.Unflatten, DROPOUTS)
 _HAVE_STATISTICS = (BATCH_STATISTICS, SPECTRAL_NORM)
 _RANDOM_MODULES = (
@@ -231,7 +231,7 @@ def is_random(program: Program, node: fx.Node) -> bool:
 
 
 def _draws_nothing(node: fx.Node) -> bool:
-    """Whether an operation that can draw random numbers is told, by its arguments, not to."""
+    """Whether an operation that can draw random numbers is asked, by its arguments, not to."""
     name = operator_name(node)
     if not ("dropout" in name or name in _SWITCHED):
         return False

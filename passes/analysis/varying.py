@@ -14,7 +14,7 @@ from fxpipe.graph.stage_graph import Edge, Stage
 
 
 def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
-    """The stages, told which of them vary.
+    """The stages, marked which of them vary.
 
     That is one that holds a region which is kept whole; those behind it that make values of sizes which come out of it,
     or of any size, where nothing is known of sizes, or that train nothing, so that what they send needs a gradient if

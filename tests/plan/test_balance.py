@@ -20,7 +20,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
-from fxpipe.plan.balance import Balanced, NodeCosts, balance, coarsen, costs_from_shapes, place_stages
+from fxpipe.plan.balance import Balanced, NodeCosts, balance, choose, costs_from_shapes, place_stages
 from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
 from fxpipe.plan.balance.candidates import numbered
 from fxpipe.plan.balance.choose import coarsened, whole_modules
@@ -824,8 +824,8 @@ def test_four_times_as_many_nodes_are_made_coarse_with_four_times_the_work_and_a
 
 
 def test_more_nodes_than_pieces_are_balanced_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coarsen, "GRAINS", 64)  # a quarter of them, and of the nodes
-    monkeypatch.setattr(coarsen, "GRAINS_A_RANK", 6)
+    monkeypatch.setattr(choose, "GRAINS", 64)  # a quarter of them, and of the nodes
+    monkeypatch.setattr(choose, "GRAINS_A_RANK", 6)
     program, costs = long_towers(150)
     assert len(work_of_program(program, costs)) > pieces(program, costs)
     assert len(set(balance(program, 4, 8, costs).placement)) == 4

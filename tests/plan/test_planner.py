@@ -24,9 +24,7 @@ class Two(nn.Module):
 
 
 def planned(options: Options) -> Planner:
-    return with_first_plan(
-        Planner.none_yet(Two(), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu")), options
-    )
+    return with_first_plan(Planner.empty(Two(), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu")), options)
 
 
 def test_a_pattern_is_planned_once() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed.collective import PeerLost
-from fxpipe.errors import noted, told
+from fxpipe.errors import describe_error, noted
 from tests.harness import engine_of
 from tests.strict_transport import run_strict
 
@@ -209,7 +209,7 @@ def test_what_does_not_fail_costs_no_text() -> None:
 def test_an_error_is_told_with_its_notes(make: Callable[[], Exception]) -> None:
     error = make()
     plain = f"{type(error).__name__}: {error}"
-    assert told(error) == plain
+    assert describe_error(error) == plain
     error.add_note("here")
     error.add_note("and there")
-    assert told(error) == f"{plain}\nhere\nand there"
+    assert describe_error(error) == f"{plain}\nhere\nand there"

@@ -13,7 +13,7 @@ from fxpipe.distributed.stopwatch import Lap
 from fxpipe.run.timeline_recorder import timeline_of
 from fxpipe.schedules import Costs, build
 from fxpipe.schedules.comparison import Comparison, Part, Share, Wait
-from fxpipe.schedules.spells import Spell
+from fxpipe.schedules.step_breakdown import Spell
 from tests.graphs import FAMILIES, random_bare
 
 parse = Action.parse

@@ -16,7 +16,7 @@ from fxpipe.formats.chrome_trace import chrome_trace
 from fxpipe.run.timeline_recorder import timeline_of
 from fxpipe.schedules import build
 from fxpipe.schedules.schedule import Timeline
-from fxpipe.schedules.spells import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
+from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 from tests.run.test_measured_timeline import COURSES, laps_by_hand
 
 

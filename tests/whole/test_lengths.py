@@ -410,9 +410,9 @@ def dropping(sizes: Sequence[tuple[int, int]], most: int, kinds: int) -> Found:
         assert planner.captures is not None
         needed = len(set(planner.first.captures)) + 2  # the batch at hand may have micro-batches of two sizes
         assert len(planner.captures.kept) <= max(most, needed)
-        known: list[Any] = [inside.agreement._settled, inside.agreement._told, inside.agreement._numbers]
+        known: list[Any] = [inside.agreement._settled, inside.agreement._reported, inside.agreement._numbers]
         assert all(len(table) <= kinds for table in [*known, inside._outcomes, inside._check.counts._of_plan])
-        numbers = {number for agreed in inside.agreement._settled.values() for number in agreed.looks}
+        numbers = {number for agreed in inside.agreement._settled.values() for number in agreed.wire_layouts}
         exchange = forward_backward._exchange
         if isinstance(exchange, WireExchange):
             described = [number for looks in exchange._looks.values() for number in looks.by_number]

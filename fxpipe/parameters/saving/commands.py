@@ -123,7 +123,7 @@ def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
         file, entries, lambda tensors: values.plan({prefix + name: one for name, one in tensors.items()})()
     )
     if config is not None:
-        json.loads(config.read_bytes())  # a slip of the hand is told here
+        json.loads(config.read_bytes())  # a syntax error is reported here
         shutil.copyfile(config, out / "config.json")
     return f"{file}: {len(entries)} tensors of step {manifest.step}"
 

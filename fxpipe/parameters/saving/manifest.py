@@ -37,7 +37,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is told of a checkpoint, and of every file in it.
+    """What is known of a checkpoint, and of every file in it.
 
     ``number``: counts the checkpoints of a folder, over restarts. ``axes``: of the topology that has saved it.
     ``ties``: further names of the model's parameters → the first, under which an optimizer has what belongs to them.

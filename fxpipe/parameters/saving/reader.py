@@ -157,8 +157,8 @@ def read_metadata(folder: Path) -> Metadata:
         _check_opcodes(pickled)
         return _metadata(_Unpickler(pickled).load(), folder)
     except Exception as error:  # an altered pickle raises anything
-        told = str(error)[:200] or type(error).__name__
-        raise CheckpointError(f"{path} is not what torch.distributed.checkpoint writes, or was altered: {told}") from (
+        text = str(error)[:200] or type(error).__name__
+        raise CheckpointError(f"{path} is not what torch.distributed.checkpoint writes, or was altered: {text}") from (
             error
         )
 

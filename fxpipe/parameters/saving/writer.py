@@ -89,7 +89,7 @@ class RankShare:
         """Writes torch's ``.metadata`` once all ranks have written; the files that there are."""
         writer = _writer(folder, self._rank)
         writer.finish(self._metadata, [[_result_of(one) for one in results] for results, _ in messages])
-        files = {name: Written(size, tuple(crcs)) for _, told in messages for name, (size, crcs) in told.items()}
+        files = {name: Written(size, tuple(crcs)) for _, sent in messages for name, (size, crcs) in sent.items()}
         return {**files, **{name.removesuffix(".tmp"): Written(*one) for name, one in writer.fs.written.items()}}
 
 
@@ -186,7 +186,7 @@ def _copy(data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
     return data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
 
 
-# --- what ranks tell each other
+# --- what ranks send each other
 
 
 def _bytes_of(item: WriteItem) -> int:
@@ -196,11 +196,11 @@ def _bytes_of(item: WriteItem) -> int:
 
 def _item_message(item: WriteItem) -> Message:
     data = item.tensor_data
-    told = None
+    sent = None
     if data is not None:
         kind = str(data.properties.dtype).removeprefix("torch.")
-        told = [list(data.chunk.offsets), list(data.chunk.sizes), kind, list(data.size)]
-    return [*_index_message(item.index), item.type.name, told]
+        sent = [list(data.chunk.offsets), list(data.chunk.sizes), kind, list(data.size)]
+    return [*_index_message(item.index), item.type.name, sent]
 
 
 def _index_message(index: MetadataIndex) -> Message:
@@ -212,10 +212,10 @@ def _index_of(name: str, offset: Sequence[int] | None, index: int | None) -> Met
 
 
 def _item_of(message: Message) -> WriteItem:
-    name, offset, index, kind, told = message
+    name, offset, index, kind, sent = message
     data = None
-    if told is not None:
-        offsets, sizes, dtype, size = told
+    if sent is not None:
+        offsets, sizes, dtype, size = sent
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         data = TensorWriteData(chunk, TensorProperties(dtype=_dtype_of(dtype)), torch.Size(size))
     return WriteItem(_index_of(name, offset, index), WriteItemType[kind], tensor_data=data)

@@ -71,7 +71,7 @@ class BlockGraph:
     copied: Mapping[str, NodeCost] = field(default_factory=dict)
     """What copied nodes take, by name."""
     halves: bool = True
-    """Whether its costs tell what W keeps."""
+    """Whether its costs give what W keeps."""
     gather: Mapping[int, int | None] = field(default_factory=dict)
     """Blocks that run for several micro-batches at once → for how many, None for all; each is a stage then."""
 

@@ -155,8 +155,8 @@ def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCo
     what = f"costs from shapes; {costs.account}"
     if BETWEEN in layout.origin and any(other.seconds < found.best.seconds for other in found.others):
         what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
-    told = "\n".join(filter(None, [what, costs.guesses]))
-    return Balanced(program, layout.rank_of, found.best, found.others, told)
+    notes = "\n".join(filter(None, [what, costs.guesses]))
+    return Balanced(program, layout.rank_of, found.best, found.others, notes)
 
 
 def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int, ...]:

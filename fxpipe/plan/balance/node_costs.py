@@ -1,4 +1,4 @@
-"""Node costs: what each node of a program takes, in seconds and bytes, told from the shapes of one micro-batch.
+"""Node costs: what each node of a program takes, in seconds and bytes, derived from the shapes of one micro-batch.
 
 The program is run once on fake tensors, which have shapes and no numbers, with autograd on. Nothing is allocated, and
 no parameter is touched. Forward is the roofline model of ``Hardware`` over the operators that a node runs; backward
@@ -100,13 +100,13 @@ class NodeCosts:
     account: Account = field(default_factory=Account)
     """How parameters are counted."""
     halves: bool = True
-    """Whether they tell what W keeps: not of stages whose backward runs whole, or is cut by their compiler."""
+    """Whether they give what W keeps: not of stages whose backward runs whole, or is cut by their compiler."""
     guessed: tuple[str, ...] = ()
     """What is kept whole, and cannot run without numbers."""
 
     @property
     def guesses(self) -> str:
-        """What was taken for what, in words; empty where all was told from shapes."""
+        """What was taken for what, in words; empty where all was derived from shapes."""
         if not self.guessed:
             return ""
         return (

@@ -1,4 +1,4 @@
-"""Operator costs: what each operator below autograd costs, told from the shapes of what it is given."""
+"""Operator costs: what each operator below autograd costs, derived from the shapes of what it is given."""
 
 from __future__ import annotations
 

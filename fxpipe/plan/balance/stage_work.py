@@ -1,4 +1,4 @@
-"""Stage work: what the stages of a cut program take, with and without recomputation, told from shapes."""
+"""Stage work: what the stages of a cut program take, with and without recomputation, derived from shapes."""
 
 from __future__ import annotations
 

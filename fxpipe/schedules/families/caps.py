@@ -78,7 +78,7 @@ def excess(
     schedule: Schedule, costs: Costs, in_flight: Sequence[int] | None, memory: Sequence[float] | None
 ) -> str | None:
     """Which limit a table breaks, in words; None where it keeps within all. ``in_flight``: per stage, ``memory``: per
-    rank, which costs without ``activation_bytes`` cannot tell."""
+    rank, which costs without ``activation_bytes`` do not give."""
     if in_flight is not None:
         for stage, (peak, cap) in enumerate(zip(peak_in_flight(schedule), in_flight, strict=True)):
             if peak > cap:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from numbers import Integral
 
 from fxpipe.errors import ScheduleError
-from fxpipe.kinds import shown
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.validation import shown
 
 
 def groups_behind(gather: Mapping[int, int | None], problem: Problem) -> tuple[int, ...]:

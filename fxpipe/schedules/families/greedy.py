@@ -25,7 +25,7 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
     A stage holds at most d(s) or ⌈round trip / bottleneck period⌉ micro-batches, whichever is more, or else what
     ``in_flight`` and ``memory`` say. 1F1B is among the tables: greedy is never slower within the same limits. Which of
     the others to make for very many micro-batches is found out with fewer: steady work repeats. Where ``memory`` is
-    given, and the costs tell what a W that is put off holds, ``deferred_bytes``, backwards may come in halves, each W
+    given, and the costs give what a W that is put off holds, ``deferred_bytes``, backwards may come in halves, each W
     anywhere that memory allows.
     """
     if problem.is_grouped:

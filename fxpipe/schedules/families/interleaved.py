@@ -98,7 +98,7 @@ class _Rank:
             self.next = self.backwards[-1]
 
     def run(self, problem: Problem, done: set[Action]) -> int:
-        """Runs as far as dependencies allow, and tells how many actions."""
+        """Runs as far as dependencies allow, and returns how many actions."""
         before = len(self.row)
         while self.next and _is_ready(problem, self.next, done):
             action = (self.forwards if self.next.op is Op.F else self.backwards).pop()

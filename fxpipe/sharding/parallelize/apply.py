@@ -157,8 +157,8 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
             kinds = [everyone[rank][name] for rank in holders]
             if len(set(kinds)) > 1:
                 who = [member(transport, "pipe", rank) for rank in holders]
-                told = "; ".join(f"{one}: {kind}" for one, kind in zip(who, kinds, strict=True))
+                text = "; ".join(f"{one}: {kind}" for one, kind in zip(who, kinds, strict=True))
                 raise RunError(
-                    f"{name} is tied over several ranks, and parallelize has spread it differently on them ({told}); "
+                    f"{name} is tied over several ranks, and parallelize has spread it differently on them ({text}); "
                     "spread it alike, so that its gradients can be summed"
                 )

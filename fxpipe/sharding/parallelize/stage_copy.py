@@ -32,7 +32,7 @@ class StageCopy:
     def held(self, name: str) -> Any:
         """What the copy now has under one of the model's names; None where that is nothing.
 
-        Wrappers of modules hand on what they have not, so that the name need not tell of them.
+        Wrappers of modules hand on what they have not, so that the name need not list them.
         """
         try:
             return attrgetter(name.removeprefix(self.prefix))(self.module)

@@ -1,6 +1,6 @@
 """From an exported program to a ``Program``: inputs, parameters and boundaries under their own names, modes as facts.
 
-Export leaves a change of grad mode or autocast in the graph as an operation; each node is told the modes it is in.
+Export leaves a change of grad mode or autocast in the graph as an operation; each node is given the modes it is in.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _unchanged(graph_module: Any, signature: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Traced:
-    """What was exported, and what its graph does not tell.
+    """What was exported, and what its graph does not show.
 
     ``values``: the inputs by name, ``result``: the leaves of the result with ``TENSOR`` for each tensor, ``spec``: how
     they make the result. ``root``: the name of the model in the exported module. ``cached``: of each autocast region,
@@ -88,7 +88,7 @@ class Traced:
     stand_ins: Mapping[tuple[str, int], Sequence[Tensor]] = field(default_factory=dict)
     """What stood for what calls of regions return, by their keys, as inputs of the export behind ``values``."""
     calls: Sequence[RegionCall] = ()
-    """The calls of regions, as the operator for them is told which."""
+    """The calls of regions, as the operator for them is given their numbers."""
     root: str = "model"
 
     def program(self) -> Program:

@@ -31,7 +31,7 @@ from fxpipe.trace.snapshot import Snapshot, storage_of
 from fxpipe.trace.user_line import definition, is_librarys, is_torchs
 
 _ASKED = "_cache_asked"
-"""Where a region of autocast is told whether its caller wants a weight to be cast once in it."""
+"""Where a region of autocast learns whether its caller wants a weight to be cast once in it."""
 PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, type(None))
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 """Where transformers notes that it has put forward hooks on its layers, which it does in a model's first call."""

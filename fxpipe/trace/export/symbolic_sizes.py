@@ -1,4 +1,4 @@
-"""Symbolic sizes: what a capture tells of tensors of which a dimension has no number of its own."""
+"""Symbolic sizes: what a capture knows of tensors whose dimension has no number of its own."""
 
 from __future__ import annotations
 

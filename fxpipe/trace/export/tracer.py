@@ -45,7 +45,7 @@ from fxpipe.trace.user_line import line_of
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
 
 _LINES = 3
-"""So many lines are told."""
+"""So many lines are shown."""
 _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What a graph computes: tensors, and Python numbers that are the values of tensors."""
 
@@ -68,8 +68,8 @@ def export(request: Request) -> Program:
         made_again = made(replace(request, varying=request.varying - counted))
         counts = [f"forward looks at entries of a list that {call.name} returns" for call in opened]
         lines = dict.fromkeys(one.opened_at for call in opened for one in call.opened if not one.unpacked)
-        told = "\n".join([f"{' and '.join(counts)}, so each number of them takes a capture", *filter(None, lines)])
-        return made_again.replace(fixed_sizes="\n".join(filter(None, [told, made_again.fixed_sizes])))
+        shown = "\n".join([f"{' and '.join(counts)}, so each number of them takes a capture", *filter(None, lines)])
+        return made_again.replace(fixed_sizes="\n".join(filter(None, [shown, made_again.fixed_sizes])))
     except TraceError as error:
         why = f"torch.export takes no symbolic size of {named(request.varying)}: {error}"
     return made(replace(request, varying=frozenset())).replace(fixed_sizes=why)
@@ -228,11 +228,11 @@ class ExportedCall:
             if is_fixed(tensor.shape[dim])
         ]
         # what a region returns has sizes too, of which a number may be the code's own, as in .expand(3, -1, -1)
-        told = list(dict.fromkeys(line for line, of_size in lines if line and (places or not of_size)))[:_LINES]
-        if not self.request.varying or not (places or told):
+        shown = list(dict.fromkeys(line for line, of_size in lines if line and (places or not of_size)))[:_LINES]
+        if not self.request.varying or not (places or shown):
             return ""
         what = f"the size of {named(places)}" if places else "a size"
-        return "\n".join([f"forward makes a number of Python's of {what}, so each takes a capture", *told])
+        return "\n".join([f"forward makes a number of Python's of {what}, so each takes a capture", *shown])
 
     def flat(self, model: nn.Module, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> list[Any]:
         """What the model computes of these tensors; keeps what else is in its result."""
@@ -244,7 +244,7 @@ class ExportedCall:
         return [leaf for leaf in returned if isinstance(leaf, _COMPUTED)]
 
     def run(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
-        """Calls the model, or the stand-in for it by which torch.export tells the submodules of a call."""
+        """Calls the model, or the stand-in for it by which torch.export knows the submodules of a call."""
         self.boundaries = 0
         request = replace(self.request, module=model)
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)

@@ -55,11 +55,11 @@ class SizeClauses(NamedTuple):
 
     def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         """RunError where it is not so."""
-        told: dict[int, Any] = {}
+        shown: dict[int, Any] = {}
         for (place, dim), size in zip(self.others, sizes, strict=True):
-            told.setdefault(place, {})[dim] = int(size)
+            shown.setdefault(place, {})[dim] = int(size)
         shapes = {place: list(tensor.shape) for place, tensor in enumerate(tensors) if tensor is not None}
-        broken = self.broken(told | {self.first + place: shape for place, shape in shapes.items()})
+        broken = self.broken(shown | {self.first + place: shape for place, shape in shapes.items()})
         if broken is not None:
             raise RunError(
                 f"{self.name}, which is kept whole, returned tensors of shapes {list(shapes.values())}, and "
@@ -78,11 +78,11 @@ class SizeClauses(NamedTuple):
         return any(_FEW.fullmatch(clause) for clause in self.clauses)
 
     def _in_words(self, clause: str) -> str:
-        def told(match: re.Match[str]) -> str:
+        def shown(match: re.Match[str]) -> str:
             place = int(match[1]) - self.first
             return f"size {match[2]} of tensor {place}" if place >= 0 else f"size {match[2]} of what is before"
 
-        return _SIZE.sub(told, clause)
+        return _SIZE.sub(shown, clause)
 
 
 class _OfSize(NamedTuple):
@@ -127,8 +127,8 @@ def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> lis
         SizeClauses(
             name,
             places.start,
-            tuple(told),
-            tuple(sorted({size for one in told for size in sizes_in(one) if size[0] not in places})),
+            tuple(shown),
+            tuple(sorted({size for one in shown for size in sizes_in(one) if size[0] not in places})),
         )
-        for (name, places), told in zip(calls, mine, strict=True)
+        for (name, places), shown in zip(calls, mine, strict=True)
     ]

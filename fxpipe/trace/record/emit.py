@@ -273,7 +273,7 @@ def _by_checkpoint(tape: Sequence[Operation], depth: int) -> list[tuple[Checkpoi
 
 
 def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages: Storages) -> Effects:
-    """What a call does, told by the model's names. ``given``: the tensors among its arguments."""
+    """What a call does, by the model's names. ``given``: the tensors among its arguments."""
     shared = {storage_of(tensor) for tensor in tensors(result)}
     return Effects(
         reads=_names(touched.reads, storages),

@@ -406,7 +406,7 @@ class Recorder:
         begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
         return [part for part in parts if part in begun]
 
-    def _behind(self, told: tuple[Any, ...], gathers: bool, given: list[Tensor]) -> list[Tensor]:
+    def _behind(self, options: tuple[Any, ...], gathers: bool, given: list[Tensor]) -> list[Tensor]:
         """Tensors as they are behind a boundary."""
         self.boundaries += 1
         if self.paused:
@@ -417,7 +417,7 @@ class Recorder:
         for tensor, value in zip(given, values, strict=True):
             if gathers and tensor.numel() == 1:
                 self._seen_into(value)
-        operation = self.append("call_function", boundary, (values, *told), {}, behind, Touched())
+        operation = self.append("call_function", boundary, (values, *options), {}, behind, Touched())
         operation.kept = True
         for index, tensor in enumerate(behind):
             self.name(tensor, TapeValue(operation, (index,)))

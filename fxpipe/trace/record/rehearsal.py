@@ -149,7 +149,7 @@ def _numbers(real: Tensor | None, fake: Tensor, seed: int, highest: int) -> Tens
 
 
 def _made_up(fake: Tensor, seed: int, highest: int) -> Tensor:
-    """Normal numbers, in the second run larger ones, so that thresholds tell (not so large that their exponentials are
+    """Normal numbers, in the second run larger ones, so that thresholds show (not so large that their exponentials are
     sizes to reckon with); integers up to the ``highest``, all of them; for truth values ones, and then zeros."""
     made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     if fake.is_floating_point() or fake.is_complex():

@@ -276,8 +276,8 @@ def _refuse_scripted(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise TraceError(
-                f"{path or type(module).__name__} is a TorchScript module, whose parameters cannot be told apart; use "
-                "the module that it was made from"
+                f"{path or type(module).__name__} is a TorchScript module, whose parameters cannot be distinguished; "
+                "use the module that it was made from"
             )
 
 

@@ -1,4 +1,4 @@
-"""Told: what a pipe group was told of one call: each rank's offer, and what all of them make together."""
+"""Reported call: each rank's proposal for one call, and what they make together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fxpipe.plan.rows import row_count, split_rows
 
 @admitted
 @dataclass(frozen=True)
-class Offer:
+class Proposal:
     """One rank's side of a call: what it was given, described; or what is wrong with it."""
 
     training: bool
@@ -35,41 +35,48 @@ class Offer:
     """Of each, what is cut by a count, as far as this rank can count it."""
     error: str = ""
 
-    def sent(self) -> Offer:
-        """As other ranks may be told it."""
+    def sent(self) -> Proposal:
+        """As other ranks may be sent it."""
         return dataclasses.replace(self, given=tuple(map(sendable, self.given)))
 
 
-class ToldCall(NamedTuple):
-    """What a pipe group was told of a call: all offers, the micro-batches put together, or the batch, and its rows."""
+class ReportedCall(NamedTuple):
+    """All proposals for a call, the micro-batches put together, or the batch, and its rows."""
 
-    offers: tuple[Offer, ...]
+    proposals: tuple[Proposal, ...]
     merged: list[Description]
     counts: list[Counts]
     sizes: tuple[int, ...]
     has_rows: bool
-    """Whether any input tells how many rows there are."""
+    """Whether any input gives how many rows there are."""
 
     @staticmethod
-    def of(offers: Sequence[Offer], mine: Offer, planner: Planner, named: Callable[[int], str]) -> ToldCall:
-        """``offers``: what all ranks told, this one too; ``mine``: what it had to tell. ``named``: a rank in words.
+    def of(
+        proposals: Sequence[Proposal], mine: Proposal, planner: Planner, named: Callable[[int], str]
+    ) -> ReportedCall:
+        """``proposals``: of all ranks, this one too; ``mine``: its own, with its objects. ``named``: a rank in words.
 
-        RunError, alike on all ranks, where they make different calls, or one has told what is wrong with its own.
+        RunError, alike on all ranks, where they make different calls, or one has reported what is wrong with its own.
         """
-        _check_same_call(offers, named, planner.module)
+        _check_same_call(proposals, named, planner.module)
         batch_dim = planner.options.batch_dim
-        told = list(map(merge, zip(*(offer.given for offer in offers), strict=True)))
-        counts = [merge_counts(list(map(dict, each))) for each in zip(*(offer.counts for offer in offers), strict=True)]
-        each = zip(told, counts, strict=True)
+        reported = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
+        counts = [
+            merge_counts(list(map(dict, each)))
+            for each in zip(*(proposal.counts for proposal in proposals), strict=True)
+        ]
+        each = zip(reported, counts, strict=True)
         rows = [row_count(description, batch_dim, counted) for description, counted in each]
         has_rows = any(count is not None for count in rows)
-        merged = [with_own(description, own) for description, own in zip(told, mine.given, strict=True)]
-        return ToldCall(tuple(offers), merged, counts, _sizes(rows, offers[0], planner.microbatches), has_rows)
+        merged = [with_own(description, own) for description, own in zip(reported, mine.given, strict=True)]
+        return ReportedCall(
+            tuple(proposals), merged, counts, _sizes(rows, proposals[0], planner.microbatches), has_rows
+        )
 
     def pattern(self, planner: Planner, everyone: tuple[int, ...]) -> Pattern:
         """What the plan of such a call depends on. ``everyone``: the rows of each micro-batch on all replicas together,
         where stages see them."""
-        first, items, merged = self.offers[0], planner.items, self.merged
+        first, items, merged = self.proposals[0], planner.items, self.merged
         if first.split_evenly:
             merged = split_description(merged[0], planner.options.batch_dim, self.sizes, self.counts[0])
         if items is not None:
@@ -79,39 +86,39 @@ class ToldCall(NamedTuple):
 
     def inputs(self, batch_dim: BatchDim) -> list[tuple[Any, ...]]:
         """For each micro-batch what each rank was given of it."""
-        told = list(dict.fromkeys(offer.given for offer in self.offers))  # most ranks were given the same
-        who = tuple(told.index(offer.given) for offer in self.offers)
-        if self.offers[0].split_evenly:
-            parts = [split_description(given[0], batch_dim, self.sizes, self.counts[0]) for given in told]
+        reported = list(dict.fromkeys(proposal.given for proposal in self.proposals))  # most ranks were given the same
+        who = tuple(reported.index(proposal.given) for proposal in self.proposals)
+        if self.proposals[0].split_evenly:
+            parts = [split_description(given[0], batch_dim, self.sizes, self.counts[0]) for given in reported]
             return [(who, *part) for part in zip(*parts, strict=True)]
-        return [(who, *(given[place] for given in told)) for place in range(len(self.sizes))]
+        return [(who, *(given[place] for given in reported)) for place in range(len(self.sizes))]
 
 
-def _sizes(rows: Sequence[int | None], call: Offer, wanted: int) -> tuple[int, ...]:
+def _sizes(rows: Sequence[int | None], call: Proposal, wanted: int) -> tuple[int, ...]:
     if not call.split_evenly:
         return tuple(1 if count is None else count for count in rows)
     return split_rows(rows[0], wanted if call.training else min(wanted, rows[0] or wanted))
 
 
-def _check_same_call(offers: Sequence[Offer], named: Callable[[int], str], model: nn.Module) -> None:
-    first = offers[0]
-    for rank, offer in enumerate(offers):
-        if offer.error:
-            raise RunError(offer.error if len(offers) == 1 else f"{named(rank)}: {offer.error}")
-    for rank, offer in enumerate(offers):
-        alike = offer.training == first.training and offer.split_evenly == first.split_evenly
-        if offer.ambient != first.ambient:
+def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str], model: nn.Module) -> None:
+    first = proposals[0]
+    for rank, proposal in enumerate(proposals):
+        if proposal.error:
+            raise RunError(proposal.error if len(proposals) == 1 else f"{named(rank)}: {proposal.error}")
+    for rank, proposal in enumerate(proposals):
+        alike = proposal.training == first.training and proposal.split_evenly == first.split_evenly
+        if proposal.ambient != first.ambient:
             raise RunError(
-                f"{named(0)} and {named(rank)} call under different {first.ambient.difference(offer.ambient)}; set or "
-                "enter the same on every rank"
+                f"{named(0)} and {named(rank)} call under different {first.ambient.difference(proposal.ambient)}; set "
+                "or enter the same on every rank"
             )
-        if not alike or len(offer.given) != len(first.given):
+        if not alike or len(proposal.given) != len(first.given):
             raise RunError(
-                f"{named(0)} and {named(rank)} make different calls, with {len(first.given)} and {len(offer.given)} "
+                f"{named(0)} and {named(rank)} make different calls, with {len(first.given)} and {len(proposal.given)} "
                 "batches; all ranks of a pipe group make the same ones: none under `if rank == 0`"
             )
-        if offer.flags != first.flags:
-            raise RunError(f"{named(0)} and {named(rank)} {_difference(first.flags, offer.flags, model)}")
+        if proposal.flags != first.flags:
+            raise RunError(f"{named(0)} and {named(rank)} {_difference(first.flags, proposal.flags, model)}")
 
 
 def _difference(one: Flags, other: Flags, model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Looks: which micro-batches make messages that look alike, in whichever kind of batch. All ranks number them alike."""
+"""Wire layouts: which micro-batches make messages of the same layouts. All ranks number them in the same way."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Collection, Hashable, Sequence
 from fxpipe.plan.plan import Plan
 
 
-class Looks:
+class WireLayouts:
     """Numbers micro-batches: those of one number make messages of the same shapes, strides and types.
 
     They do where the stages come from one capture, the table has their backwards in the same form, and their inputs
-    look the same on each rank. A gathered stage sees other micro-batches: with one, each has a number of its own.
+    layout the same on each rank. A gathered stage sees other micro-batches: with one, each has a number of its own.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Foreseen: ranks that all expect the same are told so, alike, and others gather; over torch.distributed as by hand."""
+"""Predicted: where all ranks expect the same they need not gather; over torch.distributed as by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 import fxpipe.distributed.torch_transport as home
 from fxpipe.distributed.activity import Alike, announced
 from fxpipe.distributed.connect import connect
-from fxpipe.distributed.foreseen import _KEPT, Foreseen, agree, words
+from fxpipe.distributed.predicted import _KEPT, Predicted, agree, words
 from fxpipe.distributed.topology import Topology
 from fxpipe.run.batch_check import KINDS
 from tests.harness import compiled
@@ -72,7 +72,7 @@ def test_they_agree_exactly_where_the_marks_and_the_values_are_alike() -> None:
 
 
 def test_the_same_is_expected_of_all_until_they_have_brought_something_else_and_few_are_kept() -> None:
-    expected = Foreseen()
+    expected = Predicted()
     assert expected.of("pipe", b"a", 2) == (b"a", b"a")
     expected.keep("pipe", b"a", (b"a", b"b"))
     assert expected.of("pipe", b"a", 2) == (b"a", b"b")
@@ -84,7 +84,7 @@ def test_the_same_is_expected_of_all_until_they_have_brought_something_else_and_
 
 
 def test_of_many_ranks_as_many_values_are_kept() -> None:
-    expected, values = Foreseen(), (b"0", *[b"1"] * 1023)
+    expected, values = Predicted(), (b"0", *[b"1"] * 1023)
     for item in range(_KEPT // 1024):
         expected.keep("pipe", b"%d" % item, values)
     assert expected.of("pipe", b"0", 1024) is values
@@ -152,7 +152,7 @@ def test_texts_of_any_length_are_gathered_and_those_of_one_message_foreseen(pool
         assert found == [True] * 3 * len(LENGTHS)
         head = home._HEAD
         rests = [length // 2 * 2 + 3 + home._NUMBERS - head for length in LENGTHS]
-        # The second of three is foreseen where the first was kept, and then rank 1 foresees another third one.
+        # The second of three is predicted where the first was kept, and then rank 1 foresees another third one.
         wanted = [[head, head] if rest <= 0 else [head, rest] * 2 for rest in rests]
         assert sizes == [size for each in wanted for size in each]
 

@@ -1,7 +1,7 @@
-"""Foreseen: what a gather will come to, so that ranks need only tell each other whether all expect the same.
+"""Predicted: what a gather will come to, so that ranks need only compare whether all expect the same.
 
 An all-gather of gloo takes a hop for each rank of the group, one behind another. A maximum over a few numbers takes far
-less, and tells every rank alike whether all brought the same: where max(h) = min(h), which is −max(−h).
+less, and shows every rank whether all brought the same: where max(h) = min(h), which is −max(−h).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MORE = (1 << 63) - 1
 _ALIKE = (1 << ALIKE_BITS) - 1
 
 
-class Foreseen:
+class Predicted:
     """What messages have come to. Ranks may remember different things: then they do not agree, and gather."""
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Foreseen:
 
 def words(mark: int, values: Values) -> tuple[int, int, int, int]:
     """What a rank brings: a hash of the call and of what it expects, with what must be alike, and more of the hash; and
-    each of both less than nothing, so that the maxima tell the least and the greatest. ``mark``: as
-    ``whereabouts.LastCall`` has it."""
+    each of both less than nothing, so that the maxima give the least and the greatest. ``mark``: as
+    ``activity.LastCall`` has it."""
     call, alike = mark >> ALIKE_BITS, mark & _ALIKE
     each_once = {value: place for place, value in enumerate(dict.fromkeys(values))}  # they may be long
     text = repr((call, list(each_once), [each_once[value] for value in values]))
-    told = hashlib.blake2b(text.encode(), digest_size=12).digest()
-    number, more = int.from_bytes(told[:4], "little"), int.from_bytes(told[4:], "little") >> 1
+    digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
+    number, more = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little") >> 1
     least = (_HASH - number) << ALIKE_BITS | (_ALIKE - alike if alike else 0)
     return number << ALIKE_BITS | alike, least, more, _MORE - more
 

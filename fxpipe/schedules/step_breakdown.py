@@ -73,8 +73,8 @@ def _spent(ranks: tuple[int, ...], spells: Sequence[Spell]) -> Spent:
     outside: dict[str, float] = {}
     for spell in spells:
         seconds[spell.category] += spell.duration
-        told = waits if spell.category == WAITING else outside if spell.category in (BEFORE, AFTER) else {}
-        told[spell.what] = told.get(spell.what, 0.0) + spell.duration
+        totals = waits if spell.category == WAITING else outside if spell.category in (BEFORE, AFTER) else {}
+        totals[spell.what] = totals.get(spell.what, 0.0) + spell.duration
     longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
     return Spent(ranks, seconds, longest, outside, spells[-1].end - spells[0].start)
 
