@@ -28,7 +28,8 @@ from fxpipe.plan.balance.coarsen import coarsened
 from fxpipe.plan.balance.node_costs import HeldParameter
 from fxpipe.plan.balance.orders import by_upward_rank, orders, topological, towers
 from fxpipe.plan.balance.search import search
-from fxpipe.plan.balance.segments import Line, Room, balanced as cuts_of, partition
+from fxpipe.plan.balance.segments import Line, Room, partition
+from fxpipe.plan.balance.segments import balanced as cuts_of
 from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
 from fxpipe.plan.placement import place
 from fxpipe.schedules import with_costs
