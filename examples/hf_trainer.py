@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import EvalLoopOutput
 
 import fxpipe
@@ -48,10 +49,30 @@ class PipelineTrainer(Trainer):
             raise ValueError("a batch is accumulated as micro-batches: write pipeline={'microbatches': n} instead")
         if self.compute_metrics or self.args.fp16 or self.args.bf16:
             raise ValueError("metrics come out of the model, and precision from pipeline={'precision': ...}")
+        if self.compute_loss_func is not None or type(self).compute_loss is not Trainer.compute_loss:
+            raise ValueError("a loss of your own is a part of the step: write pipeline={'loss_fn': ...} instead")
+        if self.label_smoother is not None:
+            example = self._with_target(pipeline["example_kwargs"])
+            pipeline = {**pipeline, "loss_fn": self._smoothed, "example_kwargs": example}
         self.topo = topo
         self.forward_backward = fxpipe.compile(self.model, topo, **pipeline)
         self.sampler = topo.sampler(self.train_dataset, shuffle=True, seed=self.args.seed, drop_last=True)
         self.add_callback(SetEpoch(self))
+
+    # label smoothing
+
+    def _with_target(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is given for its logits, and the labels for ``_smoothed``."""
+        if self.label_smoother is None:
+            return inputs
+        return {**{name: value for name, value in inputs.items() if name != "labels"}, "target": inputs["labels"]}
+
+    def _smoothed(self, output: Any, target: Tensor) -> fxpipe.Sum:
+        """The Trainer's smoothed loss, over all labels of the batch."""
+        shifts = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        total = self.label_smoother(output, target, shift_labels=shifts, num_items_in_batch=1)
+        counted = target[..., 1:] if shifts else target
+        return fxpipe.Sum(total, (counted != self.label_smoother.ignore_index).sum())
 
     # what it draws
 
@@ -92,7 +113,7 @@ class PipelineTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """fxpipe counts the labels of the whole batch by itself."""
-        return self.forward_backward(**self._prepare_inputs(inputs))
+        return self.forward_backward(**self._with_target(self._prepare_inputs(inputs)))
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         return self.forward_backward.clip_grad_norm_(self.args.max_grad_norm)
@@ -107,7 +128,9 @@ class PipelineTrainer(Trainer):
         total, rows = 0.0, 0
         for inputs in dataloader:
             here = len(next(iter(inputs.values())))
-            loss = self.forward_backward.evaluate(**self._prepare_inputs(inputs), outputs="all")["loss"]
+            inputs = self._with_target(self._prepare_inputs(inputs))
+            output = self.forward_backward.evaluate(**inputs, outputs="all")
+            loss = output.total / output.count if isinstance(output, fxpipe.Sum) else output["loss"]
             total, rows = total + loss.item() * here, rows + here
         return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": total / rows}, rows)
 
@@ -140,7 +163,7 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **sizes))
 
 
-def arguments(folder: str, rows: int, epochs: int) -> TrainingArguments:
+def arguments(folder: str, rows: int, epochs: int, **others: Any) -> TrainingArguments:
     """``rows``: of a replica's batch."""
     return TrainingArguments(
         folder,
@@ -150,15 +173,16 @@ def arguments(folder: str, rows: int, epochs: int) -> TrainingArguments:
         learning_rate=1e-2,
         weight_decay=0.01,
         logging_steps=10,
-        eval_strategy="steps",
         eval_steps=30,
         save_steps=30,
         report_to=[],
         disable_tqdm=True,
+        **{"eval_strategy": "steps", **others},
     )
 
 
-def main(folder: str | None = None, epochs: int = 6, resume: bool = False) -> PipelineTrainer:
+def main(folder: str | None = None, epochs: int = 6, resume: bool = False, **others: Any) -> PipelineTrainer:
+    """``others``: more of the Trainer's arguments."""
     torch.set_num_threads(1)
     fxpipe.init()
     replicas = max(1, int(os.environ.get("WORLD_SIZE", 1)) // 2)
@@ -171,7 +195,7 @@ def main(folder: str | None = None, epochs: int = 6, resume: bool = False) -> Pi
             "example_kwargs": {"input_ids": example, "labels": example},
         },
         model=llama(),
-        args=arguments(folder or mkdtemp(), 32 // replicas, epochs),
+        args=arguments(folder or mkdtemp(), 32 // replicas, epochs, **others),
         train_dataset=counting(512, seed=1),
         eval_dataset=counting(50, seed=2),
     )

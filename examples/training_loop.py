@@ -1,7 +1,9 @@
 """A whole training loop, which `training_loop.md` goes through part by part.
 
-    python examples/training_loop.py                                  # one process plays both stages
-    torchrun --nproc-per-node 4 examples/training_loop.py             # two stages, two replicas
+    python examples/training_loop.py run                              # one process plays both stages
+    torchrun --nproc-per-node 4 examples/training_loop.py run         # two stages, two replicas
+
+``run`` is the folder for checkpoints and metrics.
 
 A network learns to which of four directions an image of noise is nearest. The script needs tensorboard.
 """

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from fxpipe.command_line import MICROBATCHES, Edges, parser
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest
-from fxpipe.kinds import MOST_ACTIONS, shown
+from fxpipe.kinds import shown
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
@@ -43,9 +43,6 @@ class _Graph(NamedTuple):
         mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
         stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
         microbatches = MICROBATCHES if args.microbatches is None else args.microbatches
-        actions = 2 * max(stages, mentioned) * microbatches
-        if max(actions, stages, mentioned, microbatches, *(args.placement or ())) > MOST_ACTIONS:
-            args.parser.error(f"a table of {actions:,} actions; this command goes up to {MOST_ACTIONS:,}")
         if args.gather_cost is not None and (args.gather is None or len(args.gather_cost) != 2):
             args.parser.error(
                 "--gather-cost is F and B of a group at the stages of --gather: --gather 4 --gather-cost 1,2"
@@ -102,8 +99,8 @@ def _planned(args: argparse.Namespace, family: str, graph: _Graph) -> Timeline:
 def _show(args: argparse.Namespace) -> None:
     if args.communication and args.csv is None:
         args.parser.error("--communication says how to write a file; add --csv PATH")
-    if args.what.lower().endswith(".csv"):
-        timeline = _read(args)
+    if _is_file(args.what):
+        timeline = _read(args, args.what)
     else:
         _check_family(args.what)
         timeline = _planned(args, args.what, _Graph.of(args))
@@ -115,12 +112,16 @@ def _show(args: argparse.Namespace) -> None:
     print(table(timeline, full=args.full))
 
 
-def _read(args: argparse.Namespace) -> Timeline:
+def _is_file(what: str) -> bool:
+    return what.lower().endswith(".csv")
+
+
+def _read(args: argparse.Namespace, path: str) -> Timeline:
     """A file's table, which must verify."""
     for option in ("stages", "placement", "microbatches", "in-flight", "memory", "gather", "recompute", "gather-cost"):
         if getattr(args, option.replace("-", "_")) is not None:
-            args.parser.error(f"--{option} is for the families, which make a table; {args.what} has one")
-    schedule = Schedule.from_csv(args.what, args.edges)
+            args.parser.error(f"--{option} is for the families, which make a table; {path} has one")
+    schedule = Schedule.from_csv(path, args.edges)
     schedule.verify()
     return schedule.simulate(_costs(args, len(schedule.placement)))
 
@@ -135,14 +136,19 @@ def _check_family(name: str) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     families = tuple(dict.fromkeys(args.families)) or tuple(filter(partial(_is_for, args), SCHEDULES))
+    files = [path for path in families if _is_file(path)]
     for family in families:
-        _check_family(family)
-    graph = _Graph.of(args)
+        if family not in files:
+            _check_family(family)
+    if 0 < len(files) < len(families):
+        args.parser.error(f"{files[0]} is a table of its own stages; compare files with files, or families")
+    graph = None if files else _Graph.of(args)
     rows: list[list[str]] = []
     failed: dict[str, ScheduleError] = {}
     for family in families:
         try:
-            rows.append(_figures(_planned(args, family, graph)))
+            made = _read(args, family) if graph is None else _planned(args, family, graph)
+            rows.append([family, *_figures(made)[1:]])
         except ScheduleError as error:  # a family that this graph is not for leaves the others standing
             failed[family] = error
     if not rows:
@@ -315,6 +321,10 @@ def _check_given(args: argparse.Namespace) -> None:
     lost = [name for name in ("what", "axes", "path", "out") if getattr(args, name, None) == []]
     if lost:
         args.parser.error(f"the following arguments are required: {', '.join(lost)}")
+    for given in vars(args).values():
+        for text in given if isinstance(given, list) else [given]:
+            if isinstance(text, str) and "\0" in text:
+                args.parser.error(f"{text!r} holds a null character, which no name and no path does")
 
 
 def _told(message: str) -> int:

@@ -182,7 +182,10 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "families", nargs="*", metavar="FAMILY", help=f"out of {', '.join(SCHEDULES)}; without: all that fit"
+        "families",
+        nargs="*",
+        metavar="FAMILY_OR_CSV",
+        help=f"out of {', '.join(SCHEDULES)}; without: all that fit; or files, *.csv",
     )
     _add_graph(parser)
     _add_costs(parser)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.metered_transport import Metered
@@ -16,7 +17,6 @@ from fxpipe.distributed.stopwatch import clock_of
 from fxpipe.distributed.sync_batch_norm import check_sync_batch_norms
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, failing_together
-from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import Hardware
@@ -127,12 +127,15 @@ def compile(
             digest, one call later: what differs is a RunError. So are those of a tensor group, in the first 3 steps and
             every 100th; equal batches of replicas are warned of. False: nothing is compared.
         check_capture: whether the stages are run once against the model, forward and backward, on two micro-batches of
-            the example, and losses, gradients and buffers compared; "auto" goes on to the next tracer where they
-            differ. Forward hooks of the model run then, too; module attributes and containers in them, buffers and
-            random state are put back, Python values elsewhere are not. It is left out, as ``print`` of ``.stages``
-            tells: without an example's numbers, on the meta device, with rows that are all alike, for kinds of batch
-            that come later, and where it would not be cheap: from 2^28 numbers in parameters, or from 1e10 (1e12 on a
-            GPU) for these times the tokens, steps or pixels of a micro-batch.
+            the example, in the second of which every third floating-point number is another one, and losses, gradients
+            and buffers compared; "auto" goes on to the next tracer where they differ. So are the outputs of evaluation
+            where it is captured at compile: by "symbolic", or where training leaves parameters or buffers unused; and,
+            in one process, each kind of batch that comes later, on its own numbers. Forward hooks of the model run
+            then, too; module attributes and containers in them, buffers and random state are put back, Python values
+            elsewhere are not. It is left out, as ``print`` of ``.stages`` tells: without an example's numbers, on the
+            meta device, with rows that are all alike, where a rank holds a part of the model, and where it would not be
+            cheap: from 2^28 numbers in parameters, or from 1e10 (1e12 on a GPU) for these times the tokens, steps or
+            pixels of a micro-batch.
         error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks alike and before
             an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
             step, micro-batch and stage.

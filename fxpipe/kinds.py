@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import FxpipeError
 
-MOST_ACTIONS = 1_000_000
-"""Of a table: what is still drawn in some seconds. A slip of the hand must not eat the machine."""
-
 
 class Expected(NamedTuple):
     """``fits``: whether a value can be meant. ``words``: what it is, behind "it is"."""
@@ -36,7 +33,7 @@ def shown(value: Any) -> str:
     """A value in one short line, however long it is, and whatever its own ``repr`` does."""
     try:
         text = _short.repr(value)
-    except Exception:  # Python writes no number of thousands of digits
+    except Exception:
         text = f"<{type(value).__name__}>"
     return f"{' '.join(text.split()):.100}"
 

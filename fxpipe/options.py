@@ -15,7 +15,6 @@ from fxpipe.errors import RunError
 from fxpipe.hardware import Hardware
 from fxpipe.in_words import in_words
 from fxpipe.kinds import (
-    MOST_ACTIONS,
     Expected,
     check,
     is_flag,
@@ -81,8 +80,6 @@ class Options:
                 check(RunError, _KINDS, **{field.name: value})
         if self.microbatches is not None and self.microbatches < 1:
             raise RunError(f"microbatches={self.microbatches}; at least 1 is needed")
-        if self.microbatches is not None and 2 * self.microbatches > MOST_ACTIONS:
-            raise RunError(f"microbatches={shown(self.microbatches)}; a table goes up to {MOST_ACTIONS:,} actions")
         check_counted(self.batch_dim)
         if self.zero not in (0, 1, 2, 3):
             raise RunError(f"zero={self.zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")

@@ -33,7 +33,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what ex
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.experimental import _config as fx_config
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer  # export's
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot  # export's
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
 from torch.utils import _pytree as pytree  # trees of containers; documented, and private all the same
 from torch.utils import checkpoint as checkpointing
@@ -76,6 +76,7 @@ SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
 TO_COPY = torch.ops.aten._to_copy.default
 """What ``.to()`` runs."""
 
+ZERO = torch.ops.aten.zero_.default
 DUAL_NUMBERS = (torch.ops.aten._make_dual.default, torch.ops.aten._unpack_dual.default)
 """Of a level of forward-mode differentiation. Export of 2.12 records them without the level; later ones refuse."""
 
@@ -83,9 +84,15 @@ plain_results: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
 
 
-def wrapper(cls: type[Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+def wrapper(
+    cls: type[Tensor],
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+) -> Any:
     """A tensor of a subclass without memory of its own, whose ``__torch_dispatch__`` does all that is done with it."""
-    return Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
+    return Tensor._make_wrapper_subclass(cls, tuple(size), strides, dtype=dtype, device=device)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -367,6 +374,22 @@ def default_store() -> dist.distributed_c10d.Store:
     return store
 
 
+def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dist.ProcessGroup]:
+    """The process groups that an operator is called for: of a collective, those that it waits for."""
+    if getattr(operator, "namespace", "") not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        return []
+    home: Any = dist.distributed_c10d
+    declared = schema_of(operator).arguments
+    given = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+    found = []
+    for argument in declared:
+        if str(argument.type).endswith("c10d.ProcessGroup"):
+            found.append(dist.ProcessGroup.unbox(given[argument.name]))
+        elif argument.name == "group_name":
+            found.append(home._resolve_process_group(given[argument.name]))
+    return found
+
+
 def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.ProcessGroup:
     """A process group that its members alone make; ``name``: one that no other group has had, the same on all of them.
 
@@ -452,3 +475,23 @@ def fsdp_forget(root: Any) -> None:
         for group in part._fsdp_param_groups:
             group._post_forward_indices.clear()
             group._to_sharded()
+
+
+def default_device() -> str:
+    """``torch.get_default_device()``, which takes a while: another than the CPU is a mode of torch functions."""
+    return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"
+
+
+def is_constant(value: Any) -> bool:
+    """Whether what torch.export computes is a tensor of no inputs, parameters or random numbers: always the same."""
+    mode = get_proxy_mode()
+    slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
+    waiting, seen = [slot.proxy.node] if slot is not None else [], set()
+    while waiting:
+        node = waiting.pop()
+        tags = getattr(node.target, "tags", ())
+        if node.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags:
+            return False
+        seen.add(node)
+        waiting += [one for one in node.all_input_nodes if one not in seen]
+    return slot is not None

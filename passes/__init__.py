@@ -11,8 +11,9 @@ if __name__ == "passes":
 from fxpipe.passes.alias_groups import alias_groups
 from fxpipe.passes.analysis.blocks import blocks
 from fxpipe.passes.chain import Pass
+from fxpipe.passes.drop_unused import drop_unused
 from fxpipe.passes.erase_boundaries import erase_boundaries
-from fxpipe.passes.follow import follow
+from fxpipe.passes.follow import as_before, follow
 from fxpipe.passes.gather import gather
 from fxpipe.passes.mark_copies import mark_copies
 from fxpipe.passes.name_stages import name_stages
@@ -23,19 +24,21 @@ from fxpipe.passes.split import split
 
 def default() -> tuple[Pass, ...]:
     """The pass pipeline, in order. What it returns can be given to ``compile(passes=...)``, changed or not."""
-    return order_writes, alias_groups, mark_copies, partition, name_stages, gather
+    return drop_unused, order_writes, alias_groups, mark_copies, partition, name_stages, gather
 
 
 def before_balance() -> tuple[Pass, ...]:
     """What stands in front of ``fxpipe.plan.balance.balance``, which takes the place of ``partition``."""
-    return erase_boundaries, order_writes, alias_groups, mark_copies
+    return erase_boundaries, drop_unused, order_writes, alias_groups, mark_copies
 
 
 __all__ = [
     "alias_groups",
+    "as_before",
     "before_balance",
     "blocks",
     "default",
+    "drop_unused",
     "erase_boundaries",
     "follow",
     "gather",

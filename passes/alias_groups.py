@@ -6,6 +6,7 @@ from torch import fx
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.program import Effects, Program, before_boundary, is_boundary, is_boundary_value, where
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.passes.analysis.effects import aliased, is_number, own_writes, writes_apart, written
 from fxpipe.passes.analysis.union import Union
 
@@ -32,17 +33,29 @@ def alias_groups(program: Program) -> Program:
 
 def holders_of_written(program: Program) -> list[list[fx.Node]]:
     """For each parameter or buffer that is written, the nodes that name it and the calls of modules that hold it."""
-    in_groups = frozenset().union(*program.written)
     holders: dict[int, list[fx.Node]] = {}
-    changed: set[int] = set()
     for node in program.graph.nodes:
         for tensor in held(program, node):
             holders.setdefault(tensor, []).append(node)
-        if node.op == "call_module":
-            changed |= _changed_by(program, node)
-        elif node.op == "get_attr" and node.name in in_groups:
-            changed |= held(program, node)
+    changed = _changed(program)
     return [nodes for tensor, nodes in holders.items() if tensor in changed]
+
+
+def names_of_written(program: Program) -> frozenset[str]:
+    """The parameters and buffers that forward writes, for this kind of batch or an earlier one."""
+    tensors, changed = all_tensors(program.module), _changed(program)
+    return frozenset(name for name, tensor in tensors.items() if id(tensor) in changed)
+
+
+def _changed(program: Program) -> set[int]:
+    in_groups = frozenset().union(*program.written)
+    found = {id(program.attribute(name)) for name in program.written_before}
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            found |= _changed_by(program, node)
+        elif node.op == "get_attr" and node.name in in_groups:
+            found |= held(program, node)
+    return found
 
 
 def _changed_by(program: Program, node: fx.Node) -> set[int]:

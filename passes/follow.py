@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
-from fxpipe.graph.program import Program, is_compute, made_by
+from fxpipe.graph.program import Program, called_in, is_compute, made_by
 from fxpipe.passes.analysis.union import Union
 
 
@@ -30,13 +32,26 @@ def follow(program: Program, first: Program) -> Program:
 
 
 def _known(first: Program, nodes: list[fx.Node]) -> dict[str, int]:
-    """Node name → stage, of those that ``first`` has too, as far as a name and an operation tell."""
-    before = {node.name: node for node in first.graph.nodes if node.name in first.stage_of}
+    """Node name → stage, of those that ``first`` has too, as far as submodules and operations tell.
+
+    Names alone tell nothing: a capture with symbolic sizes asks for them, and numbers its nodes otherwise.
+    """
+    before, now = _by_place([node for node in first.graph.nodes if node.name in first.stage_of]), _by_place(nodes)
     return {
-        node.name: first.stage_of[node.name]
-        for node in nodes
-        if node.name in before and before[node.name].target == node.target
+        node.name: first.stage_of[other.name]
+        for place, found in now.items()
+        if len(found) == len(before.get(place, ()))
+        for node, other in zip(found, before[place], strict=True)
     }
+
+
+def _by_place(nodes: Iterable[fx.Node]) -> dict[tuple[str, str], list[fx.Node]]:
+    """(submodule, operation) → the nodes, in program order."""
+    found: dict[tuple[str, str], list[fx.Node]] = {}
+    for node in nodes:
+        *_, path = ("", *called_in(node))
+        found.setdefault((path, str(node.target)), []).append(node)
+    return found
 
 
 def _owners(first: Program) -> dict[int, int]:
@@ -84,3 +99,34 @@ def _tensors(program: Program, node: fx.Node) -> set[int]:
         module = program.attribute(str(node.target))
         found |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return found
+
+
+def as_before(program: Program, first: Program) -> Program:
+    """``program`` with its stages as those of ``first``: what that has in one stage is one, and what it has not, such
+    as an output of evaluation alone, runs with the last of what it is computed from.
+
+    The program itself where that cannot be, or where stages gather.
+    """
+    if program.stage_names == first.stage_names or program.gathered or first.gathered:
+        return program
+    owner = _owners(first)
+    nodes: dict[int, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node.name in program.stage_of:
+            nodes.setdefault(program.stage_of[node.name], []).append(node)
+    now: dict[int, int] = {}
+    for stage in sorted(nodes):  # in topological order
+        own, name = nodes[stage], program.stage_names[stage]
+        held = {owner[tensor] for node in own for tensor in _tensors(program, node) if tensor in owner}
+        makers = (program.stage_of.get(made_by(source).name) for node in own for source in node.all_input_nodes)
+        before = max((now[maker] for maker in makers if maker is not None and maker != stage), default=0)
+        if not held:
+            held = {first.stage_names.index(name) if name in first.stage_names else before}
+        if len(held) > 1 or min(held) < before:
+            return program
+        now[stage] = min(held)
+    number = {stage: place for place, stage in enumerate(sorted(set(now.values())))}
+    return program.replace(
+        stage_of={name: number[now[stage]] for name, stage in program.stage_of.items()},
+        stage_names=tuple(first.stage_names[stage] for stage in number),
+    )

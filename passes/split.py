@@ -16,6 +16,7 @@ from fxpipe.graph.kept import KeptWhole, kept_in
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_value, is_compute, made_by
+from fxpipe.graph.root import graph_module
 from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
@@ -218,8 +219,11 @@ class _Builder:
         effects = self.whole.program.effects.get(call.name)
         if effects is not None and "shapes" in call.meta:
             part = self.whole.program.opaque.get(str(call.target))
-            whole = part.name if isinstance(part, KeptWhole) else ""
-            facts = (call.meta["shapes"], str(call.target), effects.is_rehearsed, whole)
+            name, shapes = "", call.meta["shapes"]
+            if isinstance(part, KeptWhole):
+                name = part.name
+                shapes = [shape if used else None for shape, used in zip(shapes, part.uses, strict=True)]
+            facts = (shapes, str(call.target), effects.is_rehearsed, name)
             self.graph.call_function(check_shapes, (self._built[call], *facts))
 
     def _change_modes(self, node: fx.Node | None) -> None:
@@ -381,7 +385,7 @@ class _Builder:
     def graph_module(self) -> fx.GraphModule:
         names = {str(n.target) for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         root = {name: self.whole.program.attribute(name) for name in sorted(names)}
-        module = fx.GraphModule(root, self.graph, class_name=self.whole.program.stage_names[self.stage])
+        module = graph_module(root, self.graph, self.whole.program.stage_names[self.stage])
         _note_parts(module)
         return module
 

@@ -100,6 +100,25 @@ def by_grid(counts: Sequence[int], g: torch.Generator) -> Inputs:
     }
 
 
+def by_unequal_grids(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    """Images of 1, 2 or 3 tokens, each of four patches."""
+    tokens = torch.randint(1, 4, (sum(counts),), generator=g)
+    ids = torch.randint(3, IMAGE_TOKEN - 2, (len(counts), 4 * max(counts) + 6), generator=g)
+    lengths = iter(tokens.tolist())
+    for row, count in zip(ids, counts, strict=True):
+        for place in range(count):
+            row[4 * place :][: next(lengths)] = IMAGE_TOKEN
+    is_image = ids == IMAGE_TOKEN
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(is_image, NONE_LEFT),
+        "pixel_values": torch.randn(4 * int(tokens.sum()), 3 * 2 * 4 * 4, generator=g),
+        "image_grid_thw": torch.stack([torch.ones_like(tokens), 2 * tokens, torch.full_like(tokens, 2)], 1),
+        "mm_token_type_ids": is_image.int(),
+    }
+
+
 def long_words(counts: Sequence[int], g: torch.Generator) -> Inputs:
     ids = torch.randint(3, WORDS, (len(counts), 8 + 2 * sum(counts)), generator=g)
     globally = torch.zeros_like(ids)
@@ -112,10 +131,14 @@ def sounds(counts: Sequence[int], g: torch.Generator) -> Inputs:
     return {"input_values": torch.randn(len(counts), length, generator=g), "labels": torch.arange(len(counts)) % 2}
 
 
-IMAGES_OF_ROWS = Packed(lambda input_ids: (input_ids == IMAGE_TOKEN).sum(1))
-"""One token an image."""
+def images_in(input_ids: Tensor) -> Tensor:
+    """How many images each row has: where their tokens begin, a word behind each."""
+    is_image = torch.nn.functional.pad((input_ids == IMAGE_TOKEN).int(), (1, 0))
+    return (is_image.diff(dim=1) > 0).sum(1)
+
+
 GRIDS = {
-    "image_grid_thw": IMAGES_OF_ROWS,
+    "image_grid_thw": Packed(images_in),
     "pixel_values": Packed(lambda image_grid_thw: image_grid_thw.prod(1), of="image_grid_thw"),
 }
 
@@ -123,9 +146,10 @@ GRIDS = {
 # --- models ---
 
 
-def qwen2_5_vl() -> nn.Module:
+def qwen2_5_vl(layers: int = 4) -> nn.Module:
     rotation = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0}
-    words = {**DECODER, **SPECIAL, "num_hidden_layers": 4, "rope_parameters": rotation, "tie_word_embeddings": False}
+    words = {**DECODER, **SPECIAL, "num_hidden_layers": layers, "rope_parameters": rotation}
+    words["tie_word_embeddings"] = False
     images = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
     images |= {"out_hidden_size": 16, "window_size": 16, "fullatt_block_indexes": [1]}
     config = transformers.Qwen2_5_VLConfig(
@@ -136,6 +160,27 @@ def qwen2_5_vl() -> nn.Module:
         tie_word_embeddings=False,
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and what is trained beside it, of low rank."""
+
+    def __init__(self, plain: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.plain = plain.requires_grad_(False)
+        self.down, self.up = (
+            nn.Linear(*sizes, bias=False) for sizes in ((plain.in_features, rank), (rank, plain.out_features))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x) + self.up(self.down(x))
+
+
+def with_lora() -> nn.Module:
+    model = qwen2_5_vl(layers=2).requires_grad_(False)
+    for layer in model.model.language_model.layers:
+        layer.self_attn.q_proj, layer.self_attn.v_proj = Lora(layer.self_attn.q_proj), Lora(layer.self_attn.v_proj)
+    return model
 
 
 def longformer() -> nn.Module:
@@ -203,6 +248,10 @@ STUDIES: Mapping[str, Study] = {
     ),
 }
 
+_OPAQUE = dict.fromkeys(("model.get_image_features", "model.compute_3d_position_ids"), "whole")
+LORA = Study(with_lora, by_unequal_grids, {**_OPAQUE, **layers("model.language_model.layers", 1)}, GRIDS)
+"""A VLM fine-tuned with adapters, on images of unequal sizes."""
+
 
 # --- runs ---
 
@@ -238,7 +287,8 @@ def plainly(study: Study, data: int, in_one: bool) -> dict[str, Any]:
     model = study.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
-    takes_items = Items.of(model, None, True) is not None
+    items_of = Items.of(model)
+    takes_items = items_of is not None and items_of.counts
     for step in range(2):
         optimizer.zero_grad()
         parts = study.cut if in_one else study.microbatches

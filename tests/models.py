@@ -547,6 +547,52 @@ class CountedCalls(Chain):
         return super().forward(x, y)
 
 
+class NamedAsGraphs(nn.Module):
+    """Parts with names that ``fx.GraphModule`` has, or Python has, as in graph networks and vector quantisers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.recompile = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleDict({"class": nn.Linear(WIDTH, WIDTH), "class_": nn.Linear(WIDTH, WIDTH)})
+        self.register_buffer("code", torch.ones(WIDTH))
+        self.meta = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = stage_boundary(self.graph(x) * self.meta)
+        h = stage_boundary(self.parts["class_"](torch.tanh(self.parts["class"](h))))
+        self.code.add_(h.detach().mean(0))
+        return F.mse_loss(self.recompile(h) + self.code, y)
+
+
+class Normalised(nn.Module):
+    """Keeps for its second call what it has found in its first (RevIN, Kim et al. 2022)."""
+
+    def forward(self, x: Tensor, back: bool = False) -> Tensor:
+        if back:
+            return x * self.deviation + self.mean
+        self.mean, self.deviation = x.mean(1, keepdim=True), x.std(1, keepdim=True)
+        return (x - self.mean) / self.deviation
+
+
+class SetsAttributes(nn.Module):
+    """What it sets on itself it reads in the same call; a table, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.inner = nn.ModuleDict({"normalised": Normalised()})
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(float(WIDTH))
+        self.scale = torch.ones(x.shape[1]) * 2
+        h = stage_boundary(self.first(self.inner["normalised"](x)) + self.table)
+        h = self.third(stage_boundary(torch.tanh(self.second(h))) * self.scale)
+        self.last_loss = F.mse_loss(self.inner["normalised"](h, back=True), y)
+        return self.last_loss
+
+
 class SharedMask(nn.Module):
     """A mask built by writing into it, used by two stages."""
 
@@ -898,6 +944,8 @@ CASES: dict[str, Case] = {
     "index writes": Case(IndexWrites, vectors, stages=3, ranks=3),
     "causal attention": Case(Causal, sequences, stages=3, ranks=3),
     "counted calls": Case(CountedCalls, vectors, stages=3, ranks=3),
+    "named as graphs are": Case(NamedAsGraphs, vectors, stages=3, ranks=3),
+    "sets attributes": Case(SetsAttributes, vectors, stages=3, ranks=3),
     "shared mask": Case(SharedMask, vectors, stages=3, ranks=3),
     "write behind": Case(WriteBehind, vectors),
     "written input": Case(WrittenInput, vectors, stages=2, ranks=2),

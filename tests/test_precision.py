@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.plan.batch import cast_batch
 from fxpipe.precision import Precision, cast_parameters
+from tests.harness import engine_of
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
@@ -66,3 +70,47 @@ def test_a_batch_is_cast_where_it_is_floating_point() -> None:
     assert cast["x"].dtype == cast["more"][0].dtype == torch.bfloat16
     assert cast["ids"] is batch["ids"]
     assert cast["more"][1:] == ("text", None)
+
+
+class Rotary(nn.Module):
+    """A table of float32 beside what precision= casts, and what looks at types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("cos", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(fxpipe.stage_boundary(self.below(x)) * self.cos).square().mean()
+
+
+def compiled(**options: Any) -> tuple[nn.Module, fxpipe.ForwardBackward]:
+    model = Rotary()
+    return model, fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, **options)
+
+
+@pytest.mark.parametrize("engine", ["local", "strict 1"])
+def test_a_buffer_that_does_not_go_with_the_parameters_type_is_named(engine: str) -> None:
+    def body() -> None:
+        compiled(precision=Precision())[1](torch.ones(4, 4))
+
+    with pytest.raises((RuntimeError, RunError), match="dtype") as error:
+        engine_of(engine, lambda: None)(2, body)
+    told = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    assert "parameters are torch.bfloat16, and buffers, such as cos, stay torch.float32" in told
+    assert "x * self.cos.to(x.dtype)" in told
+
+
+@pytest.mark.parametrize("engine", ["local", "strict 1"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_that_is_cast_after_compile_is_refused(engine: str, training: bool) -> None:
+    def body() -> None:
+        model, forward_backward = compiled()
+        forward_backward(torch.ones(4, 4))
+        model.to("cpu", torch.float32)  # which it is
+        forward_backward(torch.ones(4, 4))
+        model.to(torch.float64)
+        with pytest.raises(RunError, match=r"torch.float64, and was torch.float32 when .* model.to\(\) before"):
+            (forward_backward if training else forward_backward.evaluate)(torch.ones(4, 4).double())
+
+    engine_of(engine, lambda: None)(2, body)

@@ -14,26 +14,22 @@ ROOT = Path(__file__).parents[1]
 
 TABLE = """
 compiler: options whole/transparency
-in_words: options distributed/watch
+in_words: options distributed/watchdog
 kinds: whole/wrong_inputs options
 labels: run/labelled
 small_file: whole/wrong_inputs
 torch_compat: imports
 distributed/broadcast: sharding/reducer
-distributed/bell: distributed/watch
-distributed/last_words: distributed/watch
-distributed/others: distributed/watch
-distributed/post: distributed/watch
-distributed/preflight: distributed/watch
-distributed/process_state: distributed/watch
-distributed/whereabouts: distributed/watch
-run/settings: distributed/watch
+distributed/activity: distributed/watchdog
+distributed/crash_report: distributed/watchdog
+distributed/heartbeat: distributed/watchdog
+distributed/preflight: distributed/watchdog
+run/settings: distributed/watchdog
 distributed/connect: distributed/strict_transport distributed/torch_transport
 distributed/grid: distributed/topology
 distributed/live_groups: distributed/topology
 distributed/gathering: whole/save_load run/saving
 distributed/stopwatch: run/measured_timeline
-distributed/waits: distributed/torch_transport distributed/watch
 distributed/transport: distributed/strict_transport distributed/torch_transport
 formats/words: formats/svg_picture formats/html_page
 graph/gathering: run/group_inputs
@@ -41,6 +37,7 @@ graph/kept: whole/kept_whole
 graph/like: trace/operations whole/bugs_values
 graph/modes: whole/autocast trace/record
 graph/program: passes/partition trace/symbolic
+graph/root: trace/every_tracer
 graph/size_of: whole/lengths
 graph/topological: passes/partition graph/stage_graph
 parameters/dtensors: sharding/parallelize
@@ -109,6 +106,7 @@ sharding/parallelize/: sharding/parallelize
 sharding/parameter_groups: sharding/distributed_optimizer
 sharding/stepped_piece: sharding/distributed_optimizer
 trace/attributes: trace/export trace/record
+trace/contents: plan/reads
 trace/crossing: trace/every_tracer trace/symbolic
 trace/export/: trace/export trace/every_tracer
 trace/fake: trace/record trace/export

@@ -3,6 +3,8 @@ caller: on threads where a CPU moves the bytes, on streams where a GPU does."""
 
 from __future__ import annotations
 
+import ctypes
+import datetime
 import queue
 import threading
 import traceback
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import RunError
@@ -180,6 +183,26 @@ class ThreadedChain:
 SLICE_SECONDS = 0.5
 """How long to wait before looking up whether the wait is to end, or a signal was sent: an operation that a CPU has
 under way cannot be ended, and keeps its connection open, so that nothing else would tell."""
+
+
+def wait_in_slices(work: dist.Work, group: dist.ProcessGroup, look_up: Callable[[], None]) -> None:
+    """Waits for a collective of gloo, so that signals are heard, and ``look_up`` may raise to end it."""
+    try:
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=SLICE_SECONDS))
+                return
+            except RuntimeError:
+                if work.is_completed():  # now, or with an error
+                    work.wait()
+                    return
+            look_up()
+    except BaseException:
+        if not work.is_completed():
+            # Never destroyed: gloo cannot end an operation that is under way, and its destructor waits for the end.
+            for thing in (work, group):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        raise
 
 
 _JOIN_SECONDS = 10.0

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from fxpipe.distributed.grid import shape
-from fxpipe.distributed.last_words import install
 from fxpipe.distributed.processes import TIMEOUT, init
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.torch_transport import NO_OPTIONS, DistributedTransport
@@ -38,7 +37,6 @@ def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalTransport()
     _check_size(topology, dist.get_world_size())
-    install()
     return DistributedTransport(topology, timeout, options)
 
 

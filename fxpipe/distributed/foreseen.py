@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from fxpipe.distributed.whereabouts import ALIKE_BITS
+from fxpipe.distributed.activity import ALIKE_BITS
 
 Values = tuple[bytes, ...]
 _KEPT = 1 << 15

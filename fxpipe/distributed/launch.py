@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fxpipe.distributed.last_words import end_with
 from fxpipe.distributed.processes import init
 from fxpipe.distributed.stores import LOOPBACK, local_store, loopback_interface
+from fxpipe.distributed.watchdog import end_with
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.kinds import is_whole, shown
 
@@ -35,9 +35,6 @@ _EXIT_SECONDS = 30.0
 
 _END_SECONDS = 5.0
 
-_MOST_PROCESSES = 256
-"""On one machine: each imports torch, and a slip of the hand must not eat the memory."""
-
 
 def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
     """Runs ``fn(*args)`` in ``nproc`` new local processes, joined as under torchrun; results are by rank.
@@ -48,14 +45,14 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
     none of the processes is left; when the calling process is killed, they end as well.
 
     Raises:
-        TopologyError: ``nproc`` is below 1, or above 256.
+        TopologyError: ``nproc`` is below 1.
         RunError: ``fn`` cannot be pickled, or a process failed: with its rank and traceback, and without
             waiting for the others, which are ended.
     """
     if not callable(fn):
         raise RunError(f"fn is {shown(fn)}; it is a function, defined at the top of a module")
-    if not is_whole(nproc) or not 1 <= nproc <= _MOST_PROCESSES:
-        raise TopologyError(f"nproc is {shown(nproc)}; it is a whole number from 1 to {_MOST_PROCESSES}")
+    if not is_whole(nproc) or nproc < 1:
+        raise TopologyError(f"nproc is {shown(nproc)}; it is a whole number, 1 or more")
     task = _pickled_task(fn, args)
     # The store lives here, as torchrun's does: nobody can take its port, and no rank's end takes it away.
     store, port = local_store()

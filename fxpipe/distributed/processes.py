@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from fxpipe.distributed.last_words import install
 from fxpipe.distributed.live_groups import served_device_type
 from fxpipe.distributed.stores import job_store, restarted_store
-from fxpipe.distributed.watch import watch
+from fxpipe.distributed.watchdog import watchdog
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.kinds import is_number
 
@@ -76,8 +75,7 @@ def init(timeout: float = TIMEOUT) -> torch.device:
         torch.cuda.set_device(device)
     _join(place, device, timeout)
     if place.world_size > 1:
-        watch()
-        install()
+        watchdog()
     return device
 
 

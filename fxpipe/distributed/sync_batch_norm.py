@@ -16,9 +16,7 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
     """TopologyError for a ``nn.SyncBatchNorm`` that would wait for ranks that run other stages, or none of it."""
     if not dist.is_initialized():  # so it is a plain batch norm
         return
-    pipes = topology.groups("pipe")
-    place = next(pipe.index(dist.get_rank()) for pipe in pipes if dist.get_rank() in pipe)
-    replicas = sorted(pipe[place] for pipe in pipes)  # a tensor group's among them
+    replicas = replicas_of(topology)
     for name, part in _named_modules(model):
         if not isinstance(part, nn.SyncBatchNorm):
             continue
@@ -29,6 +27,13 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
                 'stages: the others never come; write process_group=topo.group("data") in nn.SyncBatchNorm(...), or '
                 'in nn.SyncBatchNorm.convert_sync_batchnorm(model, topo.group("data"))'
             )
+
+
+def replicas_of(topology: Topology) -> list[int]:
+    """The ranks that run this rank's stages, a tensor group's among them."""
+    pipes = topology.groups("pipe")
+    place = next(pipe.index(dist.get_rank()) for pipe in pipes if dist.get_rank() in pipe)
+    return sorted(pipe[place] for pipe in pipes)
 
 
 def _named_modules(model: nn.Module | StageGraph) -> Iterator[tuple[str, nn.Module]]:

@@ -32,7 +32,7 @@ from fxpipe.distributed.grid import (
 )
 from fxpipe.distributed.live_groups import LiveGroups, new_group, plays_all_ranks, served_device_type
 from fxpipe.errors import TopologyError
-from fxpipe.kinds import MOST_ACTIONS, is_flag, shown
+from fxpipe.kinds import is_flag, shown
 from fxpipe.notebook import Tabular
 
 if TYPE_CHECKING:
@@ -52,9 +52,8 @@ class Topology(Tabular):
             None: all of them.
 
     Raises:
-        TopologyError: unknown, repeated or no axes; a size below 1, or over a million ranks in all;
-            ``ranks_per_node`` that does not divide the number of ranks, or that leaves a data group with more ranks in
-            one node than in another.
+        TopologyError: unknown, repeated or no axes; a size below 1; ``ranks_per_node`` that does not divide the number
+            of ranks, or that leaves a data group with more ranks in one node than in another.
 
     >>> topo = Topology([("pipe", 2), ("tensor", 2), ("data", 4)])
     >>> topo.coordinate(13)
@@ -68,8 +67,6 @@ class Topology(Tabular):
         self._sizes = tuple(size for _, size in self._axes)
         self._index = {ROLES[name]: index for index, (name, _) in enumerate(self._axes)}
         self._world_size = math.prod(self._sizes)
-        if self._world_size > MOST_ACTIONS:
-            raise TopologyError(f"{self._shape()} is too large: write sizes whose product is at most {MOST_ACTIONS:,}")
         self._ranks_per_node = None if ranks_per_node is None else checked_node(self._axes, ranks_per_node)
         self._live: LiveGroups | None = None
         self._has_sampler = False

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.distributed.activity import Waiting, are_apart, entered, here
 from fxpipe.distributed.collective import (
     SLICE_SECONDS,
     Collective,
@@ -26,17 +28,16 @@ from fxpipe.distributed.collective import (
     Streams,
     Threads,
     Work,
+    wait_in_slices,
 )
+from fxpipe.distributed.crash_report import ends_later, say
 from fxpipe.distributed.foreseen import Foreseen, agree, words
-from fxpipe.distributed.last_words import ends_later
+from fxpipe.distributed.heartbeat import Ending
 from fxpipe.distributed.live_groups import served_device_type
-from fxpipe.distributed.post import Ending, failed
 from fxpipe.distributed.preflight import compare_facts, difference, facts_of
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
-from fxpipe.distributed.waits import OnItsWay, SeveralWorks, SlicedWait, wait_in_slices
-from fxpipe.distributed.watch import EXTENSION, WorldWatch, watch
-from fxpipe.distributed.whereabouts import are_apart, entered, here
+from fxpipe.distributed.watchdog import EXTENSION, Watchdog, watchdog
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, group_of_members, reduce_scatter_single
@@ -63,11 +64,11 @@ class DistributedTransport:
     def __init__(self, topology: Topology, timeout: float = 300.0, options: Mapping[str, str] = NO_OPTIONS) -> None:
         self.rank, self.process, self.timeout = dist.get_rank(), os.getpid(), timeout
         self._on_cuda = served_device_type() == "cuda"
-        # The watch ends a wait on the CPU, and knows when not to; on a GPU nobody but NCCL can.
+        # The watchdog ends a wait on the CPU, and knows when not to; on a GPU nobody but NCCL can.
         self._longest = datetime.timedelta(seconds=timeout * (EXTENSION + 2))
         self._timeout = datetime.timedelta(seconds=timeout) if self._on_cuda else self._longest
         self.for_good: tuple[datetime.timedelta, ...] = () if self._on_cuda else (self._longest,)
-        self.watch: WorldWatch = watch()
+        self.watchdog: Watchdog = watchdog()
         self.number, self._explained = _next_number(), False
         self._closed = ""  # why, once it is
         self._everyone = tuple(range(dist.get_world_size()))
@@ -93,17 +94,17 @@ class DistributedTransport:
         except PeerLost as lost:
             raise RunError(self.explain(lost)) from None
         except RunError:  # the ranks differ, as all of them know
-            self.watch.put_down(self.number)
+            self.watchdog.put_down(self.number)
             raise
 
     @property
     def is_over(self) -> bool:
-        """Whether the watch has found that nothing will come, or this rank itself has failed."""
-        return bool(self._closed) or self.watch.verdict(self.number) is not None
+        """Whether the watchdog has found that nothing will come, or this rank itself has failed."""
+        return bool(self._closed) or self.watchdog.verdict(self.number) is not None
 
     def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
         """Waits until all ranks are here, and run the same."""
-        self.watch.take_up(self.number, topology)
+        self.watchdog.take_up(self.number, topology)
 
         def wait(key: str) -> None:
             with self._waiting(lambda: ("all ranks to come to fxpipe.compile", "all")) as look_up:
@@ -114,8 +115,7 @@ class DistributedTransport:
                     pause = min(2 * pause, SLICE_SECONDS)
 
         facts = facts_of(topology, options)
-        compare_facts(self._store, self.rank, len(self._everyone), facts, wait, self.watch.named)
-        self.watch.look_at_peers()
+        compare_facts(self._store, self.rank, len(self._everyone), facts, wait, self.watchdog.named)
 
     def _apart(self, connect: Callable[[], object]) -> None:
         """Runs what torch offers no way to leave in a thread, while this one waits in slices."""
@@ -142,10 +142,19 @@ class DistributedTransport:
 
     @contextlib.contextmanager
     def _waiting(self, what: Callable[[], tuple[str, Scope]]) -> Iterator[Callable[[], None]]:
-        """A wait in slices that the watch knows of; yields what is called after each."""
-        here.waiting = waiting = SlicedWait(self, what)
+        """A wait in slices that the watchdog knows of; yields what is called after each."""
+
+        def found() -> tuple[str, Sequence[int]]:
+            words, scope = what()
+            return words, [rank for rank in self.ranks(scope) if rank != self.rank]
+
+        def look_up() -> None:
+            if self.is_over:
+                raise PeerLost(*found())
+
+        here.waiting = Waiting(self.number, self.timeout, time.monotonic(), found, lambda: None)
         try:
-            yield waiting.look_up
+            yield look_up
         finally:
             here.waiting = None
 
@@ -219,7 +228,7 @@ class DistributedTransport:
         return self._links[pair]
 
     def _check_open(self) -> None:
-        if self._closed or not self.watch.is_on():
+        if self._closed or not self.watchdog.is_on():
             raise RunError(self._closed or "torch.distributed was ended by destroy_process_group(); compile again")
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
@@ -232,9 +241,9 @@ class DistributedTransport:
         """What ``dist.isend`` and ``irecv`` come to, once it is known that they may be called."""
         call = link.group.send if sends else link.group.recv
         try:
-            return OnItsWay(self, call([buffer], link.place, 0), link.peer, sends)
+            return _Transfer(self, call([buffer], link.place, 0), link.peer, sends)
         except RuntimeError as error:
-            raise PeerLost(f"a message with {self.watch.named(link.peer)}", (link.peer,), error) from None
+            raise PeerLost(f"a message with {self.watchdog.named(link.peer)}", (link.peer,), error) from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
         group = self._member(self._hosts, scope)
@@ -292,10 +301,10 @@ class DistributedTransport:
         told_by = zip(self._ranks[scope], self._gathered_bytes(scope, group, told, _LONGEST), strict=True)
         found = {rank: decode(each, f"rank {rank}") for rank, each in told_by}
         names, facts, notes = ({rank: told[part] for rank, told in found.items()} for part in range(3))
-        text = f"in {entered.name}: {difference(facts, self.watch.named)}; give all ranks the same"
+        text = f"in {entered.name}: {difference(facts, self.watchdog.named)}; give all ranks the same"
         if len(set(names.values())) > 1:
-            text = self.watch.apart(names, notes)
-        self.watch.judge(self.number, Ending(self.rank, False, text, ()))
+            text = self.watchdog.apart(names, notes)
+        self.watchdog.judge(self.number, Ending(self.rank, False, text, ()))
         raise PeerLost(f"an all-gather over {scope}")
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
@@ -320,7 +329,7 @@ class DistributedTransport:
             return OnceAwaited(partial(self.broadcast, scope, tensor, source))
         others = [rank for rank in ranks if rank != self.rank] if ranks[source] == self.rank else [ranks[source]]
         links = [_PairLink(group, peer, dist.get_group_rank(group, peer)) for peer in others]
-        return SeveralWorks([self._start(tensor, link, sends=ranks[source] == self.rank) for link in links])
+        return _SeveralWorks([self._start(tensor, link, sends=ranks[source] == self.rank) for link in links])
 
     def _together(self, what: str, scope: Scope, group: dist.ProcessGroup, call: Any, *args: Any) -> None:
         """A collective call that this rank stands still for; its failure is a PeerLost."""
@@ -383,12 +392,8 @@ class DistributedTransport:
 
     def abort(self, reason: str) -> None:
         """Tells all ranks why, then closes this rank's connections: whoever waits on one gets an error at once."""
-        if not self._explained:
-            self._explained = True
-            told = Ending(self.rank, True, f"{self.watch.named(self.rank)}: {reason}", (self.rank,))
-            self.watch.say(told.text)
-            self.watch.judge(self.number, told)
-            self.watch.tell(failed(self.number), told)
+        text = f"{self.watchdog.named(self.rank)}: {reason}"
+        self._end(Ending(self.rank, True, text, (self.rank,)), text)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -404,7 +409,7 @@ class DistributedTransport:
 
     def _destroy(self, why: str) -> None:
         self._closed = why
-        self.watch.put_down(self.number)
+        self.watchdog.put_down(self.number)
         groups = {*(link.group for link in self._links.values()), *self._groups.values(), *self._hosts.values()}
         self._links.clear()
         self._groups.clear()
@@ -415,16 +420,64 @@ class DistributedTransport:
 
     def explain(self, lost: PeerLost) -> str:
         with ends_later():
-            told: Ending = self.watch.verdict(self.number) or self.watch.why(self.number, lost.ranks, lost.reason)
-            self.watch.judge(self.number, told)
-            message = self.watch.message(told, str(lost))
-            if not self._explained:
-                self._explained = True
-                self.watch.say(message)
-                self.watch.tell(failed(self.number), told)
+            ending = self.watchdog.why(self.number, lost.ranks, lost.reason)
+            message = self.watchdog.message(ending, str(lost))
+            self._end(ending, message)
         return message
 
+    def _end(self, ending: Ending, message: str) -> None:
+        """Says why the waits of this transport end, and reports it to all ranks. Once."""
+        if not self._explained:
+            self._explained = True
+            say(message)
+            self.watchdog.end(self.number, ending)
 
+
+class _Transfer:
+    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for."""
+
+    __slots__ = ("_home", "_peer", "_sends", "_work")
+
+    def __init__(self, home: DistributedTransport, work: dist.Work | None, peer: int, sends: bool) -> None:
+        self._home, self._work, self._peer, self._sends = home, work, peer, sends
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        here.waiting = Waiting(self._home.number, self._home.timeout, time.monotonic(), self._what, self._end)
+        try:
+            self._work.wait(*self._home.for_good)
+        except RuntimeError as error:
+            raise PeerLost(*self._what(), error) from None
+        finally:
+            here.waiting = self._work = None
+
+    def _what(self) -> tuple[str, Sequence[int]]:
+        name, awaited = self._home.watchdog.named(self._peer), here.awaited
+        if self._sends:
+            return f"{name} to take a message", (self._peer,)
+        return f"{awaited() if awaited is not None else 'a message'} from {name}", (self._peer,)
+
+    def _end(self) -> None:
+        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
+        work = self._work
+        if work is not None and self._home.for_good:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_AT_ONCE)
+
+
+class _SeveralWorks:
+    """Works that are waited for together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 _FEW = 32
 """Ranks that one tells something, each by a message of its own."""
 _HEAD, _NUMBERS = 512, 16

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fxpipe.errors import ScheduleError
-from fxpipe.formats.csv_messages import COMPUTE, MESSAGES, Cell, Token, ends_of, faults
+from fxpipe.formats.csv_messages import COMPUTE, MESSAGES, Cell, Token, difference, token_of
 from fxpipe.schedules.action import OPS, Action, Op
 from fxpipe.schedules.dependency import in_steps
 from fxpipe.schedules.given import check_given, nested
@@ -50,13 +50,11 @@ _FORMS = (
 def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
     """The schedule in a file, compute-only or with communication. What is wrong with the table itself, verify says.
 
-    ``edges``: the stage graph that its messages are to fit. None: a chain; but a file whose messages are not a
-    chain's is of another graph, and their order is not checked.
+    ``edges``: the stage graph. None: a chain; the file may be of another graph, so its messages are not compared.
 
-    ScheduleError, with line, cell (both count from 1) and its text, where something is no cell, is of a stage or
-    micro-batch that does not exist, or is a message on another rank's line, on the wrong side of its action, without
-    its other end, or out of turn; and where the file holds no action, leaves a stage number out, or is not UTF-8.
-    OSError where it cannot be read.
+    ScheduleError, with line, cell (both count from 1) and its text, where something is no cell, or where a line has
+    other messages than the rank has in the lowered table; and where the file holds no action, leaves a stage number
+    out, or is not UTF-8. OSError where it cannot be read.
     """
     name = os.fspath(path)
     lines = [[_parsed(Cell(name, *cell)) for cell in line] for line in _lines(name, _content(name))]
@@ -77,8 +75,7 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
         microbatches=max(action.microbatches.stop for row in rows for action in row),
         name=Path(path).stem,
     )
-    fault = next(faults(lines, schedule, assumed=edges is None), None)
-    if fault is not None:
+    if edges is not None and (fault := difference(lines, schedule)):
         raise ScheduleError(fault)
     return schedule
 
@@ -197,11 +194,10 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
         if isinstance(step, Compute):
             rows[rank].append(str(step.action))
         elif isinstance(step, Send | Receive):
-            message = step.message
-            send, receive = ends_of(message, schedule.links[message.edge])
+            message, edge = step.message, schedule.links[step.message.edge]
             if isinstance(step, Send):
-                rows[rank].append(str(send))
+                rows[rank].append(str(token_of(step, edge)))
             if message in begun:
-                rows[message.receiver].append(str(receive))
+                rows[message.receiver].append(str(token_of(Receive(message), edge)))
             begun.add(message)
     return rows

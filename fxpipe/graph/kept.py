@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
+from fxpipe.graph.elsewhere import HeldElsewhere
+from fxpipe.graph.like import TensorLike
+from fxpipe.graph.listed import Listing, can_be_joined, joined
 from fxpipe.torch_compat import pytree, version_of
 
 PLAIN_LEAF = (
@@ -47,10 +51,45 @@ class Structure:
         self.leaves = tuple(TENSOR if is_tensor(leaf) else leaf for leaf in leaves)
         self.tensors = tuple(leaf for leaf, kind in zip(leaves, self.leaves, strict=True) if kind is TENSOR)
 
+    @staticmethod
+    def described(value: Any, line: Callable[[], str] = str) -> Structure:
+        """Of a value with a ``TensorLike`` for each tensor, and with a ``Listing`` for each list of those that can be
+        concatenated: what it makes in one, and its entries, are among ``tensors``. ``line``: see there."""
+        made = Structure(None)
+        parts, made.spec = pytree.tree_flatten(value, is_leaf=can_be_joined)
+        leaves: list[Any] = []
+        tensors: list[TensorLike] = []
+        for part in parts:
+            if can_be_joined(part):
+                leaves.append(Listing(type(part), len(part), len(part[0].shape), line))
+                tensors += [joined(part), *part]
+            else:
+                leaves.append(TENSOR if isinstance(part, TensorLike) else part)
+                tensors += [part] if isinstance(part, TensorLike) else []
+        made.leaves, made.tensors = tuple(leaves), tuple(tensors)
+        return made
+
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The value with these in place of its tensors."""
         given = iter(tensors)
-        return pytree.tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in self.leaves], self.spec)
+
+        def fill(leaf: Any) -> Any:
+            if isinstance(leaf, Listing):
+                return leaf.stands_for(list(islice(given, 1 + leaf.count)))
+            return next(given) if leaf is TENSOR else leaf
+
+        return pytree.tree_unflatten(list(map(fill, self.leaves)), self.spec)
+
+    def of_another(self, value: Any) -> list[Tensor | None] | None:
+        """The tensors of a value of this structure, None for one that the capture does not use; None for another
+        structure."""
+        try:
+            parts = self.spec.flatten_up_to(value)
+        except ValueError:
+            return None
+        found = [_tensors_in(leaf, part) for leaf, part in zip(self.leaves, parts, strict=True)]
+        known = [tensors for tensors in found if tensors is not None]
+        return list(chain(*known)) if len(known) == len(found) else None
 
     @property
     def foreign(self) -> Any:
@@ -63,7 +102,22 @@ class Structure:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return str(self.filled(["tensor"] * self.leaves.count(TENSOR)))
+        return str(pytree.tree_unflatten(list(map(_shown, self.leaves)), self.spec))
+
+
+def _shown(leaf: Any) -> Any:
+    if isinstance(leaf, Listing):
+        return leaf.kind(["tensor"] * leaf.count)
+    return "tensor" if leaf is TENSOR else leaf
+
+
+def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
+    """Those in a part of a value; None where a leaf of the structure stands for no such part."""
+    if isinstance(leaf, Listing):
+        return leaf.flat(part)
+    if leaf is TENSOR:
+        return [part] if isinstance(part, Tensor) else None
+    return [] if part is leaf or (not isinstance(part, Tensor) and part == leaf) else None
 
 
 def kept_in(module: Any) -> Iterator[KeptWhole]:
@@ -80,7 +134,7 @@ def calls_kept(module: Any) -> bool:
 class SizeCheck(Protocol):
     """What the code behind a call takes for granted of what it returns."""
 
-    def check(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         """RunError where it is not so. ``sizes``: of other tensors."""
 
 
@@ -123,19 +177,37 @@ class KeptWhole(nn.Module):
         tensors, sizes = given[:count], given[count:]
         args, kwargs = self._given.filled(tensors)
         with unwritten(self.name, tensors), self.watch():
-            returned = Structure(self._run(args, kwargs))
-        if returned != self._returned:
+            returned = self._run(args, kwargs)
+        found = self._returned.of_another(returned)
+        if found is None:
             raise RunError(
-                f"{self.name}, which is kept whole, returned {returned}, but {self._returned} when the model was "
-                "captured, and what comes behind it holds for that alone: return the same containers each time, and a "
-                "tensor in place of a number, a word or None that is not always the same; a list with an entry for "
-                'each of an input\'s is captured for each number of them by tracer="export"'
+                f"{self.name}, which is opaque, returned {Structure(returned)}, but {self._returned} when the model "
+                "was captured, and what comes behind it holds for that alone: return the same containers each time, "
+                "and a tensor in place of a number, a word or None that is not always the same; code behind it holds "
+                f"for a list of any length where it concatenates it, torch.cat(list){self._opened_at}"
             )
-        for tensor, seen in zip(returned.tensors, self._returned.tensors, strict=True):
-            self._check(tensor, seen)
+        for tensor, seen in zip(found, self._returned.tensors, strict=True):
+            if tensor is not None:
+                self._check(tensor, seen)
         if self.guard is not None:
-            self.guard.check(returned.tensors, sizes)
-        return returned.tensors
+            self.guard.check(found, sizes)
+        return tuple(found)
+
+    @property
+    def uses(self) -> list[bool]:
+        """Whether the code behind uses each of the tensors that it returns, by the capture that is done."""
+        leaves = (leaf for leaf in self._returned.leaves if leaf is TENSOR or isinstance(leaf, Listing))
+        return [use for leaf in leaves for use in (leaf.uses if isinstance(leaf, Listing) else [True])]
+
+    @property
+    def opened(self) -> list[Listing]:
+        """The lists that it returns of which forward looks at entries."""
+        return [leaf for leaf in self._returned.leaves if isinstance(leaf, Listing) and leaf.opened]
+
+    @property
+    def _opened_at(self) -> str:
+        lines = [listing.opened_at for listing in self.opened if listing.opened_at]
+        return "\n".join([", and this code looks at entries:", *lines]) if lines else ""
 
     @property
     def owner(self) -> nn.Module:
@@ -150,15 +222,13 @@ class KeptWhole(nn.Module):
     def _run(self, args: Any, kwargs: Any) -> Any:
         try:
             return getattr(self.owner, self.method)(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            away = next((name for name, tensor in self.owner.named_parameters() if tensor.is_meta), None)
-            if away is None or "meta" not in str(error):
-                raise
-            raise RunError(
-                f"{self.name}, which is kept whole, failed where parameters are with other ranks, such as {away}: "
-                "a method has those that it was seen to use, and those that no other stage uses; pass an example in "
-                f"which it calls the submodules that it needs, or keep a submodule whole: {error}"
-            ) from error
+        except HeldElsewhere as error:
+            error.add_note(
+                f"in {self.name}, which is kept whole: a method has the parameters that it was seen to use, and those "
+                "that no other stage uses; pass an example in which it calls the submodules that it needs, or keep a "
+                "submodule whole"
+            )
+            raise
 
     def _check(self, tensor: Tensor, seen: Any) -> None:
         """``seen``: a ``TensorLike``."""

@@ -67,6 +67,12 @@ def read_loss(result: Any) -> MicrobatchLoss:
     return MicrobatchLoss(loss, count, metrics)
 
 
+def loss_in(result: Any) -> Any:
+    """The loss alone, a number or a ``Sum``; RunError where there is none."""
+    loss = read_loss(result)
+    return loss.value if loss.count is None else Sum(loss.value, loss.count)
+
+
 def _is_count(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from fxpipe.graph.plain_data import admitted
+from fxpipe.torch_compat import default_device
 
 DEVICES = ("cpu", "cuda")
 """The types of device whose autocast is followed."""
@@ -34,6 +38,43 @@ class Modes:
     grad: bool | None = None
     autocast: tuple[Autocast, ...] = ()
     region: int = 0
+
+
+@admitted
+@dataclass(frozen=True)
+class Ambient:
+    """All that forward can ask torch, as it is around a call: a kind of batch is captured once for each. Whether
+    gradients are on is no part of it: in a step they are, in an evaluation not.
+
+    ``settings``: the values of ``SETTINGS``, in their order.
+    """
+
+    autocast: tuple[Autocast, ...] = ()
+    settings: tuple[Any, ...] = ()
+
+    @staticmethod
+    def now() -> Ambient:
+        return Ambient(ambient_autocast(), tuple([ask() for ask in SETTINGS.values()]))
+
+    def difference(self, other: Ambient) -> str:
+        """What is another in the other, with both values; "" where nothing is."""
+        if self.autocast != other.autocast:
+            return f"autocast, {list(self.autocast)} and {list(other.autocast)}"
+        pairs = zip(SETTINGS, self.settings, other.settings, strict=True)
+        return next((f"{name}, {mine!r} and {its!r}" for name, mine, its in pairs if mine != its), "")
+
+
+SETTINGS: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "torch.get_default_dtype()": torch.get_default_dtype,
+        "torch.get_default_device()": default_device,
+        "torch.get_deterministic_debug_mode()": torch.get_deterministic_debug_mode,
+        "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+        "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+    }
+)
+"""What forward can ask torch beside autocast: how it is asked."""
 
 
 def ambient_autocast() -> tuple[Autocast, ...]:
@@ -82,8 +123,7 @@ def enter_modes(grad: bool | None, autocast: Sequence[tuple[str, bool, torch.dty
     _entered.stacks.append(stack)
     stack.enter_context(within([Autocast(*region) for region in autocast]))
     if grad is not None:
-        # gradients that are off around the call stay off: evaluation needs none
-        stack.enter_context(torch.set_grad_enabled(grad and torch.is_grad_enabled()))
+        stack.enter_context(torch.set_grad_enabled(grad))
     return stack
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,11 +40,6 @@ class _Duplicate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
-
-
-def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that kind for a call that reads no number of it; it takes no memory."""
-    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def setitem(target: Any, index: Any, value: Any) -> Any:

@@ -23,15 +23,13 @@ class Effects:
     """What a call of an opaque module does beside computing its result, as a capture saw it.
 
     ``reads``, ``writes``: the model's parameters and buffers that it uses, and those of them that it writes, by name.
-    ``shares``: the places, among the tensors that it is given, of those whose memory its result shares; ``unread``: of
-    those whose numbers it neither reads nor returns. ``is_rehearsed``: whether it was run on made-up numbers, since its
-    code looks at the values of tensors.
+    ``shares``: the places, among the tensors that it is given, of those whose memory its result shares.
+    ``is_rehearsed``: whether it was run on made-up numbers, since its code looks at the values of tensors.
     """
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
-    unread: tuple[int, ...] = ()
     draws_random: bool = False
     is_rehearsed: bool = False
 
@@ -60,10 +58,14 @@ class Program:
     """For what sizes of its inputs' leaves it holds, where some are symbolic; None: for those of its capture alone."""
     fixed_sizes: str = ""
     """Of which sizes that were to be symbolic forward makes numbers of Python's, and on which lines, in words."""
+    sets: frozenset[tuple[int, str]] = frozenset()
+    """The attributes that forward sets before it reads them: the identity of a module's ``__dict__``, and a name."""
     copied: frozenset[str] = frozenset()
     """Nodes that every stage needing them computes for itself."""
     written: tuple[frozenset[str], ...] = ()
     """Groups of nodes that share storage which some node writes."""
+    written_before: frozenset[str] = frozenset()
+    """Parameters and buffers that the first capture writes, as in training alone: what uses them stays where it is."""
     stage_of: Mapping[str, int] = field(default_factory=dict)
     """Node name → stage, in topological order of the stages; copied nodes have none."""
     stage_names: tuple[str, ...] = ()

@@ -159,6 +159,8 @@ class StageGraph(Tabular):
     """Where the graph comes from: which tracer, or the user's callables."""
     recomputed: frozenset[str] = frozenset()
     """The names of the stages whose forward runs again for their backward."""
+    labels: str = ""
+    """Whether the batch's labels are counted, for a reader."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -270,6 +272,7 @@ class StageGraph(Tabular):
         again = ", ".join(name for name in self.names if name in self.recomputed)
         notes = [*runs, *[f"recomputed: {again}"] * bool(again)]
         notes += [f"captured by {self.origin}"] if self.origin else []
+        notes += [self.labels] if self.labels else []
         notes += [_told_in_input(stage, names) for stage in self.stages if (names := stage.staying)]
         return "\n".join([grid, *notes])
 

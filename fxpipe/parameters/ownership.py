@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
+from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.own_buffers import mark_own_buffers
 
@@ -177,15 +179,49 @@ def _submodule(root: _HeldPart, path: str) -> nn.Module:
     return part
 
 
-def release(model: nn.Module, keep: frozenset[str]) -> None:
-    """Frees every parameter and buffer whose name is not kept: on the meta device it remains, without memory."""
-    kept = {id(tensor) for name, tensor in all_tensors(model).items() if name in keep}
+def release(
+    model: nn.Module,
+    keep: frozenset[str],
+    why: Mapping[str, str] = MappingProxyType({}),
+    device: torch.device | None = None,
+) -> None:
+    """Frees every parameter and buffer whose name is not kept: an ``Elsewhere`` remains, without memory.
+
+    ``why``: a name → what is said where its values are used. ``device``: what stands for the meta device.
+    """
+    tensors = all_tensors(model)
+    kept = {id(tensor) for name, tensor in tensors.items() if name in keep}
     empty: dict[int, Tensor] = {}
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in list(table.items()):
-                if tensor is not None and not tensor.is_meta and id(tensor) not in kept:
-                    table[name] = empty.setdefault(id(tensor), on_meta(tensor))  # type: ignore[assignment]
+    for name, tensor in tensors.items():
+        if id(tensor) in kept or isinstance(tensor, Elsewhere):
+            continue
+        if id(tensor) not in empty:
+            at = device if tensor.is_meta and device is not None else tensor.device
+            empty[id(tensor)] = Elsewhere.of(tensor, why.get(name, f"{name} is held by another rank"), at)
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, empty[id(tensor)])  # by its setter: nn.LSTM keeps a list as well
+
+
+def why_elsewhere(graph: StageGraph, owners: Ownership) -> dict[str, str]:
+    """What is said where a rank uses the values of a parameter or buffer that it does not hold, by each name of it."""
+    tensors, why = all_tensors(graph.module), {}
+    users: dict[int, list[str]] = {id(tensor): [] for tensor in tensors.values()}
+    for stage in graph:
+        for name in stage.tensors:
+            users[id(tensors[name])].append(stage.name)
+    for name, tensor in tensors.items():
+        ranks = ", ".join(str(rank) for rank, held in enumerate(owners.names) if name in held)
+        stages = ", ".join(users[id(tensor)]) or "none uses it"
+        why[name] = f"{name} is held by pipe rank {ranks} (stage {stages}), {_NO_VALUES}"
+    return why
+
+
+_NO_VALUES = (
+    "and this rank has no values of it. forward_backward(...) and .evaluate(...) run the model on all ranks; "
+    "forward_backward.named_parameters() are what this rank holds, and .clip_grad_norm_(max_norm) clips the whole "
+    "model; .state_dict(full=True) has all values, for model.save_pretrained(folder, state_dict=dict(...)), or for a "
+    "plain model that generates; placement= puts stages that need each other's parameters on one rank"
+)
 
 
 def on_meta(tensor: Tensor) -> Tensor:

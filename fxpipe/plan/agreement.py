@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
-from fxpipe.distributed.whereabouts import phase
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
-from fxpipe.graph.modes import ambient_autocast
+from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import encode
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import read_for, written
 from fxpipe.plan.batch import Description, bind, check_calls, describe
-from fxpipe.plan.captures import MOST
+from fxpipe.plan.capture_check import Sample
+from fxpipe.plan.captures import LATER, MOST
 from fxpipe.plan.counts import Counts, check_cut, counts_of
 from fxpipe.plan.cuts import split
 from fxpipe.plan.label_count import with_number
@@ -88,7 +89,8 @@ class Agreement:
     def __init__(self, planner: Planner, transport: Transport) -> None:
         self._planner, self._transport, self._options = planner, transport, planner.options
         self._numbers: dict[Offer, int] = {}
-        self._parameters = {id(parameter): parameter for parameter in planner.module.parameters()}
+        self._parameters = list(planner.module.parameters())
+        self._types = {id(parameter): parameter.dtype for parameter in self._parameters}
         if planner.captures is not None:
             planner.captures.reads.begin()
         self._count, self._kinds = itertools.count(), itertools.count()
@@ -121,10 +123,10 @@ class Agreement:
             given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
             given = given if self._planner.items is None else list(map(with_number, given))
         except RunError as error:
-            return Offer(training, split_evenly, flags, (), (), error=str(error)), []
+            return Offer(training, split_evenly, flags, Ambient(), (), error=str(error)), []
         except TypeError as error:
             hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
-            return Offer(training, split_evenly, flags, (), (), error=f"{error}{hint}"), []
+            return Offer(training, split_evenly, flags, Ambient(), (), error=f"{error}{hint}"), []
         nothing = "" if given else "a step needs at least one micro-batch"
         try:
             described = tuple(describe(values, self._planner.needs_shapes) for values in given)
@@ -133,14 +135,19 @@ class Agreement:
                 check_cut(given[0], self._options.batch_dim)
             counts = tuple(tuple(counts_of(values, self._options.batch_dim).items()) for values in given)
         except RunError as error:  # which the others, who may have been given something else, raise, too
-            return Offer(training, split_evenly, flags, (), (), error=str(error)), []
-        return Offer(training, split_evenly, flags, ambient_autocast(), described, counts, nothing), given
+            return Offer(training, split_evenly, flags, Ambient(), (), error=str(error)), []
+        return Offer(training, split_evenly, flags, Ambient.now(), described, counts, nothing), given
 
     def _check_parameters(self) -> None:
-        """RunError where the model has others than those whose gradients and optimizers are known."""
-        module = self._planner.module
-        if not all(id(parameter) in self._parameters for parameter in parameters_in(modules_of(module))):
-            name = next(name for name, one in module.named_parameters() if id(one) not in self._parameters)
+        """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
+        module, types = self._planner.module, self._types
+        if not all(types.get(id(one)) == one.dtype for one in parameters_in(modules_of(module))):
+            name, found = next((name, p) for name, p in module.named_parameters() if types.get(id(p)) != p.dtype)
+            if id(found) in types:
+                raise RunError(
+                    f"the model's {name} is {found.dtype}, and was {types[id(found)]} when it was compiled; call "
+                    "model.to() before fxpipe.compile, or write compile(..., precision=fxpipe.Precision())"
+                )
             raise RunError(
                 f"the model's {name} is another parameter than when it was compiled, and its gradient would reach no "
                 "optimizer; write values into what there is, as parameter.data.copy_() does, and load_state_dict() "
@@ -155,7 +162,7 @@ class Agreement:
                 "stages call as they are, and not for those that were traced through: register it before"
             )
 
-    def settle(self, offer: Offer) -> Agreed:
+    def settle(self, offer: Offer, given: list[dict[str, Any]]) -> Agreed:
         """The same decision on every rank, or an error on every rank. A collective call."""
         is_new = offer not in self._numbers
         if is_new:
@@ -176,7 +183,7 @@ class Agreement:
         rows = everyone if (key, everyone) in self._settled else None
         agreed = self._settled.pop((key, rows), None)
         if agreed is None:
-            agreed = self._decide(told, everyone, is_foreseen)
+            agreed = self._decide(told, everyone, is_foreseen, self._sample(told, given))
             rows = everyone if self._planner.is_of_shapes(agreed.pattern) else None
         self._settled[key, rows] = agreed
         self._drop()
@@ -283,7 +290,8 @@ class Agreement:
             if rank is None or graph.placement[stage.index] == rank
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
-        if ITEMS in used:
+        items = self._planner.items
+        if ITEMS in used and items is not None and items.counts:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
         used |= read_for(used, self._options.batch_dim, graph.inputs)
         return tuple(name for name in dict.fromkeys((*graph.inputs, *sorted(used))) if name in used)
@@ -324,11 +332,19 @@ class Agreement:
                     f"each row, or {written(path, 'None')} where it has not"
                 )
 
-    def _decide(self, told: ToldCall, everyone: tuple[int, ...], is_foreseen: bool) -> Agreed:
+    def _sample(self, told: ToldCall, given: list[dict[str, Any]]) -> Sample | str:
+        """What a new kind of batch is checked on: its own micro-batches, where this process has the whole model."""
+        if self._transport.pipe_rank is not None:
+            return LATER
+        batch_dim, items = self._options.batch_dim, self._planner.items
+        batches = split(given[0], batch_dim, told.sizes, told.counts[0]) if told.offers[0].split_evenly else given
+        return Sample(batches if items is None else items.given(batches), batch_dim, later=True)
+
+    def _decide(self, told: ToldCall, everyone: tuple[int, ...], is_foreseen: bool, sample: Sample | str) -> Agreed:
         """``is_foreseen``: whether all ranks have told each other that they have the plan, and the same."""
         pattern = told.pattern(self._planner, everyone)
         with phase("capture"), contextlib.nullcontext() if is_foreseen else self._planner.or_as_before():
-            make = partial(self._planner.plan, pattern)
+            make = partial(self._planner.plan, pattern, sample)
             plan = plan_together(self._transport, () if is_foreseen else ("pipe",), make)
         self._open(plan)
         if len(told.sizes) > 1 and not told.has_rows:

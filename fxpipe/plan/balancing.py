@@ -101,14 +101,14 @@ class Balancing:
         """What nodes take, each program's once. ``keeping``: where checkpoints keep their activations, as in an R."""
         from fxpipe.plan.balance import costs_from_shapes
 
-        known = (program.graph, pattern.autocast, shape, keeping, pattern.shapes)
+        known = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes)
         if self.costed is None or self.costed[0] != known:
             with checkpoints_that_keep() if keeping else contextlib.nullcontext():
                 found = costs_from_shapes(
                     program,
                     example_of(pattern, shape),
                     self.device,
-                    pattern.autocast,
+                    pattern.ambient.autocast,
                     self.hardware,
                     self.compute,
                     Account.of(self.options, self.topology),

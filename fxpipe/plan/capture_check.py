@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.gathering import added
 from fxpipe.graph.loss import MicrobatchLoss, read_loss
 from fxpipe.graph.modes import within
@@ -42,25 +42,30 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """The micro-batches of an example, with their numbers."""
+    """Micro-batches with their numbers: of the example, or of a batch that came ``later``."""
 
     batches: Sequence[Batch]
     batch_dim: BatchDim
+    later: bool = False
 
-    def two(self, places: Sequence[int]) -> tuple[Batch, Batch] | None:
-        """Two that differ, the first and the last of these places if they do; None where all rows are alike."""
+    def pairs(self, places: Sequence[int]) -> list[tuple[Batch, Batch]]:
+        """Pairs that differ, the best first; none where all rows are equal.
+
+        The second is the last of these places that is another one, or has rows of the first twice; perturbed, since
+        zeros, and masks that are the same everywhere, hide what is wrong; and unchanged, for a model that allows only
+        some numbers.
+        """
         first = self.batches[places[0]]
-        others = [self.batches[place] for place in reversed(places[1:])]
-        return next(((first, other) for other in [*others, self._repeated(first)] if not _equal(first, other)), None)
+        others = [*(self.batches[place] for place in reversed(places[1:])), self._repeated(first)]
+        second = next((other for other in others if not _equal(first, other)), first)
+        perturbed = dict(pytree.tree_map_only(Tensor, _perturbed, dict(second)))
+        return [(first, other) for other in (perturbed, second) if not _equal(first, other)]
 
     def _repeated(self, batch: Batch) -> Batch:
-        """A batch of the same shapes, in which the first half of the rows stands twice.
-
-        Where rows of other inputs are counted, which would not be theirs any more, it has other numbers instead: those
-        of its tensors of floating-point numbers from back to front.
-        """
+        """A batch of the same shapes, in which the first half of the rows stands twice; the same one where rows of
+        other inputs are counted, which would not be theirs any more."""
         if counted(self.batch_dim):
-            return dict(pytree.tree_map_only(Tensor, _from_back_to_front, dict(batch)))
+            return batch
         return {
             name: pytree.tree_map_only(Tensor, lambda leaf: _first_half_twice(leaf, along), value)  # noqa: B023
             for name, value in batch.items()
@@ -68,8 +73,17 @@ class Sample:
         }
 
 
-def _from_back_to_front(leaf: Tensor) -> Tensor:
-    return leaf.flatten().flip(0).view(leaf.shape) if leaf.is_floating_point() else leaf
+def _perturbed(leaf: Tensor) -> Tensor:
+    """Every third floating-point number scaled towards zero, out of no range; of zeros and ones, the other of the two.
+
+    As masks are, which are added to scores or multiplied.
+    """
+    if not leaf.is_floating_point() or leaf.is_meta or leaf.layout is not torch.strided:
+        return leaf
+    old = leaf.detach()
+    other = 1 - old if ((old == 0) | (old == 1)).all() else old * 0.75
+    third = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) % 3 == 1
+    return torch.where(third, other, old).requires_grad_(leaf.requires_grad)
 
 
 def _first_half_twice(leaf: Tensor, along: Any) -> Tensor:
@@ -88,7 +102,8 @@ def _equal(one: Batch, other: Batch) -> bool:
 
 
 def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[int]) -> str:
-    """Runs stages and model on two of the sample's micro-batches, and compares losses, gradients and buffers.
+    """Runs stages and model on two micro-batches, and compares losses, gradients and buffers; in evaluation, what they
+    return, and buffers.
 
     Both begin from the same state, which is put back, and draw the same random numbers. Equal to rounding is equal:
     within ``CLOSE`` units in the last place of a tensor's largest number, or within ``ROUNDING`` times what the model's
@@ -99,14 +114,18 @@ def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[
     reason = _unfit(request, sample.batches[places[0]])
     if reason:
         return f"not checked: {reason}"
-    batches = sample.two(places)
-    if batches is None:
-        return "not checked: the example has one row, or rows that are all alike"
-    trial = _Trial(graph, request, batches)
-    try:
-        wanted = trial.run(trial.model)
-    except Exception as error:
-        return f"not checked: the model fails on a micro-batch of the example: {_in_a_line(error)}"
+    why = "the example has one row, or rows that are all alike"
+    for batches in sample.pairs(places):
+        trial = _Trial(graph, request, batches)
+        try:
+            wanted = trial.run(trial.model)
+            break
+        except TopologyError:
+            raise
+        except Exception as error:
+            why = f"the model fails on a micro-batch of the example: {_in_a_line(error)}"
+    else:
+        return f"not checked: {why}"
     try:
         got = trial.run(trial.stages)
     except torch.OutOfMemoryError as error:
@@ -149,11 +168,12 @@ def _positions(given: Tensor) -> int:
 
 @contextlib.contextmanager
 def as_in_a_step(request: Request, devices: Sequence[int] | None) -> Iterator[None]:
-    """As around a training step; models that torch compiles run as they are written, and what is checkpointed so that
-    no gradient can be asked for runs once. ``devices``: where all draw the same random numbers; None: as they come."""
+    """As around a training step, or an evaluation; what torch compiles runs as it is written, and what is checkpointed
+    so that no gradient can be asked for runs once. ``devices``: where all draw the same random numbers; None: as they
+    come."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_reentrant_checkpoints())
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
@@ -195,7 +215,8 @@ def own(request: Request, batch: Batch) -> dict[str, Any]:
 
 
 class Fact(NamedTuple):
-    """What is compared: "loss", "count", "metric", "gradient" or "buffer"; of which name, on which micro-batch."""
+    """What is compared: "loss", "count", "metric", "output", "gradient" or "buffer"; of which name, on which
+    micro-batch."""
 
     kind: str
     name: str
@@ -203,6 +224,7 @@ class Fact(NamedTuple):
 
     def __str__(self) -> str:
         told = {"loss": "the loss", "count": "the count of the loss", "metric": f"the loss's {self.name!r}"}
+        told |= {"output": f"the output {self.name}".rstrip()}
         told |= {"gradient": f"the gradient of {self.name}", "buffer": f"the buffer {self.name}"}
         return f"{told[self.kind]} on micro-batch {self.microbatch}"
 
@@ -255,7 +277,10 @@ class _Trial:
         """What the model shows on a micro-batch."""
         kept = watching(self.request.module, self.request.whole, _as_a_module)
         with kept, within(self.request.autocast):
-            part = read_loss(self.request.call(batch))
+            result = self.request.call(batch)
+        if not self.request.training:
+            return _outputs(result, place)
+        part = read_loss(result)
         parameters, gradients = list(self._trainable.values()), None
         if part.value.requires_grad and parameters:
             gradients = torch.autograd.grad(part.value, parameters, allow_unused=True)
@@ -275,6 +300,8 @@ class _Trial:
             saved.append(kept)
             arrived |= dict(zip(stage.outputs, outputs, strict=False))  # the result is no edge's
             result = outputs[-1] if stage.returns_result else result
+        if not self.request.training:
+            return _outputs(result, place)
         part = read_loss(result)
         saved[self.graph.output_stage].take_root(part.value)
         return self._seen(part, self._backward(saved), place)
@@ -324,7 +351,7 @@ class _Trial:
     def _check_repeatable(self, wanted: Seen) -> None:
         """By the norm of all gradients and losses: kernels on a GPU may round otherwise each time."""
         again = self.run(self.model)
-        facts = [fact for fact in wanted if fact.kind in ("loss", "gradient")]
+        facts = [fact for fact in wanted if fact.kind in ("loss", "output", "gradient")] or list(wanted)
         pairs = [(gap(again.get(fact), wanted[fact]), largest(wanted[fact])) for fact in facts]
         loosest = max(unit(wanted[fact]) for fact in facts)
         off, size = (math.hypot(*column) for column in zip(*pairs, strict=True))
@@ -344,6 +371,13 @@ class _Trial:
             owners = [self.graph[self.graph.output_stage].name]
         inside = f"in stage {', '.join(map(repr, owners))}" if owners else "in the stages"
         return _told(fact, got, wanted, inside, "in the model")
+
+
+def _outputs(result: Any, place: int) -> Seen:
+    """The tensors and numbers that evaluation returns, by where they are in it."""
+    leaves, _ = pytree.tree_flatten_with_path(result)
+    numbers = [(path, leaf) for path, leaf in leaves if isinstance(leaf, (Tensor, int, float))]
+    return {Fact("output", pytree.keystr(path), place): torch.as_tensor(leaf).detach() for path, leaf in numbers}
 
 
 def _told(fact: Fact, got: Tensor | None, wanted: Tensor | None, ours: str, theirs: str) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import io
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +18,17 @@ from fxpipe import passes as default_passes
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
+from fxpipe.graph.kept import kept_in
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
+from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
+from fxpipe.plan.collectives import collectives_refused
 from fxpipe.plan.methods import unused, with_unused
 from fxpipe.plan.observed import SeenCalls, check_called, declared, observe
 from fxpipe.plan.outside import watch
@@ -44,6 +48,10 @@ from fxpipe.trace.request import Place
 
 if TYPE_CHECKING:
     from fxpipe.plan.balance import Balanced, StageWork
+
+
+Wrong = tuple[bool, str]
+"""In training or not, and the name of a tracer."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Captured:
         return self.tracer in NEED_SHAPES
 
 
+SMALL = 2**16
+"""Numbers in a buffer of which a copy is kept."""
 MOST = 64
 """Captures that are kept, beyond those of the batch at hand."""
 OBSERVED = 16
@@ -89,8 +99,8 @@ class Captures:
     cuts: Mapping[str, Cut]
     """Boundaries named from outside: submodule path → where it is cut."""
     balancing: Balancing
-    wrong: dict[str, str] = field(default_factory=dict)
-    """Tracers whose capture was found wrong, and what of it: they are not tried again."""
+    wrong: dict[Wrong, str] = field(default_factory=dict)
+    """What was found wrong of captures at compile: these tracers are not tried again."""
     kept: dict[Pattern, Captured] = field(default_factory=dict)
     families: dict[Hashable, Family] = field(default_factory=dict)
     first: Program | None = None
@@ -101,8 +111,12 @@ class Captures:
     """What is kept whole, and runs for real in every step."""
     observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late: in training or not, on what micro-batch."""
+    unpacked: frozenset[str] = frozenset()
+    """The regions of which forward unpacks what they return."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    """Small buffers of integers and truth values as the first capture found them, which may decide sizes."""
     used: list[Pattern] = field(default_factory=list)
     """The captures that were asked for, by their patterns; whoever asks clears it before."""
 
@@ -138,10 +152,11 @@ class Captures:
         keys = [self._of_one(pattern, shape, sample) for shape in shapes]  # by the captures that hold for most
         self.used += keys
         found = [self.kept[key] for key in keys]
-        if any(captured.tracer in self.wrong for captured in found):  # only a later shape has shown it
-            self.kept.clear()
+        if any(self._is_wrong(key) for key in keys):  # only a later shape has shown it
+            for key in [key for key in self.kept if key.training == pattern.training]:
+                del self.kept[key]
             self.families.clear()
-            self.first = None
+            self.first = None if pattern.training else self.first
             self.used.clear()
             return self.of(pattern, sample)
         return found
@@ -150,8 +165,11 @@ class Captures:
         """The captures that ``of`` would give, by their patterns; None where it would make one."""
         shapes = pattern.shapes or (None,) * pattern.microbatches
         keys = [self._known(*self._family_of(pattern, shape, Family()), shape) for shape in shapes]
-        found = [key for key in keys if key is not None and self.kept[key].tracer not in self.wrong]
+        found = [key for key in keys if key is not None and not self._is_wrong(key)]
         return found if len(found) == len(keys) else None
+
+    def _is_wrong(self, key: Pattern) -> bool:
+        return (key.training, self.kept[key].tracer) in self.wrong
 
     def keep(self, used: Collection[Pattern]) -> None:
         """Drops all captures but these. What was seen to vary is remembered."""
@@ -159,6 +177,10 @@ class Captures:
         self.families = dict(list(self.families.items())[-FAMILIES:])
         for family in self.families.values():
             family.general = [entry for entry in family.general if entry[0] in used]
+
+    @property
+    def first_tracer(self) -> str:
+        return self.first.tracer if self.first is not None else ""
 
     @contextlib.contextmanager
     def or_as_before(self) -> Iterator[None]:
@@ -213,8 +235,9 @@ class Captures:
         cuts: list[Program] = []
 
         def accept(program: Program) -> None:
-            if program.tracer in self.wrong:
-                raise TraceError(self.wrong[program.tracer])
+            for training in (True, pattern.training):  # what is wrong in training is not tried in evaluation
+                if (training, program.tracer) in self.wrong:
+                    raise TraceError(self.wrong[training, program.tracer])
             cut, made = self._cut(program, pattern, shape)
             places = [i for i, other in enumerate(pattern.shapes) if not made.of_one_shape or other == shape]
             with aside():
@@ -231,11 +254,13 @@ class Captures:
             cuts=self.cuts,
             may_lack_cuts=self.first is not None,  # which has called them all
             training=pattern.training,
-            autocast=pattern.autocast,
+            autocast=pattern.ambient.autocast,
             varying=free,
             device=self.device,
             compute=self.balancing.compute,
             whole=self.whole,
+            around=partial(collectives_refused, self.topology),
+            numbers=self.numbers,
             accept=accept,
         )
         if self.whole:
@@ -254,16 +279,19 @@ class Captures:
             for seen in request.seen.values()
             for path, name in seen.sets  # which only regions read, or a capture refuses
         }
-        self.reads.keep(noted - own, roots, _called(program))
+        self.reads.keep(noted - own, roots, _called(program), program.sets)
         (made,), (cut,) = accepted, cuts
+        calls = [call for part in cut.opaque.values() for call in kept_in(part)]
+        self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
+        self.numbers = self.numbers or _small_numbers(self.model)
         return made
 
     def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> SeenCalls:
         """What calls of regions do that are kept whole: as the user has said, as a real run shows, or as an earlier one
         has shown."""
         found = declared(request)
-        if isinstance(sample, Sample) and shape is not None and not _on_meta(self.model):
+        if isinstance(sample, Sample) and not sample.later and shape is not None and not _on_meta(self.model):
             with progress("running what is kept whole"), ignored(self.balancing.finds_cuts):
                 batch = sample.batches[pattern.shapes.index(shape)]
                 called: set[str] = set()
@@ -282,8 +310,10 @@ class Captures:
         elif self.observed and shape is not None:
             order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
             _, then, calls = self.observed[order.index(min(order))]
-            changed = sizes_between(then, shape), entries_between(then, shape)
-            found |= {key: seen.guessed(*changed) for key, seen in calls.items()}
+            sizes, entries = sizes_between(then, shape), entries_between(then, shape)
+            lengths = sizes_between(then, shape, or_same=True)
+            for key, seen in calls.items():
+                found[key] = seen.guessed(sizes, {} if key[0] in self.unpacked else lengths, entries)
         return found
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
@@ -295,13 +325,14 @@ class Captures:
                 with progress("checking the stages against the model"):
                     told = check(made.graph, request, sample, places)
             except TraceError as error:
-                self.wrong[made.tracer] = str(error)
+                if not sample.later:  # or other captures are in use
+                    self.wrong[request.training, made.tracer] = str(error)
                 raise
         head, *rest = made.graph.origin.splitlines()
         graph = dataclasses.replace(made.graph, origin="\n".join([f"{head}, {told}", *rest]))
         return dataclasses.replace(made, graph=graph)
 
-    def without_tracers(self, wrong: Mapping[str, str]) -> Captures:
+    def without_tracers(self, wrong: Mapping[Wrong, str]) -> Captures:
         """Before the first one; these tracers, with what is wrong of them, are not tried."""
         return dataclasses.replace(self, wrong=dict(wrong), kept={}, families={}, first=None)
 
@@ -322,8 +353,11 @@ class Captures:
         first = self.first
         found: Balanced | None = None
         if self.whole:
+            program = default_passes.drop_unused(program)
             self.unused = unused(program) if first is None else self.unused
             program = with_unused(program, self.unused)
+        if first is not None:
+            program = program.replace(written_before=names_of_written(first))
         if self.balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
@@ -335,11 +369,12 @@ class Captures:
         else:
             passes = self.options.passes
             program = chain(default_passes.default() if passes is None else passes, program)
+            program = program if first is None else default_passes.as_before(program, first)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
         graph = default_passes.split(program)
         example = {} if shape is None else example_of(pattern, shape)
-        check_rows_known(graph, program, example, self.device, pattern.autocast, self.balancing.compute)
+        check_rows_known(graph, program, example, self.device, pattern.ambient.autocast, self.balancing.compute)
         return program, Captured(
             graph,
             _told(self.model, program),
@@ -350,6 +385,12 @@ class Captures:
             program if program.gathered else None,
             program.fixed_sizes,
         )
+
+
+def _small_numbers(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+    kept = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= SMALL}
+    return {name: buffer.clone() for name, buffer in kept.items() if not buffer.dtype.is_floating_point}
 
 
 def _on_meta(model: nn.Module) -> bool:

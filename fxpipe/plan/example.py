@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.errors import RunError
-from fxpipe.graph.modes import ambient_autocast
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.graph.modes import Ambient, evaluating
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.kinds import shown
 from fxpipe.options import Options
 from fxpipe.packed import check_names
 from fxpipe.plan.batch import bind, describe, required_names
 from fxpipe.plan.capture_check import Sample
-from fxpipe.plan.counts import check_cut, counts_of
+from fxpipe.plan.counts import Counts, check_cut, counts_of
 from fxpipe.plan.cuts import split
 from fxpipe.plan.label_count import with_number
 from fxpipe.plan.pattern import Pattern, pattern_of
@@ -62,9 +63,23 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     check_names(options.batch_dim, names)
 
 
-def with_first_plan(planner: Planner, options: Options) -> Planner:
-    """The planner, with the plan for the example, on whose numbers its stages are checked."""
-    planner.plan(first_pattern(planner, options), _sample(planner, options))
+def with_first_plan(planner: Planner, options: Options, keeps_part: bool = False) -> Planner:
+    """The planner, with the plan for the example, on whose numbers its stages are checked; and with that for evaluating
+    it, where it can be had, and where evaluation may use what training does not, or what its capture takes is little
+    and a rank that ``keeps_part`` of the model cannot check it later."""
+    sample = _sample(planner, options)
+    planner.plan(first_pattern(planner, options), sample)
+    captures = planner.captures
+    if captures is None or not (planner.leaves_unused or (keeps_part and captures.first_tracer == "symbolic")):
+        return planner
+    wrong = captures.wrong
+    with evaluating(planner.module):
+        pattern = dataclasses.replace(first_pattern(planner, options), training=False)
+        try:
+            with planner.or_as_before():
+                planner.plan(pattern, sample, at_compile=True)
+        except FxpipeError:  # raised when evaluation is asked for, perhaps with other inputs
+            captures.wrong = wrong
     return planner
 
 
@@ -73,19 +88,22 @@ def first_pattern(planner: Planner, options: Options) -> Pattern:
     flags, items = planner.flags, planner.items
     if not options.has_example:
         inputs = tuple(required_names(planner.signature))
-        return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags)
+        return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags, ambient=Ambient.now())
     parts = _microbatches(planner, options)
     if items is not None:
         parts = list(map(with_number, parts))
     described = [describe(part, exact=True) for part in parts]
     if items is not None:
         described = [items.described(one) for one in described]
-    return pattern_of(described, True, options.loss_fn, flags, ambient_autocast())
+    return pattern_of(described, True, options.loss_fn, flags, Ambient.now())
 
 
 def with_previewed_plan(planner: Planner, options: Options) -> Planner:
     """The planner, with the plan for the example, of which nothing is run; but where something is kept whole, and
-    neither said what it returns nor on the meta device, the model once."""
+    neither said what it returns nor on the meta device, the model once. RunError where a call could not cut it."""
+    if options.has_example:
+        _, rows, _ = _given(planner, options)
+        split_rows(rows, planner.microbatches)
     asked = planner.captures is not None and any(region.returns is None for region in planner.captures.whole)
     runs = asked and options.has_example and not any(map(_is_meta, pytree.tree_leaves(_microbatches(planner, options))))
     planner.plan(first_pattern(planner, options), _sample(planner, options) if runs else "nothing is run")
@@ -108,6 +126,14 @@ def _sample(planner: Planner, options: Options) -> Sample | str:
 
 def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:
     """The micro-batches of the example: what a call would make of it; or, of a smaller one, itself each time."""
+    given, rows, counts = _given(planner, options)
+    if rows is None or rows < planner.microbatches:
+        return [given] * planner.microbatches
+    return split(given, options.batch_dim, split_rows(rows, planner.microbatches), counts)
+
+
+def _given(planner: Planner, options: Options) -> tuple[dict[str, Any], int | None, Counts]:
+    """The example by its inputs' names, its rows, and what of it is counted."""
     args = () if options.example_args is None else tuple(options.example_args)
     try:
         given = bind(planner.signature, args, options.example_kwargs or {})
@@ -116,7 +142,4 @@ def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:
     if planner.microbatches > 1:
         check_cut(given, options.batch_dim)
     counts = counts_of(given, options.batch_dim)
-    rows = row_count(describe(given), options.batch_dim, counts)
-    if rows is None or rows < planner.microbatches:
-        return [given] * planner.microbatches
-    return split(given, options.batch_dim, split_rows(rows, planner.microbatches), counts)
+    return given, row_count(describe(given), options.batch_dim, counts), counts

@@ -61,7 +61,8 @@ def places_of_rows(captures: Captures, used: Sequence[Pattern], pattern: Pattern
     rows = row_count(pattern.shapes[0], batch_dim) if pattern.shapes else None
     if rows is None:
         return {}
-    places = partial(row_places, device=captures.device, autocast=pattern.autocast, compute=captures.balancing.compute)
+    autocast, compute = pattern.ambient.autocast, captures.balancing.compute
+    places = partial(row_places, device=captures.device, autocast=autocast, compute=compute)
     if not one.of_one_shape:
         few = 1 if rows > 1 else 2  # a dimension of 1 may mean another thing
         several = {n * rows: joined_description(pattern.shapes[:1] * n, batch_dim) for n in (few, 2 * few)}
@@ -115,7 +116,7 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
         return sample
     batches = sample.batches
     groups = [joined(batches[start : start + size], batch_dim) for start in range(0, len(batches), size)]
-    return Sample(groups, batch_dim)
+    return dataclasses.replace(sample, batches=groups)
 
 
 def _with_stages(one: Captured, group: Captured, stages: set[int]) -> Captured:

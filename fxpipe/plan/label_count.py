@@ -9,7 +9,7 @@ mean over the micro-batches, so that nobody needs to know what the model does wi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -31,26 +31,45 @@ _GIVEN = InputDescription("input", ("", (_LIKE,)), _LIKE)
 
 @dataclass(frozen=True)
 class Items:
-    """How a model's labels are counted. ``shifts``: its loss predicts each label from the one before. ``counts``:
-    whether they are, where the user has not given the number."""
+    """How a model's labels are counted. ``shifts``: its loss predicts each label from the one before. ``uncounted``:
+    why nobody counts them; a number that the call gives is dealt out all the same."""
 
     shifts: bool
-    counts: bool = True
+    uncounted: str = ""
 
     @staticmethod
-    def of(model: nn.Module | StageGraph, loss_fn: Callable[..., Any] | None, counts: bool = True) -> Items | None:
-        """None where the model takes no ``num_items_in_batch``, by its signature or as transformers' Trainer tells."""
-        if isinstance(model, StageGraph) or loss_fn is not None:
-            return None
+    def of(model: nn.Module | StageGraph, uncounted: str = "") -> Items | None:
+        """None where a call cannot give the number: ``forward`` takes neither it nor ``**kwargs``."""
+        if isinstance(model, StageGraph):
+            return Items(False, "the stages are given") if ITEMS in model.inputs else None
         # of adapters around a model (PEFT), it is the model that says what it takes, as the Trainer asks, too
         base: Any = getattr(model, "get_base_model", lambda: model)()
         parameters = inspect.signature(base.forward).parameters
-        by_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and hasattr(model, "loss_function")
-        if ITEMS not in parameters and not (by_kwargs and getattr(model, "accepts_loss_kwargs", True)):
-            return None
+        if ITEMS not in parameters:
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                return None
+            if not hasattr(model, "loss_function"):
+                uncounted = uncounted or f"forward does not name {ITEMS}"
+            elif not getattr(model, "accepts_loss_kwargs", True):
+                uncounted = uncounted or "the model has accepts_loss_kwargs = False"
         is_causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
         encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        return Items(is_causal and not encoder_decoder, counts)
+        return Items(is_causal and not encoder_decoder, uncounted)
+
+    @property
+    def counts(self) -> bool:
+        """Whether labels are counted where the call does not give the number."""
+        return not self.uncounted
+
+    def note(self, inputs: Collection[str], read: Collection[str]) -> str:
+        """Whether the labels of such a batch are counted. ``read``: the inputs that stages read."""
+        if "labels" not in inputs:
+            return ""
+        if ITEMS in read and self.counts:
+            return f"labels are counted: the loss reads {ITEMS} of the whole batch"
+        given = f"{ITEMS} is what the call gives" if ITEMS in read else ""
+        why = given or self.uncounted or f"the loss does not read {ITEMS}"
+        return f"labels are not counted: {why}"
 
     def described(self, batch: Description) -> Description:
         """The batch, with the number of its items, where it has labels and the user has not given the number."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.boundary import recording
 from fxpipe.graph.kept import TENSOR, Structure, unwritten
 from fxpipe.graph.like import TensorLike
@@ -66,7 +66,7 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
                 within(request.autocast),
             ):
                 request.call(inputs)
-    except TraceError:
+    except (TopologyError, TraceError):
         raise
     except Exception as error:
         raise TraceError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from fxpipe.errors import RunError
 from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.plan.reads import alike, contents
 from fxpipe.torch_compat import version_of
+from fxpipe.trace.contents import alike, contents
 from fxpipe.trace.snapshot import storage_of
 
 Held = tuple[nn.Module, str, str]
@@ -123,14 +122,12 @@ _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _as_now(value: Any) -> Any:
-    """A value with how often its tensors were written, what numbers its arrays have, and how much it holds."""
+    """Contents, with how often its tensors were written."""
     if isinstance(value, tuple):
         return tuple(map(_as_now, value))
     if isinstance(value, Tensor):
         return value, 0 if value.is_inference() else version_of(value)
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return value.tobytes()
-    return (value, len(value)) if isinstance(value, (list, dict, set, deque)) else value
+    return value
 
 
 def _joined(attribute: tuple[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.modes import Autocast
+from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.plan.batch import Description
 
@@ -68,14 +68,13 @@ class Pattern:
     """Whether it is for a step; else for a forward-only run, where the user's own table need not fit."""
     shapes: tuple[Description, ...] = ()
     """Each micro-batch, described, for tracers that need it; () where no batch has been seen yet."""
-    autocast: tuple[Autocast, ...] = ()
-    """What is on around the call."""
+    ambient: Ambient = Ambient()  # noqa: RUF009  (it is frozen)
     everyone: tuple[int, ...] = ()
     """The rows of each micro-batch on all replicas together, where stages see them; () where that is not known yet."""
 
     def for_any_shape(self) -> Pattern:
         """The pattern without what only tracers that need shapes depend on."""
-        return dataclasses.replace(self, shapes=(), autocast=(), everyone=())
+        return dataclasses.replace(self, shapes=(), everyone=())
 
 
 def pattern_of(
@@ -83,7 +82,7 @@ def pattern_of(
     training: bool,
     loss_fn: Callable[..., Any] | None,
     flags: Flags,
-    autocast: tuple[Autocast, ...] = (),
+    ambient: Ambient,
 ) -> Pattern:
     """The capture that micro-batches like these need; RunError where they have different inputs."""
     has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
@@ -95,5 +94,21 @@ def pattern_of(
     inputs = {tuple(name for name, given in one if given.kind == "input") for one in shapes}
     fixed = {tuple((name, given.detail) for name, given in one if given.kind != "input") for one in shapes}
     if len(inputs) > 1 or len(fixed) > 1:
-        raise RunError("the micro-batches of one step must have the same inputs")
-    return Pattern(inputs.pop(), fixed.pop(), len(shapes), with_loss, flags, training, shapes, autocast)
+        raise RunError(_different(shapes))
+    return Pattern(inputs.pop(), fixed.pop(), len(shapes), with_loss, flags, training, shapes, ambient)
+
+
+def _different(shapes: Sequence[Description]) -> str:
+    """Why micro-batches cannot be of one step."""
+    kinds = [{name: given.kind for name, given in one} for one in shapes]
+    names = dict.fromkeys(name for one in kinds for name in one)
+    absent = [name for name in names if len({one.get(name, "none") == "none" for one in kinds}) > 1]
+    if not absent:
+        return "the micro-batches of one step must have the same inputs, and of plain values the same ones"
+    which = [place for place, one in enumerate(kinds) if one.get(absent[0], "none") == "none"]
+    return (
+        f"the micro-batches {which} lack {', '.join(map(repr, absent))}, which others of this step have, and those of "
+        "one step have the same inputs: order rows so that each has some, or add to such a row what counts for nothing "
+        "(an image whose words have no labels); or make two calls, one of those with it and one of those without, and "
+        "then optimizer.step()"
+    )

@@ -7,11 +7,11 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
@@ -21,7 +21,7 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture_check import Sample
-from fxpipe.plan.captures import LATER, Captured, Captures
+from fxpipe.plan.captures import LATER, Captured, Captures, Wrong
 from fxpipe.plan.groups import for_groups, places_of_rows
 from fxpipe.plan.label_count import Items
 from fxpipe.plan.pattern import Flags, Pattern, flags_of
@@ -106,8 +106,9 @@ class Planner:
 
     @cached_property
     def items(self) -> Items | None:
-        """How the model's labels are counted; None where it does not ask for their number."""
-        return Items.of(self.model, self.options.loss_fn, self.options.loss_weight is None)
+        """How the model's labels are counted; None where it cannot be given their number."""
+        given = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
+        return Items.of(self.model, f"{given[0]}= is given" if given else "")
 
     @property
     def flags(self) -> Flags:
@@ -123,6 +124,14 @@ class Planner:
     def first(self) -> Plan:
         """The plan that was made first, whose stages all later ones must have."""
         return next(iter(self.plans.values()))
+
+    @property
+    def leaves_unused(self) -> bool:
+        """Whether no stage of the first plan uses some parameter, or some buffer that is saved: others are tables, of
+        which many models hold more than they read."""
+        parts = self.module.modules()
+        saved = {id(one) for m in parts for n, one in m._buffers.items() if n not in m._non_persistent_buffers_set}
+        return not _held(self.first.graph).issuperset(saved.union(map(id, self.module.parameters())) - {id(None)})
 
     @property
     def tables(self) -> Tables:
@@ -144,10 +153,11 @@ class Planner:
         """Whether the plan that was made for a pattern holds for its shapes alone."""
         return pattern in self.plans  # another is kept under the pattern without them
 
-    def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> Plan:
+    def plan(self, pattern: Pattern, sample: Sample | str = LATER, at_compile: bool = False) -> Plan:
         """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none.
 
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
+        ``at_compile``: its stages may use what no stage of the first plan does: see ``hold_what_all_use``.
         """
         known = self._known(pattern)
         if known is not None:
@@ -161,14 +171,30 @@ class Planner:
         if same is not None:
             self.plans[key] = same
             return same
-        graphs = self._placed(captured)
+        graphs = self._placed(captured, pattern.inputs)
         text = "\n".join(dict.fromkeys(one.text for one in captured))
         plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
         plan = dataclasses.replace(plan, captures=used)
         if self.plans:
-            self._check_same_stages(plan)
+            self._check_same_stages(plan, at_compile)
         self.plans[key] = plan
         return plan
+
+    def hold_what_all_use(self) -> None:
+        """Has the first plan's stages hold what no plan uses but later ones, such as a head of evaluation alone."""
+        (key, first), *later = self.plans.items()
+        held, more = _held(first.graph), dict[str, Mapping[str, Tensor]]()
+        for stage in (stage for _, plan in later for stage in plan.graph):
+            more[stage.name] = {name: one for name, one in stage.tensors.items() if id(one) not in held}
+        if not any(more.values()):
+            return
+
+        def wider(graph: StageGraph) -> StageGraph:
+            stages = (dataclasses.replace(s, tensors={**s.tensors, **more.get(s.name, {})}) for s in graph)
+            return dataclasses.replace(graph, stages=tuple(stages))
+
+        graphs = _each_once(first.graphs, wider)
+        self.plans[key] = dataclasses.replace(first, graph=graphs[0], graphs=tuple(graphs))
 
     def held(self, pattern: Pattern) -> Plan | None:
         """What ``plan`` would give; None where it would make one, or where stages are gathered. Nothing changes."""
@@ -229,7 +255,7 @@ class Planner:
                 self.places[key] = places_of_rows(self.captures, plan.captures, pattern)
         return self.places[key]
 
-    def _placed(self, captured: Sequence[Captured]) -> tuple[StageGraph, ...]:
+    def _placed(self, captured: Sequence[Captured], inputs: Collection[str]) -> tuple[StageGraph, ...]:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
         graphs = [one.graph for one in captured]
         if self.plans:
@@ -237,7 +263,10 @@ class Planner:
         first = graphs[0]
         graphs = _each_once(graphs, lambda graph: alike(graph, first))
         placement = place(first, self.ranks, self._wanted(first, captured[0].placement))
-        return tuple(_each_once(graphs, lambda graph: self._ready(dataclasses.replace(graph, placement=placement))))
+        read = {name for stage in first for name in stage.batch_inputs}
+        labels = self.items.note(inputs, read) if self.items is not None else ""
+        placed = partial(dataclasses.replace, placement=placement, labels=labels)
+        return tuple(_each_once(graphs, lambda graph: self._ready(placed(graph))))
 
     def _ready(self, graph: StageGraph) -> StageGraph:
         """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
@@ -276,7 +305,7 @@ class Planner:
         stays = told.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
 
-    def without_tracers(self, wrong: Mapping[str, str]) -> Planner:
+    def without_tracers(self, wrong: Mapping[Wrong, str]) -> Planner:
         """Before the first plan; these tracers, with what is wrong of them, are not tried."""
         captures = None if self.captures is None else self.captures.without_tracers(wrong)
         return dataclasses.replace(self, captures=captures, plans={}, by_shapes=[])
@@ -341,15 +370,21 @@ class Planner:
             )
         return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, _halved)))
 
-    def _check_same_stages(self, plan: Plan) -> None:
+    def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
         """A later capture must leave every stage and every tensor where it is."""
+        held = _held(self.first.graph)
         for before, after in zip(self.first.graph, plan.graph, strict=True):
             moved = sorted(set(after.tensors) - set(before.tensors))
-            if moved:
+            if moved and not (at_compile and held.isdisjoint(id(after.tensors[name]) for name in moved)):
                 raise PartitionError(
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _held(graph: StageGraph) -> set[int]:
+    """The tensors that stages use, by identity."""
+    return {id(tensor) for stage in graph for tensor in stage.tensors.values()}
 
 
 def _halved(stage: Stage) -> Stage:

@@ -6,19 +6,16 @@ where something that was read has changed since, and what a state has not captur
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
-import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_, itemgetter
 from typing import Any
 
-import torch
 from torch import nn
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, TraceError
+from fxpipe.trace.contents import alike, contents
 from fxpipe.trace.patching import ASIDE, patched
 
 MOST = 16
@@ -29,20 +26,18 @@ Key = tuple[int, str]
 
 _OWN = frozenset({"training", "_parameters", "_buffers"})
 """What a pattern has by itself, or a stage follows."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_LARGE, _DEEP = 1000, 4
-"""Containers of more items, and those within so many others, are told by what they are, not by what is in them."""
 
 
 class Reads:
     """What captures have read, for each state that the model was captured in."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._modules: dict[int, tuple[str, nn.Module]] = {}
         self._states: list[dict[Key, Any]] = [{}]
         self._buffers: dict[Key, Any] = {}
         """What captures of any state hold by a name, where it is a buffer's; None where there was none."""
+        self._set: frozenset[Key] = frozenset()
+        """What forward sets before it reads it, in captures of any state."""
         self._now = 0
         self._glance: _Glance | None = None
 
@@ -60,21 +55,40 @@ class Reads:
         with patched(nn.Module, "__getattribute__", note):
             yield noted
 
-    def keep(self, noted: Iterable[Key], roots: Iterable[nn.Module], live: Iterable[nn.Module]) -> None:
-        """A capture of the present state has read this of ``roots``. ``live``: submodules that stages call whole."""
+    def keep(
+        self,
+        noted: Iterable[Key],
+        roots: Iterable[nn.Module],
+        live: Iterable[nn.Module],
+        sets: frozenset[Key] = frozenset(),
+    ) -> None:
+        """A capture of the present state has read this of ``roots``. ``live``: submodules that stages call whole;
+        ``sets``: what forward sets before it reads it. TraceError for what is set in some captures and read in others.
+        """
         for root in roots:
             for path, module in root.named_modules():
-                self._tables.setdefault(id(vars(module)), (path or type(module).__name__, vars(module)))
+                self._modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
         follows = {id(vars(part)) for module in live for part in module.modules()}
-        wanted = [key for key in noted if key[0] in self._tables and key[0] not in follows]
+        wanted = [key for key in noted if key[0] in self._modules and key[0] not in follows and key not in sets]
+        self._set |= {key for key in sets if key[0] not in follows}
+        self._check_not_carried(wanted)
         self._states[self._now] |= {key: self._value(key) for key in wanted}
         self._buffers |= {key: self._buffer(key) for key in (*wanted, *self._saved(live))}
         self._glance = None
 
+    def _check_not_carried(self, wanted: Iterable[Key]) -> None:
+        carried = next((key for key in (*self._states[self._now], *wanted) if key in self._set), None)
+        if carried is not None:
+            raise TraceError(
+                f"forward sets {self._modules[carried[0]][0]}.{carried[1]} in one kind of batch, or mode, and reads in "
+                "another what a call before has set, which stages and micro-batches in flight do not see; keep it in a "
+                "buffer (register_buffer), and write into it in place"
+            )
+
     def _saved(self, live: Iterable[nn.Module]) -> Iterator[Key]:
         """The buffers of these that a state dict has: a stage saves the tensors that were there."""
         for part in (part for module in live for part in module.modules()):
-            if id(vars(part)) in self._tables:
+            if id(vars(part)) in self._modules:
                 names = part._buffers.keys() - part._non_persistent_buffers_set
                 yield from ((id(vars(part)), name) for name in names)
 
@@ -82,10 +96,12 @@ class Reads:
     def or_as_before(self) -> Iterator[None]:
         """Where what is inside fails, nothing counts that was read in it: other ranks may not have come so far."""
         states, buffers, now = [dict(state) for state in self._states], dict(self._buffers), self._now
+        sets = self._set
         try:
             yield
         except BaseException:
             self._states, self._buffers, self._now, self._glance = states, buffers, now, None
+            self._set = sets
             raise
 
     def begin(self) -> None:
@@ -102,12 +118,12 @@ class Reads:
         self._check_buffers()
         changed = self._changed(state)
         if changed is None:
-            self._glance = _Glance(state, self._buffers, self._tables)
+            self._glance = _Glance(state, self._buffers, self._modules)
             return self._now
         known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
         number = next(known, len(self._states))
         if number == MOST:
-            path, _ = self._tables[changed[0]]
+            path, _ = self._modules[changed[0]]
             raise RunError(
                 f"{path}.{changed[1]}, which the model reads, has changed {MOST} times since it was compiled, and with "
                 "every change it is captured anew; give what changes from step to step to forward as an input, as a "
@@ -124,7 +140,7 @@ class Reads:
         if self._glance is not None and self._glance.state is state and self._glance.finds_nothing():
             return None
         key = self._changed(state)
-        return None if key is None else f"{self._tables[key[0]][0]}.{key[1]}"
+        return None if key is None else f"{self._modules[key[0]][0]}.{key[1]}"
 
     def _changed(self, state: dict[Key, Any]) -> Key | None:
         for key, value in state.items():
@@ -136,7 +152,7 @@ class Reads:
     def _check_buffers(self) -> None:
         for key, held in self._buffers.items():
             if self._buffer(key) is not held:
-                path, _ = self._tables[key[0]]
+                path, _ = self._modules[key[0]]
                 raise RunError(
                     f"{path}.{key[1]} is another buffer than when the model was captured, and the pipeline would go on "
                     "with the old one; write values into what there is, as buffer.copy_() does, and load_state_dict() "
@@ -144,11 +160,13 @@ class Reads:
                 )
 
     def _buffer(self, key: Key) -> Any:
-        return self._tables[key[0]][1]["_buffers"].get(key[1])
+        return self._modules[key[0]][1]._buffers.get(key[1])
 
     def _held(self, key: Key) -> Any:
-        _, table = self._tables[key[0]]
-        return table.get(key[1], table["_modules"].get(key[1]))
+        """What a module has by a name: itself, as a submodule, or by its class; None where that is nothing."""
+        place, name = key
+        homes = _homes(self._modules[place][1])
+        return next((home[name] for _, home in homes if name in home), None)
 
     def _value(self, key: Key) -> Any:
         return contents(self._held(key))
@@ -160,30 +178,33 @@ class _Glance:
     """
 
     def __init__(
-        self, state: dict[Key, Any], buffers: Iterable[Key], tables: dict[int, tuple[str, dict[str, Any]]]
+        self, state: dict[Key, Any], buffers: Iterable[Key], modules: dict[int, tuple[str, nn.Module]]
     ) -> None:
         self.state = state
-        names_of: dict[int, list[str]] = {}
-        for place, name in dict.fromkeys((*state, *buffers)):
-            names_of.setdefault(place, []).append(name)
-        self._held: list[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]] = []
-        self._absent: list[tuple[dict[str, Any], frozenset[str]]] = []
-        told: dict[int, Any] = {}  # what may be changed in place, each once
+        names_of: dict[int, set[str]] = {}
+        for place, name in (*state, *buffers):
+            names_of.setdefault(place, set()).add(name)
+        wanted: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by where it may stand, each once
         for place, names in names_of.items():
-            table, wanted = tables[place][1], set(names)
-            for home in (table, table["_modules"], table["_buffers"]):
-                there = [name for name in wanted if name in home]
-                wanted = wanted.difference(there)
-                self._absent.append((home, frozenset(wanted)))
-                told |= {id(home[name]): home[name] for name in there}
-                there += ["_modules", "_buffers"] if home is table else []
-                if there:
-                    held = tuple(home[name] for name in there)
-                    self._held.append((home, itemgetter(*there, there[0]), (*held, held[0])))
+            module = modules[place][1]
+            wanted[place] = vars(module), {"_modules", "_buffers"}
+            for key, home in (*_homes(module), (id(module._buffers), module._buffers)):
+                wanted.setdefault(key, (home, set()))[1].update(names)
+                names = names.difference(home)
+        self._held: list[tuple[Mapping[str, Any], Callable[..., Any], tuple[Any, ...]]] = []
+        self._absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
+        told: dict[int, Any] = {}  # what may be changed in place, each once
+        for home, names in wanted.values():
+            there = sorted(names.intersection(home))
+            self._absent += [(home, absent)] if (absent := frozenset(names.difference(home))) else []
+            told |= {id(home[name]): home[name] for name in there if name not in ("_modules", "_buffers")}
+            if there:
+                held = tuple(home[name] for name in there)
+                self._held.append((home, itemgetter(*there, there[0]), (*held, held[0])))
         insides = [(value, contents(value)) for value in told.values()]
         mutable = [(value, inside) for value, inside in insides if inside is not value]
-        self._empty = [value for value, inside in mutable if isinstance(value, _CONTAINERS) and not value]
-        self._filled = [(value, inside) for value, inside in mutable if not isinstance(value, _CONTAINERS) or value]
+        self._empty = [value for value, inside in mutable if _is_empty(value)]
+        self._filled = [(value, inside) for value, inside in mutable if not _is_empty(value)]
 
     def finds_nothing(self) -> bool:
         try:
@@ -192,29 +213,18 @@ class _Glance:
             return False
         return (
             held
-            and all(absent.isdisjoint(table) for table, absent in self._absent)
+            and all(absent.isdisjoint(home) for home, absent in self._absent)
             and not any(self._empty)
             and all(alike(inside, contents(value)) for value, inside in self._filled)
         )
 
 
-def contents(value: Any, depth: int = 0) -> Any:
-    """A value, or, as it may be changed in place, what is in it."""
-    is_settings = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or hasattr(type(value), "to_dict")
-    if is_settings or dataclasses.is_dataclass(value):  # to_dict: a configuration of transformers
-        value = getattr(value, "__dict__", value)
-    if not isinstance(value, _CONTAINERS) or len(value) > _LARGE or depth == _DEEP:
-        return value
-    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return tuple(contents(item, depth + 1) for item in items)
+def _homes(module: nn.Module) -> list[tuple[int, Mapping[str, Any]]]:
+    """Where what a module has by a name stands, with an identity each: the first of these that has it."""
+    classes = ((id(cls), vars(cls)) for cls in type(module).__mro__)  # a new view of the class's table each time
+    return [(id(vars(module)), vars(module)), (id(module._modules), module._modules), *classes]
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two ``contents`` are the same."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return isinstance(one, _PLAIN) and bool(one == other or (one != one and other != other))
+def _is_empty(value: Any) -> bool:
+    """Whether a container holds nothing, as most tables of hooks: to ask that is cheaper than for its contents."""
+    return type(value) in (dict, list, OrderedDict) and not value

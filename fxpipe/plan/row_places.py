@@ -23,7 +23,7 @@ from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, mod
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import NEED_SHAPES
-from fxpipe.trace.fake import FakeModel, fake_model, quiet
+from fxpipe.trace.fake import FakeModel, fake_model
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 """Of each leaf of a value; None for what is no tensor."""
@@ -105,7 +105,6 @@ def shapes_of(
     with (
         left_as_it_is(program.module),
         fake_model(program.module, device, compute) as fake,
-        quiet(),
         torch.enable_grad(),
         modes_restored(),
         within(autocast),

@@ -76,8 +76,9 @@ def _relabelled(stage: Stage, called: Mapping[Edge, Edge]) -> Stage:
 
 def _counterpart(stage: Stage, first: StageGraph) -> int:
     """The stage of ``first`` with this name, or else the one that holds its tensors."""
-    named = [other.index for other in first if other.name == stage.name and set(stage.tensors) <= set(other.tensors)]
-    holding = [other.index for other in first if stage.tensors and set(stage.tensors) <= set(other.tensors)]
+    mine = set(stage.tensors) & {name for other in first for name in other.tensors}  # what is new, the planner judges
+    named = [other.index for other in first if other.name == stage.name and mine <= set(other.tensors)]
+    holding = [other.index for other in first if mine and mine <= set(other.tensors)]
     if not named and len(holding) != 1:
         raise _different(StageGraph((stage,), (), first.module), first)
     return (named or holding)[0]
@@ -86,9 +87,7 @@ def _counterpart(stage: Stage, first: StageGraph) -> int:
 def _different(graph: StageGraph, first: StageGraph) -> PartitionError:
     return PartitionError(
         f"this kind of batch gives the stages {list(graph.names)}, the first kind gave {list(first.names)}; a model "
-        "must keep its stages. Use example_args= of the kind that uses most of it; and make an output that only "
-        "evaluation needs from what the loss is made of (logits = v @ t.T, and the loss from logits): one that is made "
-        "anew behind a boundary is a stage of its own"
+        "must keep its stages. Use example_args= of the kind that uses most of it"
     )
 
 

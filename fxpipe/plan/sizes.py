@@ -43,14 +43,16 @@ def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
     ]
 
 
-def sizes_between(then: Description, now: Description) -> dict[int, int]:
+def sizes_between(then: Description, now: Description, or_same: bool = False) -> dict[int, int]:
     """Sizes of the inputs of one micro-batch, and what they are in another one; where one size has become several, it
-    is left out."""
+    is left out. ``or_same``: but not where it is the same in some inputs, as a width is, and one other in the rest."""
     before = {(name, place): leaf for name, place, leaf in tensors_of(then)}
     found: dict[int, set[int]] = {}
     for name, place, leaf in tensors_of(now):
         for old, new in zip(before[name, place].shape if (name, place) in before else (), leaf.shape, strict=False):
             found.setdefault(old, set()).add(new)
+    if or_same:
+        found = {old: new - {old} or new for old, new in found.items()}
     return {old: new.pop() for old, new in found.items() if len(new) == 1}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpipe.distributed.whereabouts import phase
+from fxpipe.distributed.activity import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.passes.analysis.effects import operator_name

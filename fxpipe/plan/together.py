@@ -10,6 +10,7 @@ from functools import partial
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError, ScheduleError
 from fxpipe.options import Options
+from fxpipe.plan.captures import Wrong
 from fxpipe.plan.example import with_first_plan
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
@@ -24,7 +25,8 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
 
     Where captures are checked, a tracer found wrong on one rank's example is passed over on all.
     """
-    attempt, agreed = _attempt(partial(with_first_plan, planner, options)), set[str]()
+    keeps_part = transport.pipe_rank is not None
+    attempt, agreed = _attempt(partial(with_first_plan, planner, options, keeps_part)), set[Wrong]()
     while planner.captures is not None:
         wrong = _of_everyone(transport, planner.captures.wrong)
         if wrong.keys() == agreed:  # which is the same question on all ranks
@@ -32,11 +34,25 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
         agreed = set(wrong)
         if planner.captures.wrong.keys() != agreed:
             planner = planner.without_tracers(wrong)
-            attempt = _attempt(partial(with_first_plan, planner, options))
-    return planner_together(transport, attempt)
+            attempt = _attempt(partial(with_first_plan, planner, options, keeps_part))
+    planner = planner_together(transport, attempt)
+    if _same_everywhere(transport, [plan.digest for plan in planner.plans.values()]):
+        planner.hold_what_all_use()
+    else:  # an example that only some can evaluate
+        planner.keep(())
+    return planner
 
 
-def _of_everyone(transport: Transport, wrong: Mapping[str, str]) -> Mapping[str, str]:
+def _same_everywhere(transport: Transport, mine: list[str]) -> bool:
+    """Whether all ranks have the same, which all of them find out. A collective call of all ranks."""
+    same = True
+    for scope in _EVERYONE:
+        everyone = transport.gather(scope, (same, mine))
+        same = all(one == (True, mine) for one in everyone)
+    return same
+
+
+def _of_everyone(transport: Transport, wrong: Mapping[Wrong, str]) -> Mapping[Wrong, str]:
     for scope in _EVERYONE:
         for theirs in transport.gather(scope, wrong):
             wrong = {**theirs, **wrong}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.modes import Autocast
+from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.packed import BatchDim
 from fxpipe.plan.batch import Description, merge, sendable, with_own
@@ -29,8 +29,7 @@ class Offer:
     training: bool
     split_evenly: bool
     flags: Flags
-    autocast: tuple[Autocast, ...]
-    """What is on around the call."""
+    ambient: Ambient
     given: tuple[Description, ...]
     counts: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
     """Of each, what is cut by a count, as far as this rank can count it."""
@@ -75,7 +74,7 @@ class ToldCall(NamedTuple):
             merged = split_description(merged[0], planner.options.batch_dim, self.sizes, self.counts[0])
         if items is not None:
             merged = [items.described(description) for description in merged]
-        pattern = pattern_of(merged, first.training, planner.options.loss_fn, first.flags, first.autocast)
+        pattern = pattern_of(merged, first.training, planner.options.loss_fn, first.flags, first.ambient)
         return dataclasses.replace(pattern, everyone=everyone)
 
     def inputs(self, batch_dim: BatchDim) -> list[tuple[Any, ...]]:
@@ -101,10 +100,10 @@ def _check_same_call(offers: Sequence[Offer], named: Callable[[int], str], model
             raise RunError(offer.error if len(offers) == 1 else f"{named(rank)}: {offer.error}")
     for rank, offer in enumerate(offers):
         alike = offer.training == first.training and offer.split_evenly == first.split_evenly
-        if offer.autocast != first.autocast:
+        if offer.ambient != first.ambient:
             raise RunError(
-                f"{named(0)} and {named(rank)} call under different autocast, {list(first.autocast)} and "
-                f"{list(offer.autocast)}; enter the same on every rank"
+                f"{named(0)} and {named(rank)} call under different {first.ambient.difference(offer.ambient)}; set or "
+                "enter the same on every rank"
             )
         if not alike or len(offer.given) != len(first.given):
             raise RunError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.distributed.whereabouts import here
+from fxpipe.distributed.activity import here
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import read_loss, root_weight
 from fxpipe.graph.modes import within

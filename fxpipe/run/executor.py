@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
-from fxpipe.distributed.whereabouts import here
 from fxpipe.graph.deferred import Deferred
 from fxpipe.graph.loss import StepLoss
 from fxpipe.graph.modes import Autocast
@@ -22,6 +22,7 @@ from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.kinds import shown
 from fxpipe.plan.plan import Plan, values_of
+from fxpipe.precision import other_types
 from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.finite import Extremes
 from fxpipe.run.group_inputs import GroupInputs, Joined
@@ -206,6 +207,7 @@ class Executor:
                 f"in the {what} of stage {stage.index} `{stage.name}`, {_named(action)}, "
                 + (f"step {self.step.number}" if self.kind.training else "in evaluate")
                 + "".join(f"\n  {name}: {_told(value)}" for name, value in given)
+                + other_types(error, stage.tensors)
             )
 
 

@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Traffic
-from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.kinds import Expected, check, is_flag, is_whole, shown
@@ -39,6 +39,7 @@ from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+from fxpipe.sharding.flat_bucket import TORCHS_CLIP
 
 
 class ForwardBackward:
@@ -98,10 +99,7 @@ class ForwardBackward:
         """
         is_part = self._reducer.shards or len(self._transport.ranks("pipe")) > 1
         if is_part and sys._getframe(1).f_code is _TORCHS_CLIP:
-            raise RunError(
-                "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients alone; write "
-                "forward_backward.clip_grad_norm_(max_norm), which counts the whole model's"
-            )
+            raise RunError(TORCHS_CLIP)
         yield from self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -204,26 +202,28 @@ class ForwardBackward:
         """A call for micro-batches already split: ``[(args, kwargs), ...]``, each of its own shape."""
         return self._train(microbatches, split_evenly=False)
 
-    def evaluate(self, *args: Any, outputs: Literal["last", "all"] = "last", **kwargs: Any) -> Any:
+    def evaluate(self, *args: Any, outputs: Literal["last", "all", "loss"] = "last", **kwargs: Any) -> Any:
         """Forward only, in eval mode and without gradients: the model's output. A collective call of all ranks.
 
         Rows of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
         whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
         ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
-        ``loss_fn`` and ``target=`` given, the output is the loss.
+        ``loss_fn`` and ``target=`` given, the output is the loss. A tensor whose rows are no rows of the batch, as one
+        for each image, comes as a list, one for each micro-batch.
 
         Args:
             *args: a batch, as in a call.
             **kwargs: its inputs that are given by name.
-            outputs: "last": the output comes back on the ranks of the last stage, and None elsewhere; "all": on all.
+            outputs: "last": the output comes back on the ranks of the last stage, and None elsewhere; "all": on all;
+                "loss": the loss alone, a number on all ranks, of a ``Sum`` total / count.
 
         Raises:
             RunError: the replicas' outputs have different numbers.
         """
-        if outputs not in ("last", "all"):
-            raise RunError(f'outputs is {outputs!r}; it is "last" or "all"')
+        if outputs not in ("last", "all", "loss"):
+            raise RunError(f'outputs is {outputs!r}; it is "last", "all" or "loss"')
         with self._alone():
-            return self._steps.evaluate((args, kwargs), everywhere=outputs == "all")
+            return self._steps.evaluate((args, kwargs), outputs)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         with self._alone():
@@ -283,8 +283,7 @@ class ForwardBackward:
         Raises:
             RunError: no step was recorded.
         """
-        members = self._transport.ranks("pipe")
-        with self._alone("timeline"), announced("timeline", members), self._failing.together(FxpipeError):
+        with self._alone("timeline"), announced("timeline", of_all=False), self._failing.together(FxpipeError):
             self._failing.check_open()
             return self._steps.recorder.timeline()
 
@@ -358,8 +357,8 @@ class ForwardBackward:
         if not full:
             tensors_of(self._planner.module)
             return self.module.state_dict()
-        name, members = "state_dict(full=True)", None if self._reducer.shards else self._transport.ranks("pipe")
-        with self._alone(name), announced(name, members):
+        name = "state_dict(full=True)"
+        with self._alone(name), announced(name, of_all=self._reducer.shards):
             self._steps.compare_batches(everywhere=False)
             with self._failing.together():
                 self._steps.watch.tell("pipe")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.distributed.whereabouts import here
+from fxpipe.distributed.activity import here
 from fxpipe.run.executor import Executor
 from fxpipe.run.own_memory import give_own_memory, without_gradient
 from fxpipe.schedules.action import Action

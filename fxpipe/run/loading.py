@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import TransportGathering, agreed
-from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError, told
 from fxpipe.parameters.checkpoint import tensors_of
 from fxpipe.parameters.dtensors import is_dtensor

@@ -16,6 +16,7 @@ from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.kinds import is_mapping, shown
 from fxpipe.plan.rows import is_entries
+from fxpipe.progress import tell
 from fxpipe.torch_compat import pytree
 
 
@@ -26,8 +27,12 @@ class Entries:
     values: Sequence[Any]
 
 
-Where = tuple[int, ...]
-"""Where a value is in an output: its place in each container around it."""
+Where = tuple[Any, ...]
+"""Where a value is in an output: its key, or its place, in each container around it."""
+
+
+def _called(where: Where) -> str:
+    return f"output {'.'.join(map(str, where))!r}" if where else "an output"
 
 
 class OutputRows:
@@ -36,6 +41,15 @@ class OutputRows:
     def __init__(self) -> None:
         self._known: dict[tuple[Where, int], int] = {}
         self._entries: dict[Where, bool] = {}
+        self._apart: set[Where] = set()
+
+    def apart(self, where: Where, shapes: str | None) -> bool:
+        """Whether an output is given as a list, a tensor for each micro-batch: once its ``shapes`` have shown that its
+        rows are in no place that could be meant, always."""
+        if shapes is not None and where not in self._apart:
+            self._apart.add(where)
+            tell(f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes}")
+        return where in self._apart
 
     def of(self, leaf: Where, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> int | None:
         """The dimension of the rows of a leaf; None where none is. RunError in doubt."""
@@ -46,9 +60,9 @@ class OutputRows:
             return self._known.get(key, fits[0]) if fits else None
         if self._known.get(key) not in fits:
             raise RunError(
-                f"an output has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that dimensions "
-                f"{fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another number of "
-                f"micro-batches or rows, or by .unsqueeze(0) where its rows are in dimension 0"
+                f"{_called(leaf)} has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that "
+                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another "
+                f"number of micro-batches or rows, or by .unsqueeze(0) where its rows are in dimension 0"
             )
         return self._known[key]
 
@@ -62,10 +76,10 @@ class OutputRows:
         if where not in self._entries:
             shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(parts[0]) if isinstance(leaf, Tensor)]
             raise RunError(
-                f"an output is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of {rows.sizes[0]} "
-                f"rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an entry for each "
-                "row, or all rows in each of its tensors; make them differ, with another number of micro-batches or "
-                "rows; or return a dict of tensors where each has all rows"
+                f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
+                f"{rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have "
+                "an entry for each row, or all rows in each of its tensors; make them differ, with another "
+                "number of micro-batches or rows; or return a dict of tensors where each has all rows"
             )
         return self._entries[where]
 
@@ -89,9 +103,10 @@ class RowsOf:
 def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: OutputRows, where: Where = ()) -> Any:
     """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
 
-    A list with an entry for each row is put together as one, in ``Entries``. ``places``: what earlier calls have shown
+    A list with an entry for each row is put together as one, in ``Entries``; tensors whose rows are in no place that
+    could be meant, as a row for each image, are a list of them. ``places``: what earlier calls have shown
     of where outputs have their rows. ``where`` these are in the output.
-    RunError for an output whose rows are in no place that could be meant, or in more than one.
+    RunError for an output whose rows are in more than one place that could be meant.
     """
     first = outputs[0]
     if all(map(is_entries, outputs)) and places.are_entries(where, outputs, rows):
@@ -99,13 +114,16 @@ def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: 
     flat = [_children(output) for output in outputs]
     if len({str(spec) for _, spec in flat}) > 1:
         raise RunError(
-            "an output has another structure for each micro-batch or group of them, which cannot be put together: "
-            f"{shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors with rows"
+            f"{_called(where)} has another structure for each micro-batch or group of them, which cannot be put "
+            f"together: {shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors "
+            "with rows"
         )
     if flat[0][1].is_leaf():
-        return _join_leaf(outputs, shares, partial(_rows_along, places, where, outputs, rows))
+        return _join_leaf(outputs, shares, where, partial(_rows_along, places, where, outputs, rows))
     columns = zip(*(children for children, _ in flat), strict=True)
-    joined = [join(column, shares, rows, places, (*where, place)) for place, column in enumerate(columns)]
+    children = range(len(flat[0][0]))
+    names = list(first) if is_mapping(first) and len(first) == len(children) else children
+    joined = [join(column, shares, rows, places, (*where, name)) for name, column in zip(names, columns, strict=True)]
     return pytree.tree_unflatten(joined, flat[0][1])
 
 
@@ -176,7 +194,9 @@ def from_rank(rank: int, output: Any, transport: Transport, device: torch.device
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), unpack(meta, buffers))
 
 
-def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Callable[[], int]) -> Any:
+def _join_leaf(
+    column: Sequence[Any], shares: Sequence[float], where: Where, rows_along: Callable[[], int | None]
+) -> Any:
     first = column[0]
     if isinstance(first, Sum):
         return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
@@ -184,7 +204,9 @@ def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Calla
         return first
     if first.dim():
         along = rows_along()
-        _check_beside_rows(column, along)
+        if along is None:
+            return Entries(list(column))
+        _check_beside_rows(column, along, where)
         return torch.cat(list(column), along)
     if not first.is_floating_point() and not first.is_complex():
         return torch.stack(list(column)).sum()
@@ -192,60 +214,62 @@ def _join_leaf(column: Sequence[Any], shares: Sequence[float], rows_along: Calla
     return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
 
 
-def _check_beside_rows(column: Sequence[Tensor], along: int) -> None:
+def _check_beside_rows(column: Sequence[Tensor], along: int, where: Where) -> None:
     """RunError for parts of other sizes in another dimension than that of their rows, which are no tensor together."""
     beside = {part.shape[:along] + part.shape[along % part.dim() + 1 :] for part in column}
     if len(beside) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in column)
         raise RunError(
-            f"an output has shapes {shapes}, one for each micro-batch or group of them, which are of different sizes "
-            f"beside their rows, in dimension {along}: what is computed between the rows of one, such as logits, is no "
-            "one tensor where they differ. Evaluate a batch that divides evenly, which puts one under the other; or "
-            "return what it is computed from, and compute it of evaluate's output"
+            f"{_called(where)} has shapes {shapes}, one for each micro-batch or group of them, which are of different "
+            f"sizes beside their rows, in dimension {along}: what is computed between the rows of one, such as "
+            "logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which puts one "
+            "under the other; or return what it is computed from, and compute it of evaluate's output"
         )
 
 
-def _rows_along(places: OutputRows, leaf: Where, column: Sequence[Tensor], rows: RowsOf) -> int:
-    """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first.
+def _rows_along(places: OutputRows, leaf: Where, column: Sequence[Tensor], rows: RowsOf) -> int | None:
+    """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first; None where
+    there is none.
 
     Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
     """
     sizes = rows.sizes
+    if places.apart(leaf, None):
+        return None
     packed = {along % column[0].dim() for along, each in rows.packed if _are(column, along, each)}
     place = places.of(leaf, column, sizes, rows.along) if rows.along or not packed else None
     found = packed if place is None else packed | {place}
     if len(found) > 1 and len(column) > 1:
         raise RunError(
-            f"an output of shapes {', '.join(str(list(part.shape)) for part in column)} has the batch's rows or those "
-            f"of a packed input in dimensions {' and '.join(map(str, sorted(found)))}; make them differ, with another "
-            "number of micro-batches or rows"
+            f"{_called(leaf)} of shapes {', '.join(str(list(part.shape)) for part in column)} has the batch's rows or "
+            f"those of a packed input in dimensions {' and '.join(map(str, sorted(found)))}; make them differ, with "
+            "another number of micro-batches or rows"
         )
     if found:
         return found.pop()
     shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
     if len({tensor.dim() for tensor in column}) > 1:
         raise RunError(
-            f"an output has as many dimensions as rows allow, shapes {shapes} for micro-batches of {list(sizes)} rows: "
-            "squeeze() drops the dimension of a single row, too; write squeeze(-1), or which dimension is meant"
+            f"{_called(leaf)} has as many dimensions as rows allow, shapes {shapes} for micro-batches of "
+            f"{list(sizes)} rows: squeeze() drops the dimension of a single row, too; "
+            "write squeeze(-1), or which dimension is meant"
         )
     per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
     if len(per_row) == 1 and per_row.pop()[1] == 0:
-        _check_none_beside(column, [sizes, *(each for _, each in rows.packed)])
+        _check_none_beside(column, [sizes, *(each for _, each in rows.packed)], leaf)
         return 0
-    raise RunError(
-        f"an output of shapes {shapes} for micro-batches of {list(sizes)} rows cannot be put together; "
-        "return one row per row of the input, or a number"
-    )
+    places.apart(leaf, f"{shapes} for micro-batches of {list(sizes)} rows")
+    return None
 
 
-def _check_none_beside(column: Sequence[Tensor], several: Sequence[Sequence[int]]) -> None:
+def _check_none_beside(column: Sequence[Tensor], several: Sequence[Sequence[int]], where: Where) -> None:
     """RunError where what may hold several for each row in its first dimension has rows in another one."""
     places = [place for place in range(1, column[0].dim()) for sizes in several if _are(column, place, sizes)]
     if places and len(column) > 1 and any(part.shape[places[0]] != 1 for part in column):
         raise RunError(
-            f"an output of shapes {', '.join(str(list(part.shape)) for part in column)} has as many in dimension "
-            f"{places[0]} as there are rows, which are looked for in dimension 0: return it transposed, with its rows "
-            "there; or, where it has several for each row, with .unflatten(0, (-1, several))"
+            f"{_called(where)} of shapes {', '.join(str(list(part.shape)) for part in column)} has as many in "
+            f"dimension {places[0]} as there are rows, which are looked for in dimension 0: return it transposed, "
+            "with its rows there; or, where it has several for each row, with .unflatten(0, (-1, several))"
         )
 
 

@@ -15,7 +15,7 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import Options
 from fxpipe.parameters.initialise import InitFn
 from fxpipe.parameters.materialise import check_no_meta, materialise
-from fxpipe.parameters.ownership import Ownership, RankModule, release
+from fxpipe.parameters.ownership import Ownership, RankModule, release, why_elsewhere
 from fxpipe.parameters.weights import Weights
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
@@ -78,7 +78,7 @@ def take_own_part(
     device = _device_of(planner.first, owners, transport)
     _make_own(planner, owners, transport, device, init_fn, weights, seed)
     _make_equal(planner, topology, transport, owners)
-    _release_others(planner, owners, transport)
+    _release_others(planner, owners, transport, device)
     return planner.with_tensors_of_module()
 
 
@@ -158,14 +158,14 @@ def _make_equal(planner: Planner, topology: Topology, transport: Transport, owne
         broadcast(once, transport, "tensor", 0)
 
 
-def _release_others(planner: Planner, owners: Ownership, transport: Transport) -> None:
+def _release_others(planner: Planner, owners: Ownership, transport: Transport, device: torch.device) -> None:
     """Frees the memory of what other ranks hold."""
     rank = transport.pipe_rank
     if rank is None:
         return
     held = all_tensors(planner.module)
     kept = {id(tensor) for name, tensor in held.items() if name in owners.names[rank]}  # under whatever name
-    release(planner.module, owners.names[rank])
+    release(planner.module, owners.names[rank], why_elsewhere(planner.first.graph, owners), device)
     for graph in planner.graphs:
         for stage in graph:
             if graph.placement[stage.index] != rank and isinstance(stage.module, nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from fxpipe.distributed.whereabouts import here
+from fxpipe.distributed.activity import here
 from fxpipe.graph.loss import read_loss, root_weight
 from fxpipe.run.actions import Outputs, Run, run_of
 from fxpipe.run.executor import Executor

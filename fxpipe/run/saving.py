@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import TransportGathering, agreed, gathering_beside
-from fxpipe.distributed.whereabouts import announced
 from fxpipe.errors import CheckpointError
 from fxpipe.kinds import is_flag, shown
 from fxpipe.parameters.own_buffers import own_buffers
 from fxpipe.parameters.saving import run_folder
-from fxpipe.parameters.saving.lock import FolderLock
+from fxpipe.parameters.saving.lock import FolderLock, lock_of
 from fxpipe.parameters.saving.plain import PLAIN as KINDS
 from fxpipe.parameters.saving.writer import RankPlan
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
@@ -201,9 +201,9 @@ class _Saver:
         wait_for_writes(folder)
         folder.mkdir(parents=True, exist_ok=True)
         run = self._run or _run_id()
-        if self._lock is None or self._lock.path.parent != folder:
+        if self._lock is None or Path(self._lock.file.name).parent != folder:
             self._lock = None
-            self._lock = FolderLock(folder, run)
+            self._lock = lock_of(folder, run)
         number = run_folder.next_number(folder)
         self._check_own(folder, number - 1)
         self.known[folder] = number

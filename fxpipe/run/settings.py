@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fxpipe.distributed.whereabouts import NOTHING, Alike
+from fxpipe.distributed.activity import NOTHING, Alike
 from fxpipe.kinds import is_number, list_of
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.distributed.activity import Alike, announced
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.errors import FxpipeError
+from fxpipe.graph.loss import Sum, loss_in
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
@@ -157,9 +158,10 @@ class Steps:
         """Whether this rank has gradients that a later call is to sum, and nobody has cleared them."""
         return self._unsummed and any(parameter.grad is not None for parameter in self._module.parameters())
 
-    def evaluate(self, call: Call, everywhere: bool) -> Any:
-        """Forward only, in eval mode: the output, on the ranks that have it or ``everywhere``. As collective."""
-        asked = f"evaluate, before step {self.number}" + ', outputs="all"' * everywhere
+    def evaluate(self, call: Call, outputs: str) -> Any:
+        """Forward only, in eval mode: the output on the ranks that have it ("last"), or on "all"; or the "loss" alone,
+        on all. As collective."""
+        asked = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self._module), announced(asked + self._which):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
@@ -169,7 +171,7 @@ class Steps:
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
                     made = self._play(agreed, self._bound_for(agreed, tuple(self._runs(agreed, shares))), step)
-                return self._output(agreed, made, shares, everywhere)
+                return self._output(agreed, made, shares, outputs)
 
     def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool) -> tuple[Agreed, list[dict[str, Any]]]:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
@@ -179,7 +181,7 @@ class Steps:
         offer, given = self.agreement.offer(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
-            agreed = self.agreement.settle(offer)
+            agreed = self.agreement.settle(offer, given)
         self._forget()
         self._check.note(agreed.plan, agreed.kind, self.number, training, given)
         return agreed, self.agreement.batches(agreed, offer, given)
@@ -275,10 +277,11 @@ class Steps:
     def _bound_for(self, agreed: Agreed, runs: tuple[bool, ...]) -> Bound:
         """The calls for a plan, for whichever of its micro-batches have weight; bound where they are not."""
         pattern = agreed.pattern
-        key = id(agreed.plan), runs, pattern.training, pattern.autocast  # of what is bound, which keeps the plan
+        autocast = pattern.ambient.autocast
+        key = id(agreed.plan), runs, pattern.training, autocast  # of what is bound, which keeps the plan
         bound = self._bound.pop(key, None)
         if bound is None:
-            kind = BoundFor(agreed.plan, runs, pattern.training, pattern.autocast)
+            kind = BoundFor(agreed.plan, runs, pattern.training, autocast)
             bound = bind(kind, self._transport.pipe_rank, partial(self._executor, kind))
         self._bound[key] = bound  # the last that was used is behind all others
         if len(self._bound) > MOST_BOUND:
@@ -313,7 +316,7 @@ class Steps:
         mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
         return {edge: size for part in self._transport.gather("pipe", mine) for edge, size in part.items()}
 
-    def _output(self, agreed: Agreed, made: Sequence[Made], shares: Sequence[float], everywhere: bool) -> Any:
+    def _output(self, agreed: Agreed, made: Sequence[Made], shares: Sequence[float], outputs: str) -> Any:
         """The whole batch's output, out of the micro-batches'."""
         results = {place: result for one in made for place, result in one.results.items()}
         output = None
@@ -325,9 +328,13 @@ class Steps:
             is_of_all = made_by is not None and made_by.modes == {"global"}
             if is_of_all:
                 sizes = tuple(map(sum, zip(*self._transport.gather("data", list(sizes)), strict=True)))
+            if outputs == "loss":
+                ordered = list(map(loss_in, ordered))
             joined = join(ordered, shares, self._rows_of(agreed, sizes), self._places)
             output = without_entries(over_replicas(self._transport, joined, is_of_all))
-        if not everywhere or self._transport.pipe_rank is None:
+            if outputs == "loss" and isinstance(output, Sum):
+                output = output.total / output.count
+        if outputs == "last" or self._transport.pipe_rank is None:
             return output
         return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxpipe.distributed.activity import here
 from fxpipe.distributed.collective import Work
 from fxpipe.distributed.transport import Transport
-from fxpipe.distributed.whereabouts import here
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.precision import Precision

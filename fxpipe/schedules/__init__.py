@@ -24,7 +24,7 @@ from fxpipe.schedules.families.recompute import solved
 from fxpipe.schedules.families.shortest import Chosen
 from fxpipe.schedules.families.zb_h1 import zb_h1
 from fxpipe.schedules.families.zb_v import zb_v
-from fxpipe.schedules.given import KINDS, check_given, check_size, nested
+from fxpipe.schedules.given import KINDS, check_given, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Row, Schedule
 
@@ -99,7 +99,6 @@ def build(
     check_given(gather=gather, gather_cost=gather_cost, recompute=recompute)
     edges = tuple((int(source), int(target)) for source, target in edges)
     count = _count(edges, placement, stages)
-    check_size(count, microbatches)
     given = Problem(
         edges=edges,
         microbatches=microbatches,

@@ -67,7 +67,10 @@ def compare(planned: Timeline, real: Timeline) -> Comparison:
         if not isinstance(given, Timeline):
             raise ScheduleError(f"{name} is {shown(given)}; it is a Timeline, as schedule.simulate() gives")
     if planned.schedule.rows != real.schedule.rows:
-        raise ScheduleError("the timelines are of different tables; compare a plan with a step that ran the same one")
+        raise ScheduleError(
+            "the timelines are of different tables, and an action of one has none beside it; compare a plan with a "
+            "step that ran the same table. Two tables are set side by side by python -m fxpipe compare one.csv two.csv"
+        )
     if real.measured and not planned.measured and planned.costs == Costs.of(len(planned.costs.forward)):
         raise ScheduleError(
             "the plan counts in forwards, F = 1 and B = 2, the real step in seconds; plan with costs in seconds, as in "
@@ -157,11 +160,13 @@ class Comparison:
             (f"{w.action}", f"{w.source} from rank {placement[w.source.stage]}", ms(w.planned), ms(w.real))
             for w in self.waits[:_SHOWN_WAITS]
         ]
+        in_turns = any(len(spell.ranks) > 1 for spell in real.spells)
         told = f"of {len(self.waits)} longer waits|waited for|planned (ms)|real"
         return "\n\n".join(
             [
                 f"{real.schedule.name}: makespan planned {ms(planned.makespan)} ms, real {ms(real.makespan)} ms, "
                 f"{longer:+.1%}; bubble planned {planned.bubble:.1%}, real {real.bubble:.1%}",
+                *["one process played all ranks of the real step, in turns: no two actions ran at a time"] * in_turns,
                 _table("the critical path of the real step (ms)|times|planned|real|longer by", [*path, slack]),
                 _table("rank|compute planned (ms)|real|waiting planned|real|rest planned|real|between actions", shares),
                 *([_table(told, waits)] if waits else []),

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.kinds import MOST_ACTIONS, is_whole, shown
+from fxpipe.kinds import is_whole, shown
 from fxpipe.schedules.action import Action, Op
 
 _MOST = 1e100  # sums of them stay finite
@@ -77,8 +77,8 @@ class Costs:
         Raises:
             ScheduleError: there are too many or too few, or one is negative or not finite.
         """
-        if not (is_whole(stages) and 0 <= stages <= MOST_ACTIONS):
-            raise ScheduleError(f"stages is {shown(stages)}; it is a whole number up to {MOST_ACTIONS:,}")
+        if not (is_whole(stages) and stages >= 0):
+            raise ScheduleError(f"stages is {shown(stages)}; it is a whole number")
         full = _per_stage("backward", backward, stages)
         part = tuple(cost / 2 for cost in full) if weight is None else _per_stage("weight", weight, stages)
         for stage, (whole, half) in enumerate(zip(full, part, strict=True)):

@@ -10,7 +10,6 @@ from typing import Any
 
 from fxpipe.errors import ScheduleError
 from fxpipe.kinds import (
-    MOST_ACTIONS,
     Expected,
     check,
     is_edge,
@@ -25,6 +24,7 @@ from fxpipe.kinds import (
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 
+_MOST_COVERED = 2_000_000  # micro-batches in groups: a file of somebody else's may have 0F0-999999999
 _NAMES = Expected(list_of(is_text), "a list with the name of each stage")
 KINDS: Mapping[str, Expected] = {
     "rows": Expected(list_of(lambda row: isinstance(row, tuple)), "a list with a row of Actions for each rank"),
@@ -66,13 +66,6 @@ def check_graph(edges: Iterable[tuple[int, int]], stages: int, microbatches: int
             raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{stages - 1}")
 
 
-def check_size(stages: int, microbatches: int) -> None:
-    """ScheduleError for a table that would eat the machine."""
-    if max(stages, 2 * stages * microbatches) > MOST_ACTIONS:
-        size = f"{shown(stages)} stages and {shown(microbatches)} micro-batches"
-        raise ScheduleError(f"{size}; a table goes up to {MOST_ACTIONS:,} actions")
-
-
 def check_costs(costs: Costs, stages: int) -> None:
     """ScheduleError where they are of another number of stages."""
     if len(costs.forward) != stages:
@@ -86,12 +79,9 @@ def check_cells(rows: Sequence[Sequence[Any]]) -> None:
     if not fits or min(map(attrgetter("count"), cells), default=1) < 1:  # told by loops of C, for a table has many
         _check_strangers(cells)
     covered = sum(map(attrgetter("count"), cells))
-    if covered > max(len(cells), 2 * MOST_ACTIONS):
+    if covered > max(len(cells), _MOST_COVERED):
         largest = max(cells, key=attrgetter("count"))
-        raise ScheduleError(
-            f"the actions cover {covered:,} micro-batches in all, such as {shown(str(largest))}; a table goes up to "
-            f"{2 * MOST_ACTIONS:,}"
-        )
+        raise ScheduleError(f"{largest} and others cover {covered:,} micro-batches; at most {_MOST_COVERED:,} are read")
 
 
 def _check_strangers(cells: Sequence[Any]) -> None:

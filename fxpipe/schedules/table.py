@@ -346,7 +346,7 @@ def _times(timeline: Timeline) -> str:
     if timeline.measured:
         return f"measured: {bubble}, makespan {_seconds(makespan)} (lower bound {_seconds(bound)})"
     if any(cost != 1 for cost in timeline.costs.forward):
-        return f"{bubble}, makespan {makespan:g} (lower bound {bound:g})"
+        return f"{bubble}, makespan {makespan:g} (lower bound {bound:g}) in the costs' unit"
     others = _in_forwards(timeline.costs, timeline.schedule)
     return f"{bubble}, makespan {makespan:g} F (lower bound {bound:g} F){others}"
 

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fxpipe.distributed.activity import announced, phase
 from fxpipe.distributed.transport import Transport, failing_together, member
-from fxpipe.distributed.whereabouts import announced, phase
 from fxpipe.errors import CheckpointError, FxpipeError, RunError
 from fxpipe.kinds import shown
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach

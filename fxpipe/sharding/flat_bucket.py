@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +17,11 @@ from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
 from fxpipe.sharding.bucket_layout import BucketLayout, Slot
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.torch_compat import version_of
+from fxpipe.torch_compat import ZERO, plain_results, version_of
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,9 @@ class FlatBucket:
         self.device = first.device
         self.begins, self.ends = self.layout.section(self.way.rank, self.way.shards)
         self.values = self._flat_values() if self.way.sharded else None
-        self._marks = [self._new_mark() for _ in self.parameters]
+        self._marks = [self._new_mark(place) for place in range(len(self.parameters))]
         self.stopwatch = Stopwatch()
+        self._is_part = len(self.transport.ranks("pipe")) > 1
         self._works: list[Work] = []
         self._flat: Tensor | None = None
         self._views: list[Tensor | None] = [None] * len(self.parameters)
@@ -116,7 +122,7 @@ class FlatBucket:
         for place, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 self._drop(place)
-            elif self._is_mark(place, parameter.grad):
+            elif parameter.grad is self._marks[place]:
                 parameter.grad = None
             else:
                 self.collect(place)
@@ -126,19 +132,17 @@ class FlatBucket:
         elif scales:
             self._aside = self._take()
 
-    def _new_mark(self) -> Tensor:
-        return torch.full((), float("nan"), dtype=self.dtype, device=self.device)
-
-    def _is_mark(self, place: int, gradient: Tensor) -> bool:
-        return gradient.data_ptr() == self._marks[place].data_ptr()
+    def _new_mark(self, place: int) -> Tensor:
+        name, memory = self.layout.slots[place].name, torch.empty_like(self.parameters[place], device="meta")
+        return _Mark(memory.to(self.dtype), f"zero={self.way.zero} {_IN_PARTS.format(name)}", self.device)
 
     def _clear_marks(self) -> None:
-        """Whoever has written into a mark, to clear it, has cleared the gradient."""
+        """Whoever has set a mark to zero has cleared the gradient."""
         for place, parameter in enumerate(self.parameters):
             if version_of(self._marks[place]):
-                if parameter.grad is not None and self._is_mark(place, parameter.grad):
+                if parameter.grad is self._marks[place]:
                     parameter.grad = None
-                self._marks[place] = self._new_mark()
+                self._marks[place] = self._new_mark(place)
 
     def _drop(self, place: int) -> None:
         """The user has cleared the gradient of this parameter alone."""
@@ -179,7 +183,8 @@ class FlatBucket:
             self._flat = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         view = self._views[place]
         if view is None:
-            view = self._views[place] = view_of(self._flat, self.layout.slots[place], self.parameters[place])
+            view = view_of(self._flat, self.layout.slots[place], self.parameters[place])
+            view = self._views[place] = view.as_subclass(HeldGradient) if self._is_part else view
         return view
 
     def _collected(self) -> Tensor:
@@ -317,7 +322,7 @@ class FlatBucket:
             if shows and before and not self.present[place]:
                 self._view(place).zero_()
             if self.present[place] or before:
-                parameter.grad = self._view(place) if shows else self._marks[place].expand(parameter.shape)
+                parameter.grad = self._view(place) if shows else self._marks[place]
             else:
                 parameter.grad = None
 
@@ -364,6 +369,45 @@ class FlatBucket:
         else:
             steps = [Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends])]
         return self.transport.start(steps, f"parameters of {self}")
+
+
+_IN_PARTS = (
+    "leaves each replica a part of the gradient of {}, and .grad marks that there is one; write "
+    "forward_backward.optimizer(torch.optim.AdamW, lr=...), which steps the parts, and "
+    "forward_backward.clip_grad_norm_(max_norm), which clips them"
+)
+
+
+class _Mark(Elsewhere):
+    """What stands in ``.grad`` for a gradient that lies in parts over the ranks; it can be set to zero."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return args[0] if func is ZERO else super().__torch_dispatch__(func, types, args, kwargs)
+
+
+TORCHS_CLIP = (
+    "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients alone; write "
+    "forward_backward.clip_grad_norm_(max_norm), which counts the whole model's"
+)
+_TORCHS_NORM = inspect.unwrap(torch.nn.utils.get_total_norm).__code__
+
+
+class HeldGradient(Tensor):
+    """A gradient of one of several pipe ranks. torch's ``clip_grad_norm_`` of it is a RunError, in whatever list its
+    parameter came; to everybody else it is a tensor, and what is computed with it is a plain one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sys._getframe(1).f_code is _TORCHS_NORM:
+            raise RunError(TORCHS_CLIP)
+        return plain_results(func, types, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.detach(), memo)
 
 
 class _Across:

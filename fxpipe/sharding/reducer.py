@@ -8,7 +8,7 @@ the last micro-batch's backward has completed it. What happens to it there follo
   zero=2   the same, but reduce-scattered behind every micro-batch, so that only the section is kept
 
 With zero=0 ``.grad`` is a view into the bucket. With 1 and 2 each rank has its section of the sum, and ``.grad`` only
-marks that there is one: an expanded NaN, which nobody takes for a gradient.
+marks that there is one: any use of its values raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.bucket_layout import Item, Kind, lay_out
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.flat_bucket import FlatBucket, Piece
+from fxpipe.sharding.flat_bucket import FlatBucket, HeldGradient, Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, WhoUsed, last_backwards
 
 FIRST_BUCKET_MB = 1.0
@@ -247,6 +247,9 @@ class Reducer(Gradients):
         self._complete.clear()
         self._scale(factor)
         self._add_earlier()
+        for parameter in self._own.values() if len(self._transport.ranks("pipe")) > 1 else ():
+            if type(parameter.grad) is Tensor:
+                parameter.grad = parameter.grad.as_subclass(HeldGradient)
 
     def _hear(self) -> None:
         """Waits only where this rank has not used all."""

@@ -10,6 +10,7 @@ from fxpipe.graph.program import Program
 from fxpipe.options import TracerName
 from fxpipe.trace.export.tracer import export
 from fxpipe.trace.furthest import Refusal, entering, keep_whole, refused_in, told
+from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
 from fxpipe.trace.symbolic.tracer import symbolic
@@ -27,12 +28,18 @@ def auto(request: Request) -> Program:
             break
         try:
             with entering(request.module) as entered:
-                program = tracer(request)
+                program = _traced(tracer, request)
             return _accepted(program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals)), request)
         except TraceError as error:
             refusals.append(Refusal(name, str(error), len(entered), refused_in(error, request)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
     raise TraceError(told(refusals, request) + hint)
+
+
+def _traced(tracer: Tracer, request: Request) -> Program:
+    """What a tracer makes in the grad mode in which the stages will run."""
+    with plain_modes(grad=request.training):
+        return tracer(request)
 
 
 def _accepted(program: Program, request: Request) -> Program:
@@ -61,7 +68,7 @@ def capture(request: Request, tracer: TracerName = "auto") -> Program:
     if tracer == "auto":
         return auto(request)
     try:
-        program = TRACERS[tracer](request)
+        program = _traced(TRACERS[tracer], request)
     except TraceError as error:
         hint = keep_whole(refused_in(error, request), request)
         raise TraceError(f"{error}{hint}") from error if hint else error.__cause__

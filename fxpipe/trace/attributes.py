@@ -15,21 +15,69 @@ from fxpipe.trace.user_line import current_line
 
 
 @contextlib.contextmanager
-def watching_attributes(paths: Mapping[int, str], takes: Callable[[nn.Module, str, Any, str], bool]) -> Iterator[None]:
-    """While it is open, ``takes(module, name, value, path)`` hears of each attribute of the model that forward sets.
+def watching_attributes(
+    paths: Mapping[int, str], takes: Callable[[nn.Module, str, Any, str], bool], own: CallAttributes
+) -> Iterator[None]:
+    """While it is open, ``takes(module, name, value, path)`` hears of each attribute of the model that forward sets,
+    and ``own`` of each that it reads.
 
     Unless that returns True, the attribute is set as ever. ``paths``: a submodule's path by the identity of its
     ``__dict__``, which torch.export's stand-in for a module shares with it.
     """
-    original = nn.Module.__setattr__
+    original, get = nn.Module.__setattr__, nn.Module.__getattribute__
+
+    def noted(module: nn.Module, name: str) -> Any:
+        own.read.add((id(object.__getattribute__(module, "__dict__")), name))
+        return get(module, name)
 
     def guarded(module: nn.Module, name: str, value: Any) -> None:
         path = paths.get(id(vars(module)))
         if path is None or not takes(module, name, value, path):
             original(module, name, value)
 
-    with patched(nn.Module, "__setattr__", guarded):
+    with patched(nn.Module, "__setattr__", guarded), patched(nn.Module, "__getattribute__", noted):
         yield
+
+
+class CallAttributes:
+    """Attributes that forward sets before it reads them: values of one call, as its local variables are. Afterwards the
+    model has what it had."""
+
+    def __init__(self) -> None:
+        self.read: set[tuple[int, str]] = set()
+        """What was read: the identity of a module's ``__dict__``, and a name."""
+        self.taken: frozenset[tuple[int, str]] = frozenset()
+        """What was set before it was read."""
+        self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+
+    def take(self, module: nn.Module, name: str, value: Any, is_constant: bool = False) -> bool:
+        """Whether this may be set. ``is_constant``: whether any call would set the same, so that forward may have
+        looked whether an earlier one has."""
+        table = vars(module)
+        key, before = (id(table), name), table.get(name, _MISSING)
+        if key in self._before:
+            return True
+        if any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+            return False
+        is_read, was_nothing = key in self.read, before is None or before is _MISSING
+        if isinstance(value, (nn.Module, nn.Parameter)) or (is_read and not (is_constant and was_nothing)):
+            return False
+        self.taken |= frozenset() if is_read else {key}
+        self._before[key] = table, before
+        return True
+
+    def put_back(self) -> None:
+        """The model has what it had before the call."""
+        self.read.clear()
+        while self._before:
+            (_, name), (table, value) = self._before.popitem()
+            if value is _MISSING:
+                table.pop(name, None)
+            else:
+                table[name] = value
+
+
+_MISSING = object()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +27,7 @@ from fxpipe.torch_compat import (
     no_function_modes,
     pytree,
 )
+from fxpipe.trace.contents import is_library, walk
 
 _META = torch.device("meta")
 
@@ -97,10 +100,21 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
     try:
         for table, name, tensor in held:
             table[name] = stand_ins[id(tensor)]
-        yield fake
+        with quiet():
+            yield fake
     finally:
         for table, name, tensor in held:
             table[name] = tensor
+        _empty_caches()
+
+
+def _empty_caches() -> None:
+    """Empties each ``functools.lru_cache`` of the user in which forward has left a tensor without numbers."""
+    for cache in [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]:
+        if not is_library(getattr(cache, "__module__", "")):
+            inside = (part.value for held in gc.get_referents(cache) for part in walk(held))
+            if any(isinstance(value, FakeTensor) for value in inside):
+                cache.cache_clear()
 
 
 def _stand_in(fake: FakeModel, tensor: Tensor) -> Tensor:

@@ -14,13 +14,12 @@ from torch import nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.kept import TENSOR, Asked, KeptWhole, Structure
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
 from fxpipe.trace.asking import Asking
 from fxpipe.trace.patching import aside, patched, refuse
 from fxpipe.trace.regions import Region, SeenCall
 from fxpipe.trace.request import Request
-from fxpipe.trace.user_line import is_users
+from fxpipe.trace.user_line import current_line, is_users
 
 
 @dataclass
@@ -97,7 +96,7 @@ class Regions:
             )
         seen = self._seen(region, number)
         module = self.request.module
-        returned = Structure(seen.returned, lambda leaf: isinstance(leaf, TensorLike))
+        returned = Structure.described(seen.returned, current_line)
         parts = {str(place): module.get_submodule(path) for place, path in enumerate(seen.parts)}
         kept = KeptWhole(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
         kept.attributes = seen.sets | seen.asks

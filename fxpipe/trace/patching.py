@@ -85,11 +85,11 @@ def _refuse_checkpoint(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def plain_modes() -> Iterator[None]:
-    """Gradients on, inference mode and autocast off: in these modes, whatever forward changes is a change."""
+def plain_modes(grad: bool) -> Iterator[None]:
+    """Gradients as around the call, inference mode and autocast off: what forward changes is a change of these."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(grad))
         for device in devices():
             stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any
 
+from fxpipe.graph.kept import Structure
 from fxpipe.graph.like import TensorLike
+from fxpipe.graph.listed import can_be_joined
 from fxpipe.torch_compat import pytree
 
 WHOLE = "whole"
@@ -43,20 +46,16 @@ class SeenCall:
 
     @property
     def likes(self) -> list[TensorLike]:
-        """What stands for the tensors that it returns."""
-        return [like for like in pytree.tree_leaves(self.returned) if isinstance(like, TensorLike)]
+        """What stands for the tensors that it returns: of a list, for all in one, then for each."""
+        return list(Structure.described(self.returned).tensors)
 
-    @property
-    def may_return_others(self) -> bool:
-        """Whether it returns as many tensors as something has rows, it may be: a list or tuple of some alike."""
-        return _has_alike(self.returned)
-
-    def guessed(self, sizes: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
-        """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``entries``: how many
-        its lists have. A guess, from which a capture begins: what it returns is held against the capture in each
-        step."""
-        known = {old: new for old, new in sizes.items() if old in self.given}  # a length may equal a layer's width
-        return replace(self, returned=_guessed(self.returned, known, entries))
+    def guessed(self, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
+        """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``lengths``: how many
+        tensors its lists have, ``entries``: how many containers. A guess, from which a capture begins: what it returns
+        is held against the capture in each step."""
+        # a length may equal a layer's width
+        of_its_own = [{old: new for old, new in known.items() if old in self.given} for known in (sizes, lengths)]
+        return replace(self, returned=_guessed(self.returned, *of_its_own, entries))
 
     @property
     def general(self) -> SeenCall:
@@ -69,25 +68,22 @@ _SOME = 3
 """A size that is like any other."""
 
 
-def _guessed(returned: Any, sizes: Mapping[int, int], entries: Mapping[int, int]) -> Any:
-    """A value for other sizes; a list of tensors alike is as long as such a size is, as one for each image is, and so
-    is a list of containers alike, whatever the sizes in each."""
+def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> Any:
+    """A value for other sizes; a list of tensors is as long as such a size is, as one for each image is, and so is a
+    list of containers, whatever the sizes in each."""
     if isinstance(returned, TensorLike):
         many = _resized(returned, {old: new for old, new in sizes.items() if old > 1})
         return many if not many.shape or many.shape[0] != 1 else _resized_first(many, sizes.get(1, 1))
     if type(returned) in (list, tuple):
-        parts = [_guessed(part, sizes, entries) for part in returned]
+        parts = [_guessed(part, sizes, lengths, entries) for part in returned]
         if entries.get(len(parts), len(parts)) != len(parts) and _are_containers_alike(parts):
             return type(returned)(parts[:1] * entries[len(parts)])
-        return type(returned)(parts[:1] * sizes.get(len(parts), len(parts)) if _are_alike(parts) else parts)
+        count = lengths.get(len(parts), len(parts)) if can_be_joined(returned) else len(parts)
+        return type(returned)(islice(cycle(parts), count))
     leaves, spec = pytree.tree_flatten(returned, is_leaf=lambda part: part is not returned)
     if spec.is_leaf():
         return returned
-    return pytree.tree_unflatten([_guessed(leaf, sizes, entries) for leaf in leaves], spec)
-
-
-def _are_alike(parts: Sequence[Any]) -> bool:
-    return bool(parts) and all(isinstance(part, TensorLike) and part == parts[0] for part in parts)
+    return pytree.tree_unflatten([_guessed(leaf, sizes, lengths, entries) for leaf in leaves], spec)
 
 
 def _are_containers_alike(parts: Sequence[Any]) -> bool:
@@ -96,13 +92,6 @@ def _are_containers_alike(parts: Sequence[Any]) -> bool:
     leaves = pytree.tree_leaves(parts[:1])
     holds = any(leaf is not parts[0] and isinstance(leaf, TensorLike) for leaf in leaves)
     return holds and all(outline == outlines[0] for outline in outlines)
-
-
-def _has_alike(returned: Any) -> bool:
-    if type(returned) in (list, tuple) and _are_alike([_of_any_size(part) for part in returned]):
-        return True
-    leaves, spec = pytree.tree_flatten(returned, is_leaf=lambda part: part is not returned)
-    return not spec.is_leaf() and any(map(_has_alike, leaves))
 
 
 def _of_any_size(part: Any) -> Any:
@@ -116,7 +105,12 @@ def _resized_first(like: TensorLike, size: int) -> TensorLike:
 
 
 def _resized(like: TensorLike, sizes: Mapping[int, int]) -> TensorLike:
-    shape = tuple(sizes.get(size, size) for size in like.shape)
+    """With other sizes in place of some. Of three dimensions and more, one as large as the first, as tokens of an image
+    may be as many as images, is another thing."""
+    first, several = like.shape[:1], len(like.shape) > 2
+    shape = tuple(
+        size if several and dim and (size,) == first else sizes.get(size, size) for dim, size in enumerate(like.shape)
+    )
     if shape == like.shape:
         return like
     stride, step = [0] * len(shape), 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -70,10 +71,14 @@ class Request:
     """What is kept whole, and runs for real in every step."""
     seen: Mapping[tuple[str, int], SeenCall] = field(default_factory=lambda: MappingProxyType({}))
     """What calls of these were seen to do: by the region's name, and which of its calls."""
+    numbers: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
+    """Small buffers of integers and truth values, by name, for those that another rank holds by now."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
     """Where the model will run, for parameters that are on no device yet."""
     compute: torch.dtype | None = None
     """The type in which floating-point parameters and inputs will be; None: as they are."""
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """What each call of the model runs in."""
     accept: Callable[[Any], None] | None = None
     """Called with the program that a tracer has made; TraceError where it is not the model's."""
 
@@ -122,8 +127,9 @@ class Request:
                 break
             leading.append(given.pop(p.name, p.default))
         bound = signature.bind(*leading, **given)
-        output = self.module(*bound.args, **bound.kwargs)
-        return self.loss_fn(output, target) if self.loss_fn else output
+        with self.around():
+            output = self.module(*bound.args, **bound.kwargs)
+            return self.loss_fn(output, target) if self.loss_fn else output
 
     def wanted(self, output: Any) -> Any:
         """What of the model's result the program returns: in training, only the loss and the scalars beside it.

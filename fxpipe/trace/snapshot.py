@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.torch_compat import bytes_of, storage_id
+from fxpipe.trace.contents import Taken, walk
 
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _MISSING = object()
 
 
 class Snapshot:
-    """The attributes of a module and its submodules, the containers and generators of random numbers in them, and the
-    memory of their tensors."""
+    """The attributes of a module and its submodules, the containers, objects and generators of random numbers in them,
+    and the memory of their tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        self._containers: dict[int, tuple[str, Any, Any]] = {}
+        self._taken: dict[int, tuple[str, Taken]] = {}
         self._tensors: dict[int, _TensorState] = {}
         self._rewind: list[Callable[[], Any]] = []
         for path, submodule in module.named_modules():
@@ -37,14 +35,13 @@ class Snapshot:
                 self._look_into(_joined(path, name), value)
 
     def _look_into(self, name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self._keep(name, value)
-        elif (stands := generator_state(value)) is not None:
-            self._rewind.append(stands[1])
-        elif type(value) in _CONTAINERS and id(value) not in self._containers:
-            self._containers[id(value)] = name, value, copy.copy(value)
-            for part in list(value.values()) if isinstance(value, dict) else list(value):
-                self._look_into(name, part)
+        for part in walk(value):
+            if isinstance(part.value, Tensor):
+                self._keep(name, part.value)
+            elif part.parts is not None and id(part.value) not in self._taken:
+                self._taken[id(part.value)] = name, Taken(part.value)
+            elif (stands := generator_state(part.value)) is not None:
+                self._rewind.append(stands[1])
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         self._tensors.setdefault(id(tensor), _TensorState(name, tensor, tensor.detach(), tensor.requires_grad))
@@ -69,9 +66,7 @@ class Snapshot:
             for name in {**before, **now}:
                 if now.get(name, _MISSING) is not before.get(name, _MISSING):
                     yield _joined(path, name)
-        for name, container, before in self._containers.values():
-            if not _same(container, before):
-                yield name
+        yield from (name for name, taken in self._taken.values() if taken.has_changed)
         for state in self._tensors.values():
             yield from state.changes()
 
@@ -80,10 +75,8 @@ class Snapshot:
         for _, now, before in self._attributes:
             now.clear()
             now.update(before)
-        for _, container, before in self._containers.values():
-            if not _same(container, before):
-                container.clear()
-                (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+        for _, taken in self._taken.values():
+            taken.put_back()
         for state in self._tensors.values():
             state.restore()
         for rewind in self._rewind:
@@ -128,17 +121,6 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two containers hold the same objects."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(key in other and value is other[key] for key, value in one.items())
-    if isinstance(one, set):
-        return bool(one == other)
-    return all(a is b for a, b in zip(one, other, strict=True))
-
-
 def generator_state(value: Any) -> tuple[Any, Callable[[], Any]] | None:
     """Where a generator of random numbers stands, to be compared, and what puts it back; None for what is none."""
     if isinstance(value, random.Random):
@@ -147,9 +129,12 @@ def generator_state(value: Any) -> tuple[Any, Callable[[], Any]] | None:
     if isinstance(value, torch.Generator):
         numbers = value.get_state()
         return bytes_of(numbers), lambda: value.set_state(numbers)
-    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)  # NumPy's, and RandomState's
-    where = getattr(bits, "state", None)
-    if where is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        where = value.get_state()
+        return pickle.dumps(where), lambda: value.set_state(where)
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bits, where = value.bit_generator, value.bit_generator.state
         return pickle.dumps(where), lambda: setattr(bits, "state", where)
     return None
 

@@ -27,6 +27,11 @@ def is_torchs(filename: str) -> bool:
     return filename.startswith(_LIBRARIES[0])
 
 
+def is_librarys(filename: str) -> bool:
+    """Whether a file is a part of torch or fxpipe."""
+    return filename.startswith(_LIBRARIES)
+
+
 def current_line() -> str:
     """The innermost line of user code that runs now, in traceback form; empty where there is none."""
     frame: FrameType | None = sys._getframe(1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value
 from fxpipe.torch_compat import (
@@ -23,6 +24,7 @@ from fxpipe.torch_compat import (
     OpOverload,
     OpOverloadPacket,
     overload_name,
+    pytree,
     schema_of,
 )
 
@@ -130,6 +132,32 @@ def written(program: Program, node: fx.Node) -> list[fx.Node]:
     if name in ("embedding", "embedding_bag") and _bound(node).get("max_norm") is not None:
         found += _nodes(_bound(node)["weight"])
     return list(dict.fromkeys(found))
+
+
+def written_now(program: Program, node: fx.Node) -> list[fx.Node]:
+    """The same in the mode of this capture: in evaluation, no batch norm writes its running statistics."""
+    is_off = operator_name(node) in _RUNNING_STATISTICS and _named_arguments(node).get("training") is False
+    return [] if is_off else written(program, node)
+
+
+def acts(program: Program, node: fx.Node) -> bool:
+    """Whether a node may do more than compute its result and write into its arguments; so for what is not known."""
+    if node.op == "call_method":
+        return not (is_number(node) or node.target in _CONVERSIONS or _overloads(node))
+    if node.op == "call_function":
+        return not is_known(node.target)
+    module, effects = program.attribute(str(node.target)), program.effects.get(node.name)
+    if isinstance(module, KeptWhole) or any(_has_hooks(part) for part in module.modules()):
+        return True
+    if effects is not None:
+        returned = pytree.tree_leaves(node.meta.get("val"))
+        return bool(effects.writes) or not any(isinstance(leaf, Tensor) for leaf in returned)
+    trains = any(part.training for part in module.modules())
+    return any(trains or isinstance(tensor, nn.Parameter) for tensor in own_writes(module))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(value for name, value in vars(module).items() if name.endswith("_hooks") and "state_dict" not in name)
 
 
 def aliased(program: Program, node: fx.Node) -> list[fx.Node]:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxpipe.distributed.torch_transport as home
+from fxpipe.distributed.activity import Alike, announced
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.foreseen import _KEPT, Foreseen, agree, words
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.whereabouts import Alike, announced
 from fxpipe.run.batch_check import KINDS
 from tests.harness import compiled
 from tests.models import CASES

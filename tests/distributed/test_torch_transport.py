@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed import torch_transport
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.transport import LocalTransport, Transport
-from fxpipe.distributed.whereabouts import announced
 from tests.pool import Pool
 from tests.strict_transport import run_strict
 

@@ -25,7 +25,7 @@ from fxpipe.errors import CheckpointError
 from fxpipe.parameters.saving import manifest as saving_manifest
 from fxpipe.parameters.saving import run_folder
 from fxpipe.parameters.saving import writer as saving_writer
-from fxpipe.parameters.saving.lock import FolderLock
+from fxpipe.parameters.saving.lock import FolderLock, lock_of
 from fxpipe.parameters.saving.manifest import MANIFEST, Manifest, Written, written_of
 from fxpipe.parameters.saving.metadata import METADATA, read_metadata
 from fxpipe.parameters.saving.plain import from_plain, to_plain
@@ -431,7 +431,7 @@ def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path: Path) 
 
 def hold(folder: Path) -> int:
     """Takes a lock and keeps it until the next call."""
-    held.append(FolderLock(folder, "other"))
+    held.append(lock_of(folder, "other"))
     return os.getpid()
 
 
@@ -445,9 +445,9 @@ held: list[FolderLock] = []
 def test_two_runs_do_not_write_to_one_folder(pool: Pool, tmp_path: Path) -> None:
     (holder,) = pool.run(hold, tmp_path, ranks=1)
     with pytest.raises(CheckpointError, match=rf"is written to by process {holder} on .* \(run other\) since 20"):
-        FolderLock(tmp_path, "mine")
+        lock_of(tmp_path, "mine")
     pool.run(let_go, ranks=1)
-    one, again = FolderLock(tmp_path, "mine"), FolderLock(tmp_path, "mine")  # one process may, for several models
+    one, again = lock_of(tmp_path, "mine"), lock_of(tmp_path, "mine")  # one process may, for several models
     del one
     with pytest.raises(AssertionError, match=rf"written to by process {os.getpid()}"):
         pool.run(hold, tmp_path, ranks=1)
@@ -455,7 +455,7 @@ def test_two_runs_do_not_write_to_one_folder(pool: Pool, tmp_path: Path) -> None
 
 
 def hold_and_die(folder: Path) -> None:
-    FolderLock(folder, "dead")
+    lock_of(folder, "dead")
     os._exit(9)
 
 
@@ -465,7 +465,7 @@ def test_the_lock_of_a_dead_process_is_no_lock(tmp_path: Path) -> None:
     process.join(60)
     assert process.exitcode == 9
     assert "dead" in (tmp_path / "lock").read_text()
-    FolderLock(tmp_path, "mine")
+    lock_of(tmp_path, "mine")
 
 
 def test_a_folder_without_a_plain_header_is_told(tmp_path: Path) -> None:

@@ -358,8 +358,6 @@ def test_the_example_is_not_written() -> None:
     ("options", "reason"),
     [
         ({"example_kwargs": None}, "no example batch"),
-        ({"example_kwargs": batch(1), "microbatches": 1}, "the example has one row"),
-        ({"example_kwargs": {"x": torch.ones(8, WIDTH), "y": torch.ones(8, WIDTH)}}, "rows that are all alike"),
         ({"example_kwargs": {"x": torch.empty(8, WIDTH, device="meta"), "y": torch.ones(8, WIDTH)}}, "meta device"),
         ({"example_kwargs": {"x": torch.randn(8, 2), "y": torch.ones(8, WIDTH)}}, "the model fails .* RuntimeError: "),
     ],
@@ -367,6 +365,14 @@ def test_the_example_is_not_written() -> None:
 def test_what_is_not_checked_is_told(options: dict[str, Any], reason: str) -> None:
     model = Hidden(at_once, at_once)
     assert re.search(f"captured by the symbolic tracer, not checked: .*{reason}", told(model, **options))
+
+
+def test_token_ids_of_one_row_are_not_checked() -> None:
+    model, ids = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 1)), torch.ones(1, 2, dtype=torch.long)
+    options = {"loss_fn": F.mse_loss, "boundaries": ["1"], "microbatches": 1}
+    given = {"input": ids, "target": torch.ones(1, 2, 1, dtype=torch.long)}
+    stages = fxpipe.compile(model, TWO, example_kwargs=given, **options).stages
+    assert "not checked: the example has one row" in str(stages)
 
 
 def test_a_model_that_waits_for_others_in_forward_is_not_run() -> None:
@@ -384,6 +390,57 @@ def test_what_is_not_cheap_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_one_micro_batch_is_checked_with_another_order_of_its_rows() -> None:
     assert "checked against the model on 2" in told(Hidden(at_once, at_once), microbatches=1, tracer="export")
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_an_input_that_is_the_same_everywhere_in_the_example_is_another_one_in_the_check(
+    fill: float, rows: int
+) -> None:
+    class Ignores(Hidden):
+        def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x + fill - mask if isinstance(x, Tensor) else x + 0 * mask, y)
+
+    given = batch(rows) | {"mask": torch.full((rows, WIDTH), fill)}
+    with pytest.raises(TraceError, match="the loss on micro-batch 1 is"):
+        compiled(Ignores(at_once, at_once), given, microbatches=1, tracer="symbolic")
+
+
+def test_a_model_that_allows_only_some_numbers_is_checked_on_the_examples_own() -> None:
+    class Whole(Hidden):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            assert not isinstance(x, Tensor) or torch.equal(x, x.round()), "no whole numbers"
+            return super().forward(x, y)
+
+    given = batch() | {"x": torch.arange(2.0, 2.0 + 8 * WIDTH).view(8, WIDTH)}
+    assert "checked against the model on 2" in told(Whole(at_once, at_once), example_kwargs=given)
+
+
+# --- what comes after compile, where one process has the whole model ---
+
+
+class Later(Hidden):
+    """Doubles where no proxy is and in kinds of batch that the example is not."""
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor | None = None) -> Tensor:
+        h = stage_boundary(self.a(x), name="second")
+        doubles = isinstance(h, Tensor) and not (self.training and z is None)
+        return F.mse_loss(self.b(2 * h if doubles else h), y)
+
+
+@pytest.mark.parametrize("kind", ["another input", "evaluation"])
+def test_a_later_kind_of_batch_is_checked_on_its_own_numbers(kind: str) -> None:
+    def called(step: fxpipe.ForwardBackward) -> Tensor:
+        z = {"z": torch.ones(8, 1)} if kind == "another input" else {}
+        return step(**batch(), **z) if z else step.evaluate(**batch())
+
+    model, plain = Later(at_once, at_once), Later(at_once, at_once).eval()
+    step = compiled(model, tracer="symbolic")
+    with pytest.raises(TraceError, match=r"the (loss|output) on micro-batch 0 is .* in the model"):
+        called(step)
+    step = compiled(Later(at_once, at_once))
+    assert "captured by the symbolic tracer, checked" in str(step.stages)
+    torch.testing.assert_close(called(step), plain(**batch()).detach())
 
 
 @pytest.mark.parametrize("trainable", [(), ("b",)])

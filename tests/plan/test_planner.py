@@ -69,7 +69,7 @@ def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_
 
 def test_a_tracer_that_is_known_to_be_wrong_is_passed_over() -> None:
     options = Options(example_args=(torch.zeros(8, 4),))
-    planner = planned(options).without_tracers({"symbolic": "it is wrong"})
+    planner = planned(options).without_tracers({(True, "symbolic"): "it is wrong"})
     assert not planner.plans
     assert "export" in with_first_plan(planner, options).first.graph.origin
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,25 +24,67 @@ from tests.thinned import in_turn
 TRACERS = ["symbolic", "export", "record"]
 
 
+class Schedule:
+    """An object of the user's own."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        self.weight, self.rate, self.power, self.tensor = 1.0, [1.0], 1, torch.ones(())
+
+    @property
+    def doubled(self) -> float:
+        return self.rate[0] * 2
+
+    def __call__(self) -> float:
+        return 2.0**self.power
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Attributes(dict[str, Any]):
+    """A mapping whose attributes are its items, so that to ask for one that it lacks is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+    def __deepcopy__(self, memo: Any) -> Attributes:
+        return Attributes(self)
+
+
 class Model(nn.Module):
-    """It reads numbers, flags, containers and an object of settings."""
+    """It reads numbers, flags, containers, objects of settings, and objects of the user's own."""
+
+    gain = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.below, self.norm, self.above = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
         self.dropout, self.act = nn.Dropout(0.0), nn.ReLU()
         self.beta, self.halved, self.weights, self.settings = 1.0, False, {"loss": [1.0]}, SimpleNamespace(shift=0.0)
+        self.schedule, self.slotted, self.named = Schedule(), [Slotted()], Attributes(bias=0.0)
+        self.array = np.ones(3)
         self.seen = 0
+
+    def factor(self) -> Any:
+        schedule = self.schedule
+        own = schedule.weight * schedule.doubled * schedule() * schedule.shared * schedule.tensor
+        return own * self.slotted[0].scale * float(self.array[1]) * self.gain
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = fxpipe.stage_boundary(self.act(self.norm(self.below(x))))
         loss = F.cross_entropy(self.above(self.dropout(h)), y) * self.beta * self.weights["loss"][0]
-        return (loss * 0.5 if self.halved else loss) + self.settings.shift
+        return (loss * 0.5 if self.halved else loss) * self.factor() + self.settings.shift + self.named.bias
 
 
 def compiled(tracer: Any = "symbolic") -> tuple[Model, Model, fxpipe.ForwardBackward]:
     torch.manual_seed(0)
-    plain = Model()
+    plain = type("Model", (Model,), {})()
+    type(plain.schedule).shared = 1.0
     model, example = copy.deepcopy(plain), None if tracer == "symbolic" else batch(0)
     topology = fxpipe.Topology([("pipe", 2)])
     return plain, model, fxpipe.compile(model, topology, microbatches=2, tracer=tracer, example_args=example)
@@ -52,9 +95,9 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 3, generator=generator), torch.randint(3, (8,), generator=generator)
 
 
-def step(plain: Model, x: Tensor, y: Tensor) -> Tensor:
+def step(plain: Model, x: Tensor, y: Tensor, train: bool = True) -> Tensor:
     losses = [plain(*part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True)]
-    for loss in losses:
+    for loss in losses if train else ():
         loss.backward()
     return torch.stack([loss.detach() for loss in losses]).sum()
 
@@ -73,6 +116,16 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "what a layer writes": lambda model: setattr(model.norm, "momentum", 0.5),
     "dropout": lambda model: setattr(model.dropout, "p", 1.0),
     "a layer without parameters": lambda model: setattr(model, "act", nn.Tanh()),
+    "an attribute of an object": lambda model: setattr(model.schedule, "weight", 0.5),
+    "what a property of an object reads": lambda model: model.schedule.rate.__setitem__(0, 0.5),
+    "what an object reads when it is called": lambda model: setattr(model.schedule, "power", -1),
+    "an attribute of an object's class": lambda model: setattr(type(model.schedule), "shared", 0.5),
+    "a tensor in an object": lambda model: setattr(model.schedule, "tensor", torch.tensor(0.5)),
+    "the numbers of a tensor in an object": lambda model: model.schedule.tensor.fill_(0.5),
+    "a slot of an object in a list": lambda model: setattr(model.slotted[0], "scale", 0.5),
+    "an item that is an attribute": lambda model: model.named.update(bias=2.0),
+    "an item of an array": lambda model: model.array.__setitem__(1, 0.5),
+    "an attribute of the class": lambda model: setattr(type(model), "gain", 0.5),
     "a hook of a layer": lambda model: model.above.register_forward_hook(lambda _, given, output: output * 2),
     "a hook of the model": lambda model: model.register_forward_hook(lambda _, given, output: output * 2),
     "a hook in front": lambda model: model.below.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
@@ -91,6 +144,9 @@ def test_what_changes_between_steps_counts_as_in_plain_pytorch(change: str, trac
             assert_same(part.grad, plain_part.grad, change)
         for name, value in model.state_dict().items():
             assert_same(value, plain.state_dict()[name], name)
+        with torch.no_grad():
+            wanted = step(copy.deepcopy(plain).eval(), *batch(9), train=False)
+        assert torch.equal(forward_backward.evaluate(*batch(9)), wanted)
         if number == 0:
             CHANGES[change](plain)
             CHANGES[change](model)
@@ -105,6 +161,29 @@ def test_a_model_that_goes_back_and_forth_is_captured_once_for_each(capfd: pytes
         losses.append(forward_backward(*batch(0)))
     assert len(plans) == 2
     assert all(torch.equal(loss, losses[0] * (1.0, 0.25)[number % 2]) for number, loss in enumerate(losses))
+
+
+class KeepsTheMean(nn.Module):
+    """Sets in training what it reads in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.mean = nn.Linear(3, 4), nn.Linear(4, 3), torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = x.mean(0)
+        return self.b(fxpipe.stage_boundary(self.a(x - self.mean))).square().mean()
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_what_one_kind_of_batch_sets_and_another_reads_is_refused(tracer: Any) -> None:
+    x, _ = batch(0)
+    topology = fxpipe.Topology([("pipe", 2)])
+    forward_backward = fxpipe.compile(KeepsTheMean(), topology, microbatches=2, tracer=tracer, example_args=(x,))
+    assert torch.isfinite(forward_backward(x))
+    with pytest.raises(fxpipe.FxpipeError, match=r"sets KeepsTheMean\.mean in one kind .* in a buffer"):
+        forward_backward.evaluate(x)
 
 
 def test_what_is_not_read_may_change_with_every_step() -> None:

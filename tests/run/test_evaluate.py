@@ -320,3 +320,169 @@ def test_every_rank_is_given_the_output_with_all_that_is_in_it(two_replicas: Eng
 def described_output() -> Any:
     forward_backward = fxpipe.compile(Described(), Topology([("pipe", 2)]), microbatches=1)
     return forward_backward.evaluate(torch.arange(16.0).view(4, 4), outputs="all")
+
+
+# --- what evaluation alone does ---
+
+
+class Towers(nn.Module):
+    """A layer, a boundary, and what ``inner`` makes of it; wrapped, where the cause is a module deeper."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.inner = nn.Linear(WIDTH, WIDTH), inner
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(stage_boundary(self.a(x).tanh()))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.b, self.c, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+
+class AsksForGrad(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        h = h * 3 if torch.is_grad_enabled() else h
+        return self.c(self.b(h)).square().mean()
+
+
+class AsksWhatNeedsGrad(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.b(h)
+        return self.c(h * 3 if h.requires_grad else h).square().mean()
+
+
+class Forces(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            places = h.detach().requires_grad_()
+            energy = self.c(self.b(places).tanh()).sum()
+            forces = -torch.autograd.grad(energy, places, create_graph=self.training)[0]
+        return (forces - h).square().mean()
+
+
+class HeadOfEvaluation(Inner):
+    def forward(self, h: Tensor) -> Any:
+        loss = self.c(self.b(h)).square().mean()
+        return loss if self.training else {"loss": loss, "probabilities": self.head(h).softmax(-1)}
+
+
+class DeepSupervision(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        side = self.norm(self.head(h)).relu_().mean()
+        loss = self.c(stage_boundary(self.b(h).tanh())).square().mean()
+        return loss + side if self.training else loss
+
+
+class ReturnsBoth(Inner):
+    def forward(self, h: Tensor) -> Any:
+        side = self.head(h)
+        main = self.c(stage_boundary(self.b(h).tanh()))
+        return main.square().mean() + side.square().mean() if self.training else (main, side)
+
+
+def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tuple[Any, Any]:
+    """What two evaluations give, before a step and after it."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    inner = nn.Sequential(kind()) if depth else kind()
+    step = fxpipe.compile(Towers(inner), Topology([("pipe", ranks)]), microbatches=2, tracer=tracer, example_args=(x,))
+    first = step.evaluate(x, outputs="all")
+    optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
+    step(x)
+    optimizer.step()
+    return first, step.evaluate(x, outputs="all")
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth", "tracer", "engine"),
+    [
+        (AsksForGrad, 0, "symbolic", "distributed"),
+        (AsksForGrad, 1, "export", "strict 2"),
+        (AsksForGrad, 1, "record", "local"),
+        (AsksWhatNeedsGrad, 0, "record", "strict 2"),
+        (AsksWhatNeedsGrad, 1, "export", "local"),
+        (Forces, 0, "symbolic", "distributed"),
+        (Forces, 1, "record", "strict 2"),
+        (Forces, 1, "auto", "local"),
+        (HeadOfEvaluation, 0, "export", "distributed"),
+        (HeadOfEvaluation, 1, "record", "strict 2"),
+        (HeadOfEvaluation, 1, "symbolic", "local"),
+        (DeepSupervision, 0, "symbolic", "distributed"),
+        (DeepSupervision, 1, "export", "local"),
+        (DeepSupervision, 1, "record", "strict 2"),
+        (ReturnsBoth, 0, "record", "distributed"),
+        (ReturnsBoth, 1, "symbolic", "strict 2"),
+    ],
+)
+def test_what_evaluation_alone_does_is_plain_pytorchs(
+    kind: type[Inner], depth: int, tracer: str, engine: str, request: pytest.FixtureRequest
+) -> None:
+    ranks = 3 if kind in (DeepSupervision, ReturnsBoth) else 2
+    results = engine_of(engine, lambda: request.getfixturevalue("pool"))(
+        ranks, of_evaluation, kind, depth, tracer, ranks
+    )
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    model = Towers(nn.Sequential(kind()) if depth else kind())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for _ in range(2):
+        with torch.no_grad():
+            wanted.append(model.eval()(x))
+        model.train()
+        for part in x.tensor_split(2):
+            (model(part) / 2).backward()
+        optimizer.step()
+    for result in results:
+        torch.testing.assert_close(result, tuple(wanted))
+
+
+@pytest.mark.parametrize("kind", ["Sum", "dict"])
+@one_engine
+def test_the_loss_alone_is_on_every_rank(kind: str, two_replicas: Engine) -> None:
+    rows = ROWS["uneven"]
+    wanted = plain(kind, rows)
+    for got in two_replicas(4, evaluated, kind, SQUARE, rows, "loss"):
+        assert_number(got, wanted.total / wanted.count if kind == "Sum" else wanted["loss"])
+
+
+class Images(nn.Module):
+    """Rows of words with images among them: a score for each image, beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.images = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, words: Tensor, images: Tensor) -> dict[str, Any]:
+        scores = self.images(images)
+        loss = stage_boundary(self.words(words)).square().mean()
+        return {"loss": loss, "inner": {"scores": scores.repeat_interleave(2, 0)}}
+
+
+def images_evaluated() -> Any:
+    packed = {"images": fxpipe.Packed(lambda words: words[:, 0].long())}
+    words, images = image_batch()
+    step = fxpipe.compile(Images(), Topology([("pipe", 2)]), microbatches=2, batch_dim=packed)
+    return step.evaluate(words, images, outputs="all")
+
+
+def image_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randn(4, WIDTH, generator=generator)
+    words[:, 0] = torch.tensor([2, 1, 1, 1])
+    return words, torch.randn(5, WIDTH, generator=generator)
+
+
+@one_engine
+def test_rows_of_images_come_as_a_list_for_each_micro_batch(two_replicas: Engine) -> None:
+    with torch.no_grad():
+        wanted = Images()(*image_batch())["inner"]["scores"].split([6, 4])
+    for got in two_replicas(2, images_evaluated):
+        for one, other in zip(got["inner"]["scores"], wanted, strict=True):
+            torch.testing.assert_close(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from fxpipe.distributed.stopwatch import Lap
 from fxpipe.run.measured_timeline import timeline_of
 from fxpipe.schedules import Costs, build
 from fxpipe.schedules.comparison import Comparison, Part, Share, Wait
+from fxpipe.schedules.spells import Spell
 from tests.graphs import FAMILIES, random_bare
 
 parse = Action.parse
@@ -124,11 +126,19 @@ def test_a_plan_beside_itself_has_nothing_to_tell() -> None:
     assert all(part.planned == pytest.approx(part.real) for part in comparison.path)
     assert comparison.waits == ()
     assert "waited for" not in str(comparison)
+    assert "one process" not in str(comparison)
+
+
+def test_a_step_that_one_process_played_says_so() -> None:
+    schedule = build("1f1b", [(0, 1)], 2)
+    real = dataclasses.replace(schedule.simulate(0.1, 0.2), measured=True, spells=(Spell((0, 1), "compute", "", 0, 1),))
+    told = str(fxpipe.compare(schedule.simulate(0.1, 0.2), real))
+    assert "one process played all ranks of the real step" in told
 
 
 def test_timelines_of_different_tables_are_refused() -> None:
     one, other = (build(name, [(0, 1)], 4).simulate() for name in ("1f1b", "gpipe"))
-    with pytest.raises(ScheduleError, match="different tables"):
+    with pytest.raises(ScheduleError, match=r"different tables(.|\n)*compare one.csv two.csv"):
         fxpipe.compare(one, other)
 
 

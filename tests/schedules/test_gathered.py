@@ -263,9 +263,9 @@ def test_costs_of_a_group_need_a_gathered_stage() -> None:
         build("1f1b", WORKED, 8, gather_cost=(1, 2))
 
 
-def test_a_group_that_would_eat_the_machine_is_refused() -> None:
+def test_a_group_of_a_file_that_would_take_all_memory_is_refused() -> None:
     rows = ((Action(0, Op.F, 0, 10**9), Action(0, Op.B, 0, 10**9)),)
-    with pytest.raises(ScheduleError, match="cover 2,000,000,000 micro-batches in all, such as '0F0-999999999'"):
+    with pytest.raises(ScheduleError, match="0F0-999999999 and others cover 2,000,000,000 micro-batches"):
         Schedule(rows, (), (0,), (True,), 10**9)
 
 

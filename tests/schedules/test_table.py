@@ -152,8 +152,12 @@ def test_a_timeline_prints_the_table_of_its_schedule_and_its_own_figures() -> No
         # m = 2 on a chain of 2: three times F + B, of which two are busy
         ("1f1b", {}, "bubble 33.3%, makespan 9 F (lower bound 9 F) at B = 2 F"),
         ("1f1b", {"backward": 1.5}, "bubble 33.3%, makespan 7.5 F (lower bound 7.5 F) at B = 1.5 F"),
-        ("1f1b", {"forward": 10, "backward": 20}, "bubble 33.3%, makespan 90 (lower bound 90)"),
-        ("1f1b", {"forward": [1, 1.5]}, "bubble 35.0%, makespan 10 (lower bound 10)"),
+        (
+            "1f1b",
+            {"forward": 10, "backward": 20},
+            "bubble 33.3%, makespan 90 (lower bound 90) in the costs' unit",
+        ),
+        ("1f1b", {"forward": [1, 1.5]}, "bubble 35.0%, makespan 10 (lower bound 10) in the costs' unit"),
         # 1 and 2 before it, 2 · (1 + 4) of its own
         ("1f1b", {"backward": [2, 4]}, "bubble 38.5%, makespan 13 F (lower bound 13 F)"),
         ("1f1b", {"comm": 0.5}, "bubble 40.0%, makespan 10 F (lower bound 10 F) at B = 2 F, a hop = 0.5 F"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable
@@ -186,22 +187,38 @@ def test_bfloat16_parameters_with_float32_gradients() -> None:
     torch.testing.assert_close(parameter.grad, torch.full((4,), 1.5))
 
 
-def test_torchs_own_is_refused_where_a_rank_has_a_part_of_the_model() -> None:
-    def gradients() -> fxpipe.ForwardBackward:
+LISTS: dict[str, Callable[[Any, Any], Any]] = {
+    "generator": lambda model, one: one.parameters(),
+    "list": lambda model, one: list(one.parameters()),
+    "named": lambda model, one: [parameter for _, parameter in one.named_parameters()],
+    "groups": lambda model, one: one.optimizer(torch.optim.SGD, lr=1.0).param_groups[0]["params"],
+    "model": lambda model, one: model.parameters(),
+    "trainable": lambda model, one: [parameter for parameter in model.parameters() if parameter.requires_grad],
+}
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("foreach", [None, True])
+def test_torchs_own_is_refused_where_a_rank_has_a_part_of_the_model(data: int, foreach: bool | None) -> None:
+    def gradients(size: int) -> tuple[nn.Module, fxpipe.ForwardBackward]:
         torch.manual_seed(0)
-        model, topology = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), fxpipe.Topology([("pipe", 2)])
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        topology = fxpipe.Topology([("pipe", 2), ("data", size)])
         forward_backward = fxpipe.compile(
             model, topology, boundaries=["1"], microbatches=1, loss_fn=lambda output, target: output.mean()
         )
         forward_backward(torch.ones(2, 2), target=None)
-        return forward_backward
+        return model, forward_backward
 
     def body(rank: int) -> Tensor:
-        forward_backward = gradients()
-        with pytest.raises(fxpipe.RunError, match=r"norm of this rank's gradients alone; write forward_backward\.clip"):
-            nn.utils.clip_grad_norm_(forward_backward.parameters(), 1.0)
+        model, forward_backward = gradients(data)
+        for listed in LISTS.values():
+            with pytest.raises(fxpipe.RunError, match=r"clip_grad_norm_\(max_norm\)"):
+                nn.utils.clip_grad_norm_(listed(model, forward_backward), 1.0, foreach=foreach)
+        held = [parameter.grad for parameter in forward_backward.parameters()]
+        assert all(type(copy.deepcopy(one) + one.norm()) is Tensor for one in held)  # and to others it is a tensor
         return forward_backward.clip_grad_norm_(1.0)
 
-    whole = nn.utils.clip_grad_norm_(gradients().parameters(), 1.0)  # one process has all of it
-    for norm in run_strict(body, 2):
+    whole = nn.utils.clip_grad_norm_(gradients(1)[1].parameters(), 1.0)  # one process has all of it
+    for norm in run_strict(body, 2 * data):
         torch.testing.assert_close(norm, whole)

@@ -267,15 +267,20 @@ def test_a_parameter_that_no_replica_used_has_no_gradient_and_one_that_some_used
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_a_sharded_gradient_is_not_taken_for_a_gradient(zero: int) -> None:
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_sharded_gradient_is_not_taken_for_a_gradient(zero: int, norm: bool) -> None:
     topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
 
-    def body(rank: int) -> bool:
+    def body(rank: int) -> None:
         step = compiled_alone(nn.Linear(4, 4), topology, microbatches=2, zero=zero)
+        plain = torch.optim.AdamW(step.parameters())
         step(torch.ones(2, 4))
-        return all(p.grad is not None and bool(p.grad.isnan().all()) for p in step.parameters())
+        with pytest.raises(fxpipe.RunError, match=r"forward_backward\.optimizer.*forward_backward\.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(list(step.parameters()), 1.0) if norm else plain.step()
+        assert all(p.isfinite().all() and p.grad is not None for p in step.parameters())
+        plain.zero_grad(set_to_none=False)
 
-    assert run_strict(body, 2) == [True, True]
+    run_strict(body, 2)
 
 
 def test_a_sparse_gradient_is_refused_on_all_ranks() -> None:

@@ -615,7 +615,7 @@ def write_in_checkpoint(model: Refused, h: Tensor) -> Any:
         (lambda model, h: torch.autograd.grad(h.sum(), h)[0], "grad on a tensor"),
         (lambda model, h: torch.rand(8, generator=torch.Generator()), "a Generator"),
         (lambda model, h: setattr(h, "data", h * 2), "sets .data of a tensor"),
-        (lambda model, h: setattr(model, "last", h), "forward changes Refused.last"),
+        (lambda model, h: setattr(model, "last", h + getattr(model, "last", 0.0)), "not made by an operation of torch"),
         (lambda model, h: torch.vmap(lambda row: row * 2)(h), "uses torch.vmap on tensors that need a gradient"),
         (lambda model, h: h @ torch.ones(3, 3), "mat1 and mat2 shapes cannot be multiplied"),
         (lambda model, h: model.nothing, "no attribute 'nothing'"),

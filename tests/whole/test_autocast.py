@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -88,3 +90,69 @@ def one_rank_differs() -> None:
     forward_backward = fxpipe.compile(model(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
     with torch.autocast("cpu", torch.bfloat16, enabled=torch.distributed.get_rank() == 1):
         forward_backward(*batch())
+
+
+class Asks(nn.Module):
+    """Asks torch in forward what is set around the call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        on, half = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu") is torch.float16
+        wide, exact = torch.get_default_dtype() is torch.float64, torch.are_deterministic_algorithms_enabled()
+        return x * (1 + on + 2 * (on and half) + 4 * wide + 8 * exact)
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Asks()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(stage_boundary(Asks()(self.first(x)))).float().square().mean()
+
+
+@contextlib.contextmanager
+def setting(change: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+AMBIENT: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to another type": lambda: torch.autocast("cpu", torch.float16),
+    "a default type": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
+    "deterministic algorithms": lambda: setting(torch.use_deterministic_algorithms, True, False),
+}
+
+
+def asked(tracer: Any, around: str, given: Tensor) -> list[Tensor]:
+    """The losses of a step and an evaluation, first under nothing and then under what is set ``around`` the call."""
+    torch.manual_seed(0)
+    example = None if tracer == "symbolic" else (given,)
+    topology = fxpipe.Topology([("pipe", 2)])
+    compiled = fxpipe.compile(Asking(), topology, microbatches=2, tracer=tracer, example_args=example)
+    found = []
+    for entered in (contextlib.nullcontext, AMBIENT[around]):
+        with entered():
+            found += [compiled(given), compiled.evaluate(given, outputs="all")]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "tracer", "around"),
+    in_turn(["local", "distributed"], ["symbolic", "export", "record", "auto"], list(AMBIENT)),
+)
+def test_what_forward_asks_torch_is_what_is_set_around_the_call(
+    engine: str, tracer: str, around: str, request: pytest.FixtureRequest
+) -> None:
+    torch.manual_seed(0)
+    plain, given, wanted = Asking(), batch()[0], []
+    for entered in (contextlib.nullcontext, AMBIENT[around]):
+        with entered():
+            wanted += [sum(plain(part).detach() / 2 for part in given.chunk(2))] * 2
+    assert wanted[2] > 2 * wanted[0]
+    for found in engine_of(engine, lambda: request.getfixturevalue("pool"))(2, asked, tracer, around, given):
+        for got, loss in zip(found, wanted, strict=True):
+            assert_same(got, loss, around)

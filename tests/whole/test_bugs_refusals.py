@@ -474,7 +474,7 @@ def test_a_mask_made_by_vmap_is_recorded() -> None:
 
 class VmappedLayer(Layers):
     def run(self, x: Tensor) -> Tensor:
-        return self.layers(torch.vmap(self.layers[0])(x))  # type: ignore[no-any-return]
+        return self.layers(torch.vmap(lambda row: self.layers[0](row).tanh())(x))  # type: ignore[no-any-return]
 
 
 def test_vmap_over_what_is_trained_is_refused_between_submodules() -> None:

@@ -136,6 +136,73 @@ def test_evaluate_takes_or_counts_a_number_of_items_as_a_step_does(is_given: boo
     assert_same(forward_backward.evaluate(**batch, **given)["loss"], whole, "loss", 1e-6)
 
 
+class NotAccepting(Labelled):
+    """As Qwen2.5-VL and Gemma 3: the number reaches the loss by ``**kwargs``, and the Trainer is not to give it."""
+
+    accepts_loss_kwargs, loss_function = False, F.cross_entropy
+
+    def forward(self, ids: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(ids, labels, **kwargs)
+
+
+class Around(nn.Module):
+    """A module of the user's own around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.model(**kwargs)
+        return found
+
+
+def not_accepting() -> NotAccepting:
+    torch.manual_seed(0)
+    return NotAccepting()
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+@pytest.mark.parametrize("build", [not_accepting, lambda: Around(not_accepting())], ids=["model", "in another"])
+def test_a_given_number_of_items_is_dealt_out_where_the_model_says_it_accepts_none(
+    build: Callable[[], nn.Module], tracer: str, data: int
+) -> None:
+    topology, parts = Topology([("pipe", 2), ("data", data)]), [padded(4, seed) for seed in range(data)]
+    items = sum(int((part["labels"] != -100).sum()) for part in parts)
+    given: dict[str, Any] = {"num_items_in_batch": items}
+
+    def run(rank: int) -> tuple[Any, Any, Any, str, str]:
+        mine = parts[topology.coordinate(rank)["data"]]
+        options: dict[str, Any] = {"microbatches": 4, "tracer": tracer, "example_kwargs": mine}
+        step = fxpipe.compile(build(), topology, **options)
+        loss = step(**mine, **given)
+        gradients = gradients_of(step.named_parameters())
+        with_number = fxpipe.compile(build(), topology, **options | {"example_kwargs": mine | given})
+        evaluated = step.evaluate(**mine, **given, outputs="all")["loss"]
+        return loss, gradients, evaluated, str(step.stages), str(with_number.stages)
+
+    rows = [{name: value[row : row + 1] for name, value in part.items()} for part in parts for row in range(4)]
+    for loss, gradients, evaluated, stages, numbered in run_strict(run, topology.world_size, 1):
+        bare = {name.removeprefix("model."): value for name, value in gradients.items()}
+        assert_whole(loss, bare, rows)
+        assert_same(evaluated, whole_batchs(rows)[0], "evaluated", 1e-6)
+        assert "labels are not counted: " in stages
+        assert "labels are not counted: num_items_in_batch is what the call gives" in numbered
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "note"),
+    [
+        (labelled, {}, "labels are counted: the loss reads num_items_in_batch of the whole batch"),
+        (not_accepting, {}, "labels are not counted: the model has accepts_loss_kwargs = False"),
+        (labelled, {"loss_weight": lambda *_: 1}, "labels are not counted: loss_weight= is given"),
+    ],
+)
+def test_stages_say_whether_labels_are_counted(build: Any, options: dict[str, Any], note: str) -> None:
+    assert note in str(fxpipe.compile(build(), TWO, example_kwargs=padded(8, 0), **options).stages).splitlines()
+
+
 class Told(nn.Module):
     """Its loss is 1 / the number of items."""
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from tests.harness import Engine, engine_of, gradients_of, replica_of, strict
+from tests.harness import Engine, assert_same, engine_of, gradients_of, replica_of, strict
+from tests.pool import Pool
+from tests.strict_transport import run_strict
 from tests.thinned import every, pairwise
 from tests.whole.gathered import (
     AsSum,
@@ -237,3 +239,92 @@ def test_replicas_of_which_one_alone_has_a_kind_that_needs_shapes_see_all_rows()
         for loss, which in zip(losses, TURNS, strict=True):
             turn = torch.cat([torch.full((rows, 1), -1.0 if one else 1.0, dtype=torch.float64) for one in which])
             torch.testing.assert_close(loss, plain(image, text, turn).detach(), msg=f"{which}")
+
+
+# --- open_clip's create_loss ---
+
+
+class OpenClipsLoss(nn.Module):
+    """What open_clip's ``create_loss`` makes does this: it keeps its labels, and gathers over ``world_size`` ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size, self.number, self.labels = world_size, 0, torch.zeros(0)
+
+    def forward(self, v: Tensor, t: Tensor, scale: Tensor) -> Tensor:
+        if self.world_size > 1:
+            every = [torch.zeros_like(v) for _ in range(self.world_size)]
+            torch.distributed.all_gather(every, v)
+            v = torch.cat(every)
+        logits = scale * v @ t.T
+        if self.number != len(t):
+            self.number, self.labels = len(t), torch.arange(len(t))
+        own = self.labels
+        return (nn.functional.cross_entropy(logits, own) + nn.functional.cross_entropy(logits.T, own)) / 2
+
+
+class OpenClipsTowers(Contrastive):
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        return (*self.towers(image, text), self.scale.exp())
+
+    def towers(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.upper(self.lower(image))), torch.tanh(self.text(text))
+
+
+class OpenClips(nn.Module):
+    def __init__(self, world_size: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.loss = OpenClipsTowers(), OpenClipsLoss(world_size)
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        gather: Any = None if self.loss.world_size > 1 else "global"
+        loss: Tensor = self.loss(*stage_boundary(self.model(image, text), name="loss", gather=gather))
+        return loss
+
+
+@pytest.mark.parametrize("tracer", every(1, ["record", "auto"]))
+@pytest.mark.parametrize("axes", [[("pipe", 2), ("data", 2)], [("pipe", 2)]], ids=str)
+def test_open_clips_loss_is_that_of_all_replicas_rows_and_its_scale_is_no_row(axes: Any, tracer: Any) -> None:
+    topology = Topology(axes)
+    data = topology.size("data")
+    steps = [{"image": torch.randn(rows * data, 6), "text": torch.randn(rows * data, 5)} for rows in (4, 6)]
+
+    def run(rank: int) -> tuple[list[Tensor], Tensor, Gradients]:
+        replica = topology.coordinate(rank).get("data", 0)
+        mine = [{name: value.chunk(data)[replica] for name, value in one.items()} for one in steps]
+        one = fxpipe.compile(OpenClips(), topology, microbatches=2, tracer=tracer, example_kwargs=mine[0])
+        losses = [one(**batch) for batch in mine]
+        gradients = gradients_of(one.named_parameters())
+        return losses, one.evaluate(**mine[0], outputs="all"), gradients
+
+    plain = OpenClips()
+    wanted = []
+    for one in steps:
+        wanted.append(plain.loss(*plain.model(**one)))
+        wanted[-1].backward()
+    grads = gradients_of(plain.named_parameters())
+    for losses, evaluated, gradients in run_strict(run, topology.world_size, 1):
+        for loss, value in zip([*losses, evaluated], [*wanted, wanted[0]], strict=True):
+            assert_same(loss, value.detach(), "loss", 1e-6)
+        for name, gradient in gradients.items():
+            assert_same(gradient, grads[name], name, 1e-5)
+
+
+def refused(tracer: Any, check_capture: bool) -> str:
+    fxpipe.init()
+    batch = {"image": torch.randn(4, 6), "text": torch.randn(4, 5)}
+    options: dict[str, Any] = {"tracer": tracer, "check_capture": check_capture, "example_kwargs": batch}
+    with pytest.raises(fxpipe.TopologyError) as caught:
+        fxpipe.compile(OpenClips(world_size=2), Topology([("pipe", 2)]), microbatches=2, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("tracer", "check_capture"), [("auto", True), ("record", False), ("export", False)])
+def test_a_collective_that_waits_for_other_stages_is_refused_at_capture(
+    tracer: Any, check_capture: bool, pool: Pool
+) -> None:
+    for rank, text in enumerate(pool.run(refused, tracer, check_capture, ranks=2)):
+        assert f"over ranks [0, 1], of which {[rank]} are replicas" in text
+        assert 'gather="global"' in text
+        assert "torch.distributed.all_gather(every, v)" in text

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import engine_of
 
 pytest.importorskip("transformers")
 
-from tests.kept_whole import STUDIES, furthest, plainly, train
+from tests.kept_whole import LORA, STUDIES, furthest, plainly, train
 
 ROUNDING = 1e-5
 
@@ -37,3 +38,19 @@ def test_two_steps_are_those_of_plain_pytorch(
 
 def _trained(name: str, data: int, in_one: bool, tracer: str) -> dict[str, Any]:
     return train(STUDIES[name], 4 // data, data, data - 1, in_one, tracer=tracer)
+
+
+@pytest.mark.parametrize("engine", ["local", "distributed"])
+def test_a_vlm_with_lora_and_unequal_images_trains_as_plain_pytorch(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    wanted, before = plainly(LORA, 1, False), LORA.model().state_dict()
+    trained = {name for name, tensor in wanted["state"].items() if not torch.equal(tensor, before[name])}
+    assert trained == {name for name in before if ".up." in name or ".down." in name}
+    for run in engine_of(engine, lambda: request.getfixturevalue("pool"))(2, _lora_trained):
+        assert furthest(run, wanted) < ROUNDING
+        assert all(torch.equal(run["state"][name], before[name]) for name in before.keys() - trained)
+
+
+def _lora_trained() -> dict[str, Any]:
+    return train(LORA, 2, 1, 0, False, tracer="export")

@@ -129,11 +129,12 @@ def numbers(history: list[dict[str, float]]) -> Tensor:
     return torch.tensor([entry.get(name, 0.0) for entry in history[:-1] for name in names])
 
 
-def test_the_trainer_logs_what_a_plain_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [{}, {"label_smoothing_factor": 0.2}], ids=["plain", "smoothed"])
+def test_the_trainer_logs_what_a_plain_one_does(others: dict[str, float], tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM, Trainer  # seconds, which only the process that runs this test needs
 
     script = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "hf_trainer.py")))
-    piped = script.main(str(tmp_path / "piped"), epochs=2)
+    piped = script.main(str(tmp_path / "piped"), epochs=2, **others)
 
     class Plain(Trainer):  # type: ignore[misc]
         """It draws what the pipeline's draws."""
@@ -143,13 +144,32 @@ def test_the_trainer_logs_what_a_plain_one_does(tmp_path: Path) -> None:
             return DataLoader(self.train_dataset, 32, sampler=self.sampler, collate_fn=self.data_collator)
 
     data = {"train_dataset": script.counting(512, seed=1), "eval_dataset": script.counting(50, seed=2)}
-    plain = Plain(model=script.llama(), args=script.arguments(str(tmp_path / "plain"), rows=32, epochs=2), **data)
+    plain = Plain(
+        model=script.llama(), args=script.arguments(str(tmp_path / "plain"), rows=32, epochs=2, **others), **data
+    )
     plain.add_callback(script.SetEpoch(plain))
     plain.train()
     assert len(plain.state.log_history) > 4
     torch.testing.assert_close(numbers(piped.state.log_history), numbers(plain.state.log_history), rtol=1e-4, atol=1e-6)
 
-    resumed = script.main(str(tmp_path / "piped"), epochs=2, resume=True)  # from step 30 of 32
+    resumed = script.main(str(tmp_path / "piped"), epochs=2, resume=True, **others)  # from step 30 of 32
     torch.testing.assert_close(numbers(resumed.state.log_history), numbers(piped.state.log_history), rtol=0, atol=0)
     written = LlamaForCausalLM.from_pretrained(tmp_path / "piped" / "checkpoint-32")
     torch.testing.assert_close(dict(written.named_parameters()), dict(plain.model.named_parameters()))
+
+
+def test_a_loss_of_the_trainers_own_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    script = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "hf_trainer.py")))
+
+    class Own(script.PipelineTrainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    given = {
+        "model": script.llama(),
+        "args": script.arguments(str(tmp_path), 32, 1, eval_strategy="no"),
+        "topo": None,
+        "pipeline": {},
+    }
+    for make, options in ((Own, {}), (script.PipelineTrainer, {"compute_loss_func": print})):
+        with pytest.raises(ValueError, match="write pipeline="):
+            make(**given, **options)

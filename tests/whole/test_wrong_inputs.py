@@ -83,12 +83,6 @@ Topology([("pip", 2)])
     TopologyError: unknown axis "pip"; did you mean "pipe"?
 Topology([("pipe", 2), ("pp", 2)])
     TopologyError: axes "pipe" and "pp" are both the pipe axis
-Topology([("data", 2**31)])
-    TopologyError: data 2147483648 is too large: write sizes whose product is at most 1,000,000
-Topology([("data", 10**5000)])
-    TopologyError: data <int> is too large
-Topology([("data", 2**20 - 1), ("pipe", 2)])
-    TopologyError: data 1048575 × pipe 2 is too large
 Topology([("pipe", 2)], ranks_per_node=3)
     TopologyError: ranks_per_node=3 does not divide the 2 ranks
 Topology([("pipe", 2)], ranks_per_node="2")
@@ -128,12 +122,6 @@ compile(Chain(), TWO, microbatches="4")
     RunError: microbatches is '4'; it is a whole number
 compile(Chain(), TWO, microbatches=1.5)
     RunError: microbatches is 1.5; it is a whole number
-compile(Chain(), TWO, microbatches=10**9)
-    RunError: microbatches=1000000000; a table goes up to 1,000,000 actions
-compile(Chain(), TWO, microbatches=10**5000)
-    RunError: microbatches=<int>; a table goes up to 1,000,000 actions
-preview(Chain(), TWO, microbatches=10**9)
-    RunError: a table goes up to 1,000,000 actions
 compile(Chain(), TWO, batch_dim="x")
     RunError: batch_dim is 'x'; it is a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or
 compile(Chain(), TWO, batch_dim={"x": "0"})
@@ -273,7 +261,7 @@ torch.inference_mode()(fb())(X, Y)
 fb().evaluate(X)
     RunError: missing inputs: y
 fb().evaluate(X, Y, outputs="first")
-    RunError: outputs is 'first'; it is "last" or "all"
+    RunError: outputs is 'first'; it is "last", "all" or "loss"
 fb().step_microbatches(None)
     RunError: microbatches is None; it is a list of (args, kwargs)
 fb().step_microbatches(X)
@@ -492,18 +480,8 @@ build("1f1b", [(0, 1.5)], 4)
     ScheduleError: it is a list of pairs of stage numbers
 build("1f1b", [("a", "b")], 4)
     ScheduleError: it is a list of pairs of stage numbers
-build("1f1b", [(0, 10**9)], 4)
-    ScheduleError: a table goes up to 1,000,000 actions
 build("1f1b", [(0, 1)], "4")
     ScheduleError: microbatches is '4'; it is a whole number
-build("1f1b", [(0, 1)], 10**9)
-    ScheduleError: 2 stages and 1000000000 micro-batches; a table goes up to 1,000,000 actions
-build("1f1b", [(0, 1)], 10**5000)
-    ScheduleError: 2 stages and <int> micro-batches
-build("greedy", [(0, 1)], 10**9)
-    ScheduleError: a table goes up to 1,000,000 actions
-build("1f1b", [], 4, stages=10**30)
-    ScheduleError: a table goes up to 1,000,000 actions
 build("1f1b", [(0, 1)], 4, placement="01")
     ScheduleError: placement is '01'; it is a list with the rank of each stage, [0, 1]
 build("1f1b", [(0, 1)], 4, placement=[0, 1.5])
@@ -527,9 +505,7 @@ build("1f1b", [(0, 1)], 4, memory="10", costs=Costs.of(2, activation_bytes=1))
 with_costs("greedy", costs=3)
     ScheduleError: costs is 3; it is fxpipe.Costs.of(
 Costs.of("2")
-    ScheduleError: stages is '2'; it is a whole number up to 1,000,000
-Costs.of(10**9)
-    ScheduleError: it is a whole number up to 1,000,000
+    ScheduleError: stages is '2'; it is a whole number
 Costs.of(2, forward=None)
     ScheduleError: forward is None; a cost is a finite number
 Costs.of(2, forward={0: 1, 1: 2})
@@ -659,9 +635,7 @@ Topology.fit("4", pipe=2)
 launch(None, 2)
     RunError: fn is None; it is a function, defined at the top of a module
 launch(print, "2")
-    TopologyError: nproc is '2'; it is a whole number from 1 to 256
-launch(print, 10**9)
-    TopologyError: nproc is 1000000000; it is a whole number from 1 to 256
+    TopologyError: nproc is '2'; it is a whole number, 1 or more
 fxpipe.init_weights_of(None)
     RunError: None is no nn.Module
 fxpipe.reset_parameters(nn.Linear)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import queue
-import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.saving.manifest import PIECE, Written, crc32_of
+from fxpipe.parameters.saving.manifest import PIECE, Written
 from fxpipe.parameters.saving.plain import to_plain
 from fxpipe.torch_compat import storage_info
 
@@ -126,49 +125,33 @@ class _Checksums(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            summed = _Summed(stream, Path(path))
-            try:
-                yield summed
-            finally:
-                written = summed.end()
-        self.written[Path(path).name] = written
+            summed = _Summed(stream)
+            yield summed
+        self.written[Path(path).name] = summed.written
 
 
 class _Summed:
-    """A file that is written from its beginning to its end, and whose pieces are looked through by another thread.
+    """A file that is written from its beginning to its end, with the crc32 of each piece."""
 
-    What was written is read again, where the system still has it in memory: the disk is waited for meanwhile.
-    """
+    def __init__(self, file: io.IOBase) -> None:
+        self._file, self._size, self._crc32s = file, 0, list[int]()
 
-    def __init__(self, file: io.IOBase, path: Path) -> None:
-        self._file, self._path, self._size = file, path, 0
-        self._pieces: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._crc32s: list[int] = []
-        self._thread = threading.Thread(target=self._look_through, daemon=True)
-        self._thread.start()
-
-    def _look_through(self) -> None:
-        while (place := self._pieces.get()) is not None:
-            self._crc32s.append(crc32_of(self._path, place))
+    @property
+    def written(self) -> Written:
+        return Written(self._size, tuple(self._crc32s))
 
     def write(self, data: Any) -> int:
-        count = int(self._file.write(data))
-        whole, self._size = self._size // PIECE, self._size + count
-        if self._size // PIECE > whole:
-            self._file.flush()
-            for place in range(whole, self._size // PIECE):
-                self._pieces.put(place)
+        self._file.write(data)
+        left = memoryview(data).cast("B")
+        count = len(left)
+        while left:
+            if self._size % PIECE == 0:
+                self._crc32s.append(0)
+            part = left[: PIECE - self._size % PIECE]
+            self._crc32s[-1] = zlib.crc32(part, self._crc32s[-1])
+            self._size += len(part)
+            left = left[len(part) :]
         return count
-
-    def end(self) -> Written:
-        """What was written, once all of it was looked through."""
-        if not self._file.closed:
-            self._file.flush()
-        if self._size % PIECE:
-            self._pieces.put(self._size // PIECE)
-        self._pieces.put(None)
-        self._thread.join()
-        return Written(self._size, tuple(self._crc32s))
 
     def tell(self) -> int:
         return self._size

@@ -22,7 +22,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
 from fxpipe.graph.kept import TENSOR
 from fxpipe.graph.modes import Autocast, Modes
-from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program, SizeGuard
+from fxpipe.graph.program import Effects, Program, SizeGuard
 from fxpipe.torch_compat import (
     ASSERTIONS,
     DUAL_NUMBERS,
@@ -35,13 +35,12 @@ from fxpipe.torch_compat import (
     holds_for,
     mode_passes,
     pytree,
-    schema_of,
     set_grad_enabled,
     size_guard,
 )
 from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
 from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
-from fxpipe.trace.export.whole_operator import clauses_of, guards_of
+from fxpipe.trace.export.whole_operator import clauses_of, guards_of, sizes_in
 from fxpipe.trace.keeping import RegionCall
 from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, patched
 from fxpipe.trace.snapshot import storage_of
@@ -52,7 +51,6 @@ _WHOLE = torch.ops.fxpipe.whole.default
 _SIZE = torch.ops.aten.sym_size.int
 _GIVEN = ("input", "stand-in")
 _ASKED = re.compile(r"L\['t(\d+)'\]")
-_IN_PLACE = {operator.setitem, *(getattr(operator, name) for name in IN_PLACE_NAMES)}
 
 
 @contextlib.contextmanager
@@ -102,8 +100,11 @@ class _ModesInGraph:
     """Follows the modes through a graph. ``with`` blocks are numbered where they are entered."""
 
     cached: Iterator[bool]
+    grad: bool
+    """Whether gradients are on around the call."""
     _autocasts: list[tuple[int, Autocast]] = field(default_factory=list)
-    _without_grad: int = 0
+    _other_grad: int = 0
+    """The number of the block in which they are not as around the call."""
     _entered: int = 0
     _regions: dict[tuple[int, ...], int] = field(default_factory=dict)
 
@@ -123,20 +124,20 @@ class _ModesInGraph:
         return True
 
     def _set_grad(self, on: bool) -> None:
-        if on:
-            self._without_grad = 0
-        elif not self._without_grad:
+        if on is self.grad:
+            self._other_grad = 0
+        elif not self._other_grad:
             self._entered += 1
-            self._without_grad = self._entered
+            self._other_grad = self._entered
 
     def now(self) -> Modes | None:
         """The modes, in which a block is the same after a block inside it; None where nothing is changed."""
-        if not self._autocasts and not self._without_grad:
+        if not self._autocasts and not self._other_grad:
             return None
         innermost = {region.device: region for _, region in self._autocasts}
-        place = (*(number for number, _ in self._autocasts), -self._without_grad)
+        place = (*(number for number, _ in self._autocasts), -self._other_grad)
         number = self._regions.setdefault(place, len(self._regions) + 1)
-        return Modes(False if self._without_grad else None, tuple(innermost.values()), number)
+        return Modes(not self.grad if self._other_grad else None, tuple(innermost.values()), number)
 
 
 class _Conversion:
@@ -145,7 +146,7 @@ class _Conversion:
     def __init__(self, traced: Traced) -> None:
         self._traced = traced
         self._graph = fx.Graph()
-        self._modes = _ModesInGraph(iter(traced.cached))
+        self._modes = _ModesInGraph(iter(traced.cached), torch.is_grad_enabled())
         self._constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._parts: dict[tuple[Any, ...], fx.Node] = {}
@@ -162,7 +163,10 @@ class _Conversion:
         ends = accumulate((len(one) for one in traced.stand_ins.values()), initial=self._inputs)
         places = dict(zip(traced.stand_ins, starmap(range, pairwise(ends)), strict=True))
         called = [(call.region.name, places[call.key]) for call in traced.calls]
-        guards = guards_of(self._clauses, called)
+        uses = [zip(places[call.key], call.kept.uses, strict=True) for call in traced.calls]
+        unused = {place for each in uses for place, used in each if not used}
+        used = [clause for clause in self._clauses if unused.isdisjoint(place for place, _ in sizes_in(clause))]
+        guards = guards_of(used, called)
         self._guards = {call.key: guard for call, guard in zip(traced.calls, guards, strict=True)}
 
     def program(self) -> Program:
@@ -175,7 +179,6 @@ class _Conversion:
             if not known and not self._is_late(node):
                 self._convert(node)
         self._add_output()
-        _drop_dead(self._graph)
         return Program(
             self._traced.module,
             self._graph,
@@ -431,26 +434,11 @@ def _line_of(*nodes: fx.Node) -> str:
     return next((f"\n{line}" for line in lines if line), "")
 
 
-def _drop_dead(graph: fx.Graph) -> None:
-    """Drops what nothing uses, if all that it does is to compute a value."""
-    for node in reversed(list(graph.nodes)):
-        if not node.users and (node.op == "get_attr" or _is_pure(node)):
-            graph.erase_node(node)
-
-
 def _is_known(target: Any) -> bool:
     """Whether it is an operator, or a function of Python's or torch's on numbers: what can run by itself."""
     numbers = ("_operator", "builtins", "math")
     known = getattr(target, "__module__", None) in numbers or getattr(target, "__name__", "").startswith("sym_")
     return (isinstance(target, OpOverload) and target not in DUAL_NUMBERS) or known
-
-
-def _is_pure(node: fx.Node) -> bool:
-    target = node.target
-    if isinstance(target, OpOverload):
-        known = target.namespace in ("aten", "prims")
-        return known and not schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
-    return target is getattr or (getattr(target, "__module__", "") == "_operator" and target not in _IN_PLACE)
 
 
 def users_line(stack_trace: str) -> str | None:

@@ -16,11 +16,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
-from fxpipe.torch_compat import AUTOCAST_CACHE, RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
-from fxpipe.trace.attributes import AssignedBuffers, watching_attributes
+from fxpipe.torch_compat import (
+    AUTOCAST_CACHE,
+    RECURRENT_CACHES,
+    PythonKeyTracer,
+    function_apply,
+    import_dynamo,
+    is_constant,
+)
+from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, no_checkpoints, patched, refuse, refuse_changes
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
-from fxpipe.trace.user_line import definition, is_torchs
+from fxpipe.trace.user_line import definition, is_librarys, is_torchs
 
 _ASKED = "_cache_asked"
 """Where a region of autocast is told whether its caller wants a weight to be cast once in it."""
@@ -33,12 +40,13 @@ _CACHES = frozenset({_HOOKS_INSTALLED, *RECURRENT_CACHES})
 
 
 class TracingGuard:
-    """Watches the capture of a model, and of its loss function where that is a module."""
+    """Watches the capture of a model, and of its loss function where that is a module. ``has_regions``: whether a part
+    of it runs for real in every step."""
 
-    def __init__(self, module: nn.Module, loss: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module, loss: nn.Module | None = None, has_regions: bool = False) -> None:
         self._roots = [module] if loss is None else [loss, module]  # what is in both is called as in the model
         self._paths = {id(vars(part)): name for root in self._roots for name, part in root.named_modules()}
-        self._buffers = AssignedBuffers()
+        self._buffers, self.own, self._has_regions = AssignedBuffers(), CallAttributes(), has_regions
         self._undo: list[Callable[[], None]] = []
         self._snapshots: dict[nn.Module, Snapshot] = {}
         self._owned = {storage_of(parameter) for parameter in module.parameters()}
@@ -68,14 +76,16 @@ class TracingGuard:
             with contextlib.ExitStack() as stack:
                 for owner, name, value in self._patches():
                     stack.enter_context(patched(owner, name, value))
-                stack.enter_context(watching_attributes(self._paths, self._take_attribute))
+                stack.enter_context(watching_attributes(self._paths, self._take_attribute, self.own))
                 stack.enter_context(no_checkpoints())
                 yield
+            self.own.put_back()
             for root, snapshot in self._snapshots.items():
                 refuse_changes(root, _unexpected(root, snapshot), _RETURN_IT)
             self._buffers.write()
         finally:
             self._buffers.put_back()
+            self.own.put_back()
             while self._undo:
                 self._undo.pop()()
 
@@ -109,9 +119,11 @@ class TracingGuard:
         if name in _CACHES:
             self._undo.append(_putting_back(vars(module), name))
             return False
-        if not self._buffers.assign(module, name, value, _joined(path, name)) and not _is_unchanged(
-            module, name, value
-        ):
+        if self._buffers.assign(module, name, value, _joined(path, name)):
+            return True
+        if not self._has_regions and self.own.take(module, name, value, is_constant(value)):
+            return False
+        if not _is_unchanged(module, name, value):
             raise refuse(f"forward sets {_joined(path, name)}, {ONCE}", _RETURN_IT)
         return True
 
@@ -238,10 +250,10 @@ def _guarded_inference_mode() -> Callable[[Any], None]:
 
 
 def _refused_to_users(original: Callable[..., Any], refusal: Callable[[], TraceError]) -> Callable[..., Any]:
-    """The function as it is for torch's own calls, and an error for the user's."""
+    """The function for torch's own calls, be it through a mode of fxpipe's, and an error for the user's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_torchs(sys._getframe(1).f_code.co_filename):
+        if not is_librarys(sys._getframe(1).f_code.co_filename):
             raise refusal()
         return original(*args, **kwargs)
 

@@ -149,16 +149,18 @@ _STAND_INS = {"len": _length, "type": _Type}
 
 
 @contextlib.contextmanager
-def fixing_lines() -> Iterator[list[str]]:
-    """The lines of the user's source, in traceback form, that make a number of a symbolic size while it is open."""
+def fixing_lines() -> Iterator[list[tuple[str, bool]]]:
+    """The lines of the user's source, in traceback form, that make a number of a symbolic size while it is open; with
+    whether of the size itself, and not of what is computed from it."""
     env, name = size_decisions()
-    decide, lines = getattr(env, name), list[str]()
+    decide, lines = getattr(env, name), list[tuple[str, bool]]()
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         guards, fixed = len(self.guards), _fixed(self)
         answer = decide(self, *args, **kwargs)
-        if _fixed(self) > fixed or (len(self.guards) > guards and not _is_bool(answer)):
-            lines.append(current_line())
+        of_size = _fixed(self) > fixed
+        if of_size or (len(self.guards) > guards and not _is_bool(answer)):
+            lines.append((current_line(), of_size))
         return answer
 
     with patched(env, name, noting):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
-from fxpipe.graph.kept import TENSOR, KeptWhole
+from fxpipe.graph.kept import TENSOR, KeptWhole, kept_in
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
@@ -38,8 +38,8 @@ from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, sizes_as_
 from fxpipe.trace.export.whole_operator import SizeClauses, whole
 from fxpipe.trace.fake import fake_model
 from fxpipe.trace.keeping import RegionCall, Regions
-from fxpipe.trace.patching import plain_modes, refuse
-from fxpipe.trace.request import Request, named
+from fxpipe.trace.patching import refuse
+from fxpipe.trace.request import Place, Request, named
 from fxpipe.trace.user_line import line_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
@@ -50,36 +50,49 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What a graph computes: tensors, and Python numbers that are the values of tensors."""
 
 
-@plain_modes()
 @paused()
 def export(request: Request) -> Program:
     """Captures by running forward on fake tensors; TraceError for what a graph cannot hold, with the user's line.
 
     With dimensions that vary kept symbolic, where the model allows it.
     """
-    if any(seen.may_return_others for seen in request.seen.values()):
-        request = replace(request, varying=frozenset())  # how many there are is a part of the capture
     made = _export_regions if request.seen else _export
     if not request.varying:
         return made(request)
     try:
-        return made(request)
+        program = made(request)
+        opened = [call for part in program.opaque.values() for call in kept_in(part) if call.opened]
+        counted = _as_large(request, {one.count for call in opened for one in call.opened if not one.unpacked})
+        if not counted:
+            return program
+        made_again = made(replace(request, varying=request.varying - counted))
+        counts = [f"forward looks at entries of a list that {call.name} returns" for call in opened]
+        lines = dict.fromkeys(one.opened_at for call in opened for one in call.opened if not one.unpacked)
+        told = "\n".join([f"{' and '.join(counts)}, so each number of them takes a capture", *filter(None, lines)])
+        return made_again.replace(fixed_sizes="\n".join(filter(None, [told, made_again.fixed_sizes])))
     except TraceError as error:
         why = f"torch.export takes no symbolic size of {named(request.varying)}: {error}"
     return made(replace(request, varying=frozenset())).replace(fixed_sizes=why)
 
 
+def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
+    """The dimensions that vary and have one of these sizes, as a list has an entry for each image."""
+    leaves = {name: pytree.tree_leaves(value) for name, value in (request.example or {}).items()}
+    return frozenset(place for place in request.varying if leaves[place[0]][place[1]].shape[place[2]] in counts)
+
+
 def _export(request: Request) -> Program:
     assert request.example is not None
     _refuse_objects(request.example)
-    guard = TracingGuard(request.module, request.loss_module)
+    guard = TracingGuard(request.module, request.loss_module, bool(request.whole))
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}
             call = ExportedCall(request, guard, fake.inputs(request.example), stand_ins)
             with fixing_lines() as lines:  # none, where nothing is symbolic
                 exported = _exported(call)
-        program = call.traced(exported).program().replace(fixed_sizes=call.fixed_sizes(exported, lines))
+        program = call.traced(exported).program().replace(sets=guard.own.taken)
+        program = program.replace(fixed_sizes=call.fixed_sizes(exported, lines))
     check_boundaries(program.graph, call.boundaries)
     return program
 
@@ -127,7 +140,7 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
             any_size = sizes_like_any() if call.stand_ins else contextlib.nullcontext()
             with any_size, sizes_as_numbers() if sizes is not None else contextlib.nullcontext():
                 exported = torch.export.export(_Root(call), given, dynamic_shapes=sizes, strict=False)
-    except TraceError:
+    except FxpipeError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
@@ -202,7 +215,7 @@ class ExportedCall:
         returned = [leaf for leaves in self.stand_ins.values() for leaf in leaves]
         return inputs, [dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in returned]
 
-    def fixed_sizes(self, exported: torch.export.ExportedProgram, lines: Sequence[str]) -> str:
+    def fixed_sizes(self, exported: torch.export.ExportedProgram, lines: Sequence[tuple[str, bool]]) -> str:
         """What of the dimensions that vary the capture has as numbers, and which lines made numbers of sizes."""
         inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
         specs = zip(inputs, exported.graph_signature.input_specs, strict=True)
@@ -214,7 +227,8 @@ class ExportedCall:
             for dim in dims
             if is_fixed(tensor.shape[dim])
         ]
-        told = list(dict.fromkeys(filter(None, lines)))[:_LINES]
+        # what a region returns has sizes too, of which a number may be the code's own, as in .expand(3, -1, -1)
+        told = list(dict.fromkeys(line for line, of_size in lines if line and (places or not of_size)))[:_LINES]
         if not self.request.varying or not (places or told):
             return ""
         what = f"the size of {named(places)}" if places else "a size"

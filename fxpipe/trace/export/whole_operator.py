@@ -53,15 +53,16 @@ class SizeClauses(NamedTuple):
     clauses: tuple[str, ...]
     others: tuple[Size, ...]
 
-    def check(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         """RunError where it is not so."""
         told: dict[int, Any] = {}
         for (place, dim), size in zip(self.others, sizes, strict=True):
             told.setdefault(place, {})[dim] = int(size)
-        broken = self.broken(told | {self.first + place: tensor.shape for place, tensor in enumerate(tensors)})
+        shapes = {place: list(tensor.shape) for place, tensor in enumerate(tensors) if tensor is not None}
+        broken = self.broken(told | {self.first + place: shape for place, shape in shapes.items()})
         if broken is not None:
             raise RunError(
-                f"{self.name}, which is kept whole, returned tensors of shapes {[list(t.shape) for t in tensors]}, and "
+                f"{self.name}, which is kept whole, returned tensors of shapes {list(shapes.values())}, and "
                 f"what is behind it was captured for those with {self._in_words(broken)} alone: keep the code whole, "
                 "too, that looks at these sizes, or return tensors of sizes for which the same code runs"
             )

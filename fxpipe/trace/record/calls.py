@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import no_function_modes, pytree
-from fxpipe.trace.attributes import AssignedBuffers, watching_attributes
+from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.fake import outside
 from fxpipe.trace.keeping import RegionCall
 from fxpipe.trace.patching import patched
@@ -26,11 +26,10 @@ from fxpipe.trace.record.functions import functions_watched
 from fxpipe.trace.record.methods import Name, kept_method, method_in
 from fxpipe.trace.record.opaque import Applied, Method
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
-from fxpipe.trace.record.rehearsal import GivenBack, Rehearsed, rehearse
+from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
 from fxpipe.trace.record.tape import Touched, tensors
 from fxpipe.trace.record.touched import PythonState
 from fxpipe.trace.record.whole import Wholes, held_by
-from fxpipe.trace.snapshot import storage_of
 from fxpipe.trace.user_line import current_line, definition
 
 
@@ -68,7 +67,9 @@ class Calls:
         self._thread = threading.get_ident()
         self.lines: dict[str, str] = {}
         """Where forward has set an attribute last, by its name in the model."""
-        self._buffers = AssignedBuffers()
+        self._buffers, self.own = AssignedBuffers(), CallAttributes()
+        self.in_call: set[str] = set()
+        """Attributes that forward sets before it reads them."""
         stand_ins = [*module.named_parameters(), *module.named_buffers()]
         self._real_of = {id(tensor): real[name] for name, tensor in stand_ins}
         self._wholes = Wholes(recorder, module, self._paths, self._buffers, self.lines)
@@ -86,7 +87,7 @@ class Calls:
                 stack.enter_context(patched(owner, name, self._method_of(owner, name)))
             stack.enter_context(functions_watched(self._recorder, self._is_ours, self._apply))
             stack.callback(self._buffers.put_back)
-            stack.enter_context(watching_attributes(self._paths, self._note_attribute))
+            stack.enter_context(watching_attributes(self._paths, self._note_attribute, self.own))
             stack.enter_context(self._recorder.blocks.counting())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(patched(torch, "_check_tensor_all_with", _unchecked))
@@ -106,7 +107,11 @@ class Calls:
             return False
         full = f"{path}.{name}" if path else name
         self.lines[full] = current_line()
-        return self._buffers.assign(module, name, value, full)
+        if self._buffers.assign(module, name, value, full):
+            return True
+        if isinstance(value, Tensor) and self.own.take(module, name, value, self._recorder.is_constant(value)):
+            self.in_call.add(full)
+        return False
 
     # submodules
 
@@ -139,9 +144,9 @@ class Calls:
         finally:
             recorder.stack = around
         recorder.check_random()
-        is_stateful = self._look_at_state(frame, touched)
-        if self._wholes.is_whole(frame, result, touched, is_stateful) and self._may_be_kept(frame):
-            return self._keep_whole(frame, result, touched, is_stateful)
+        self._look_at_state(frame, touched)
+        if self._wholes.is_whole(frame, result, touched) and self._may_be_kept(frame):
+            return self._keep_whole(frame, result, touched)
         self._check_backward_hooks(path, module)
         return result
 
@@ -150,23 +155,20 @@ class Calls:
         held = sum(tensor.numel() * tensor.element_size() for tensor in frame.module.parameters())
         return frame.path not in self._descend and (self._limit is None or held <= self._limit)
 
-    def _keep_whole(self, frame: Frame, result: Any, touched: Touched, is_stateful: bool) -> Any:
-        """The result of a call that is one operation. ``is_stateful``: whether it may be another one in each step."""
+    def _keep_whole(self, frame: Frame, result: Any, touched: Touched) -> Any:
+        """The result of a call that is one operation."""
         recorder = self._recorder
         assert frame.module is not None
         self.reset = frame.reset
         self.excused |= {f"{self._paths[owner]}.{name}" for owner, name in frame.changes if owner in self._paths}
         made = [tensor for tensor in tensors(result) if id(tensor) not in frame.given]
-        hooked = _has_hooks(frame.module)
-        reads_later = hooked or recorder.hooks > frame.hooks
+        hooked, is_stateful = _has_hooks(frame.module), touched.is_stateful
         skips = not made and any(True for _ in frame.module.parameters())  # a layer, and not an nn.Identity
         if not made and not hooked and not is_stateful and not skips and len(recorder.tape) == frame.start:
             return result
         effects = effects_of(touched, frame.tensors, result, self.storages)
         if is_stateful or skips:
             result = pytree.tree_map_only(Tensor, lambda leaf: self._as_made(frame, leaf), result)
-        if reads_later:  # hooks may keep what the call is given, and read it in backward
-            effects = replace(effects, unread=())
         collapse(recorder, frame, frame.path, result, touched, effects, kept=bool(effects.writes or hooked or not made))
         return result
 
@@ -257,10 +259,10 @@ class Calls:
         try:
             with recorder.touched.noting() as touched:
                 result = inner(*args, **kwargs)
-                touched.reads |= {storage_of(tensor) for tensor in frame.tensors}  # backward may, by what ctx keeps
         except NeedsValues as error:
             return self._rehearsed(frame, inner, args, kwargs, name, error)
-        if self._wholes.is_whole(frame, result, touched, is_stateful=False):
+        touched.is_stateful |= recorder.random_moved()
+        if self._wholes.is_whole(frame, result, touched):
             effects = effects_of(touched, frame.tensors, result, self.storages)
             collapse(recorder, frame, name, result, touched, effects, kept=False)
         else:
@@ -316,36 +318,43 @@ class Calls:
         if not self._wholes.is_untouched(frame) or self._wholes.writes_elsewhere(frame, found.touched):
             raise error
         self.reset = frame.reset
-        found.touched.draws_random |= any(states)
+        found.touched.is_stateful |= any(states)
+        # another branch may draw: a vector quantiser puts random rows in place of codes that died
+        found.touched.draws_random |= bool(found.touched.reads & self.storages.keys())
         if isinstance(frame.module, Method):  # of the parts that it uses, it may use more another time
             used = (part for part in frame.module.parts.children() if held_by(part) & found.touched.reads)
             found.touched.reads |= set().union(*map(held_by, used))
         result = self._faked(frame, found)
-        effects = effects_of(found.touched, frame.tensors, (), self.storages)
-        effects = replace(effects, shares=found.shares, unread=(), is_rehearsed=True)
+        effects = effects_of(found.touched, frame.tensors, result, self.storages)
+        shares = tuple(sorted({*effects.shares, *found.shares.values()}))
+        effects = replace(effects, shares=shares, is_rehearsed=True)
         collapse(recorder, frame, target, result, found.touched, effects, kept=True)
         return result
 
     def _faked(self, frame: Frame, found: Rehearsed) -> Any:
-        def faked(leaf: Any) -> Any:
-            if isinstance(leaf, GivenBack):  # on other values it may be something else
-                return self._as_made(frame, frame.tensors[leaf.place])
-            return self._recorder.fake.made(leaf) if isinstance(leaf, TensorLike) else leaf
+        """What a rehearsed call returns; with the memory of an argument where it may share that."""
 
-        return pytree.tree_map(faked, found.result, is_leaf=lambda leaf: isinstance(leaf, (TensorLike, GivenBack)))
+        def faked(number: int, like: TensorLike) -> Tensor:
+            shared = frame.tensors[found.shares[number]] if number in found.shares else None
+            if shared is None or shared.dtype != like.dtype or shared.requires_grad < like.requires_grad:
+                return self._recorder.fake.made(like)
+            with no_function_modes():
+                shared = shared if like.requires_grad else shared.detach()
+                return shared.as_strided(like.shape, like.stride)
+
+        leaves, spec = pytree.tree_flatten(found.result)
+        made = [None if like is None else faked(number, like) for number, like in enumerate(leaves)]
+        return pytree.tree_unflatten(made, spec)
 
     # what no operation shows
 
-    def _look_at_state(self, frame: Frame, touched: Touched) -> bool:
-        """Whether a call has changed attributes or drawn Python's random numbers: it must run once, on what it got."""
+    def _look_at_state(self, frame: Frame, touched: Touched) -> None:
+        """Notes whether a call has changed attributes or drawn Python's random numbers: it must run once."""
         assert frame.python is not None
         frame.changes = frame.python.changes()
         with outside():
-            is_stateful = bool(frame.changes) or frame.python.drawn()
-        if is_stateful:
-            touched.draws_random = True
-            touched.reads |= {storage_of(tensor) for tensor in frame.tensors}
-        return is_stateful
+            touched.is_stateful |= bool(frame.changes) or frame.python.drawn()
+        self._recorder.touched.note(touched)
 
     def reset_in(self, module: nn.Module) -> dict[str, str]:
         """Plain attributes in a submodule that are not what they were before the capture, and the lines where set."""

@@ -1,12 +1,16 @@
-"""Branches that go one way whatever is drawn: ``torch.rand([]) < layerdrop``, where ``layerdrop`` is 0.
+"""Branches that go one way in every step.
 
-No input of the model reaches such a number, and of what ``torch.rand`` draws the range is known: [0, 1).
+``torch.rand([]) < layerdrop``, where ``layerdrop`` is 0: no input of the model reaches such a number, and of what
+``torch.rand`` draws the range is known: [0, 1). ``assert h.isfinite().all()``: the other way raises.
 """
 
 from __future__ import annotations
 
+import dis
 import operator
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,6 +48,54 @@ def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bo
     if comparison is None or not _is_drawn(drawn, tape) or type(bound) not in (int, float):
         return None
     return True if _ALWAYS[comparison](bound) else False if _NEVER[comparison](bound) else None
+
+
+def passing() -> bool | None:
+    """The truth of a tensor with which the code that asks for it goes on; None where the other one does not raise.
+
+    So for ``assert``, for ``if not valid.all(): raise ValueError`` in ``torch.distributions``, and for
+    ``assert all(h.isfinite().all() for h in hidden)``. torch's own assertions are no part of a program either.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("fxpipe."):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code = [one for one in dis.get_instructions(frame.f_code) if one.opname not in _BETWEEN]
+    places = [place for place, one in enumerate(code) if one.offset >= frame.f_lasti]
+    jump = next((place for place in places[:2] if "_IF_" in code[place].opname), None)
+    if jump is None:
+        return None
+    if_true = "_IF_TRUE" in code[jump].opname
+    if _raises(code, _target(code, jump)):
+        return not if_true
+    return if_true if _raises(code, jump + 1) else None
+
+
+def _raises(code: Sequence[dis.Instruction], start: int) -> bool:
+    """Whether all ways from there lead to a ``raise``."""
+    waiting, seen = [start], set[int]()
+    while waiting:
+        place = waiting.pop()
+        name = code[place].opname
+        if place in seen or name in ("RAISE_VARARGS", "RERAISE"):
+            continue
+        if name.startswith(("RETURN", "YIELD")):
+            return False
+        seen.add(place)
+        if code[place].opcode in (*dis.hasjrel, *dis.hasjabs):
+            waiting.append(_target(code, place))
+        if not name.startswith("JUMP_") or "_IF_" in name:
+            waiting.append(place + 1)
+    return True
+
+
+_BETWEEN = ("PRECALL", "TO_BOOL", "NOT_TAKEN")
+"""Instructions of some versions of Python between the one that asks and the jump."""
+
+
+def _target(code: Sequence[dis.Instruction], jump: int) -> int:
+    return next(place for place, one in enumerate(code) if one.offset >= code[jump].argval)
 
 
 def _is_drawn(value: Any, tape: Sequence[Operation | Obstacle]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.modes import enter_modes, leave_modes
 from fxpipe.graph.program import Effects
+from fxpipe.graph.root import graph_module
 from fxpipe.graph.stage_calls import check_shapes, shapes_of
 from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.opaque import Checkpointed
@@ -237,7 +238,7 @@ class _Outliner:
         writer.graph.output(tuple(writer.argument(value) for value in outputs))
         called = {str(node.target) for node in writer.graph.nodes if node.op == "call_module"}
         root = {name: self.opaque.get(name) or self.module.get_submodule(name) for name in sorted(called)}
-        return fx.GraphModule(root, writer.graph, class_name="checkpointed")
+        return graph_module(root, writer.graph, "checkpointed")
 
 
 class _Use(NamedTuple):
@@ -278,8 +279,7 @@ def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages:
         reads=_names(touched.reads, storages),
         writes=_names(touched.writes, storages),
         shares=tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
-        unread=tuple(place for place, t in enumerate(given) if storage_of(t) not in touched.reads | shared),
-        draws_random=touched.draws_random,
+        draws_random=touched.draws_random or touched.is_stateful,
     )
 
 

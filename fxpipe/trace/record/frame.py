@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.graph.like import TensorLike
-from fxpipe.graph.operators import blank
 from fxpipe.graph.program import Effects
 from fxpipe.trace.fake import outside
 from fxpipe.trace.record.recorder import Recorder
-from fxpipe.trace.record.tape import Operation, Surroundings, TapeValue, Touched, is_plain, mapped, paths, tensors
+from fxpipe.trace.record.tape import Operation, Surroundings, TapeValue, Touched, is_plain, paths, tensors
 from fxpipe.trace.record.touched import PythonState
 
 
@@ -34,8 +32,6 @@ class Frame:
     """How many calls that the user has kept whole had been recorded."""
     assigned: int
     """How many buffers had been set."""
-    hooks: int
-    """How many hooks on tensors there were."""
     differentiated: int
     """By how many values gradients had been taken."""
     changed: frozenset[str]
@@ -81,7 +77,6 @@ def enter(
         boundaries=recorder.boundaries,
         regions=recorder.regions,
         assigned=assigned,
-        hooks=recorder.hooks,
         differentiated=len(recorder.differentiated),
         changed=changed,
     )
@@ -108,28 +103,9 @@ def collapse(
             operation.hidden_in = frame.path
     recorder.random_moved()
     recorder.excused |= frozenset(recorder.changes()) - frame.changed
-    args, kwargs = _with_stand_ins(recorder, frame, effects)
-    made = recorder.append("call_module", target, args, kwargs, result, touched, frame.place, effects)
+    arguments = frame.args, frame.kwargs
+    made = recorder.append("call_module", target, *arguments, result, touched, frame.place, effects)
     made.kept = kept
     for path, leaf in paths(result):
         if isinstance(leaf, Tensor) and id(leaf) not in frame.given:
             recorder.name(leaf, TapeValue(made, path))
-
-
-def _with_stand_ins(recorder: Recorder, frame: Frame, effects: Effects) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a call is given; in place of tensors whose numbers it does not read, others like them.
-
-    A rotary embedding asks hidden states for their type alone, and depends on nothing that they are computed from.
-    """
-    given = iter(range(len(frame.tensors)))
-
-    def stand_in(leaf: Any) -> Any:
-        if not isinstance(leaf, TapeValue) or (place := next(given)) not in effects.unread:
-            return leaf
-        like = TensorLike.of(frame.tensors[place])
-        arguments = (like.shape, like.dtype, frame.tensors[place].device)
-        fake = recorder.fake.made(replace(like, requires_grad=False))
-        return TapeValue(recorder.append("call_function", blank, arguments, {}, fake, Touched(), frame.place), ())
-
-    args = mapped(frame.args, stand_in)
-    return args, mapped(frame.kwargs, stand_in)

@@ -77,11 +77,10 @@ _DUAL = "forward enters a level of forward-mode differentiation, which is not re
 def _noted(
     recorder: Recorder, original: Callable[..., Any], is_ours: Callable[[], bool], fact: str
 ) -> Callable[..., Any]:
-    """A function which means something only where what is around it is kept whole, and may look at tensors later."""
+    """A function which means something only where what is around it is kept whole."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_ours():
-            recorder.hooks += 1
             recorder.problem(fact, "do it inside a submodule that holds no boundary, which then runs as a whole")
         return original(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, words
+from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
-from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
+from fxpipe.torch_compat import CHECKS, DynamicOutputShapeException, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
-from fxpipe.trace.record.certain import outcome
+from fxpipe.trace.record.certain import outcome, passing
+from fxpipe.trace.record.constants import Constants, NotConstant
 from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
     PLAIN,
@@ -70,7 +73,8 @@ class Recorder:
     def __init__(
         self,
         fake: FakeModel,
-        real_names: Mapping[int, str],
+        real: Mapping[str, Tensor],
+        numbers: Mapping[str, Tensor],
         stand_ins: Mapping[str, Tensor],
         changes: Callable[[], Iterable[str]],
     ) -> None:
@@ -81,8 +85,6 @@ class Recorder:
         """Those that were changed inside of calls that are kept whole."""
         self.hooked: dict[int, Tensor] = {}
         """The tensors that gradient hooks were put on."""
-        self.hooks = 0
-        """How often forward has done what may read tensors later, in backward."""
         self.differentiated: list[TapeValue] = []
         """What gradients were taken by, in forward."""
         self.tape: list[Operation | Obstacle] = []
@@ -99,12 +101,17 @@ class Recorder:
         self.mode = _Mode(self)
         self.paused = False
         """Whether what runs now is not to be recorded."""
+        self._is_sized = False
+        """Whether constants have decided the sizes of what a function has returned last."""
         self.is_running = False
         """Whether a function of torch runs now, which is recorded as a whole."""
-        self._real_names, self._stand_ins = real_names, stand_ins
+        self._real_names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
+        self._stand_ins, self._numbers = stand_ins, Constants(numbers, self.tape)
         self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self.serial = 0
         self._line: str | None = None
+        self._unmapped: NeedsValues | None = None
+        """Why ``torch.vmap`` cannot be recorded, as it was found inside of it."""
         self._random = RandomState()
         for name, tensor in stand_ins.items():
             self.name(tensor, TapeValue(NamedSource("get_attr", name, tensor)))
@@ -128,6 +135,17 @@ class Recorder:
     def known(self, tensor: Tensor) -> TapeValue | None:
         """The value that a tensor stands for, if it stands for any."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
+
+    def is_constant(self, value: Any) -> bool:
+        """Whether a value is a tensor of no inputs, parameters or random numbers: always the same."""
+        known = self._values.get(id(value))
+        waiting = [known[1].maker] if known is not None else []
+        while waiting:
+            maker = waiting.pop()
+            if isinstance(maker, NamedSource) or maker.kind == "call_module" or maker.touched.draws_random:
+                return False
+            waiting += [leaf.maker for leaf in leaves((maker.args, maker.kwargs)) if isinstance(leaf, TapeValue)]
+        return known is not None
 
     def _constant(self, tensor: Tensor) -> TapeValue:
         """A tensor that was met for the first time: a parameter by another reference, or a constant."""
@@ -160,8 +178,11 @@ class Recorder:
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
         if function in CHECKS and isinstance(args[0], Tensor):
             return None  # an assertion on the values of tensors is not a part of the program
-        if function is Tensor.__bool__ and (certain := outcome(self.known(args[0]), self.tape)) is not None:
-            return certain
+        if function is Tensor.__bool__:
+            certain = outcome(self.known(args[0]), self.tape)
+            certain = passing() if certain is None else certain
+            if certain is not None:
+                return certain
         if name in _HOOKS:
             self.problem(f"forward calls {name} on a tensor, which is not recorded", _INSIDE)
         if function is BACKWARD:
@@ -175,8 +196,6 @@ class Recorder:
             self.differentiated += [self.value_of(tensor) for tensor in tensors(inputs)]
         if name.startswith("register_"):
             self.hooked[id(args[0])] = args[0]
-        if name.startswith("register_") or getter_of(function) == "grad_fn":  # which takes hooks, too
-            self.hooks += 1
         setter = setter_of(function)
         if setter == "requires_grad":
             self.call(Tensor.requires_grad_, args, kwargs)
@@ -189,15 +208,18 @@ class Recorder:
             result = self._run(function, args, kwargs)
         if self._changes_nothing(function, args, kwargs, result, touched):
             return result
-        self._record(function, args, kwargs, result, touched)
+        self._record(function, args, kwargs, result, touched, self._is_sized)
         return result
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
-        self.is_running = True
+        self.is_running, self._is_sized = True, False
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            if isinstance(error, DynamicOutputShapeException):
+                with contextlib.suppress(NotConstant):
+                    return self._sized(function, args, kwargs)
             if needs_values(error):
                 raise NeedsValues(str(refuse(_ASKS.format(name=_shown(function)), _INSIDE))) from error
             if isinstance(error, (RuntimeError, NotImplementedError)):
@@ -206,6 +228,19 @@ class Recorder:
             raise
         finally:
             self.is_running = False
+
+    def _sized(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function whose sizes constants decide; NotConstant where it is none."""
+        with outside():
+            found = self._numbers.result(function, args, kwargs, self.value_of)
+        self._is_sized = True
+        needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors((args, kwargs)))
+
+        def made(leaf: Tensor) -> Tensor:
+            is_trained = needs and leaf.is_floating_point()
+            return self.fake.made(replace(TensorLike.of(leaf), requires_grad=is_trained))
+
+        return pytree.tree_map_only(Tensor, made, found)
 
     def _stand_in(self, leaf: Any) -> Any:
         name = self._real_names.get(id(leaf))
@@ -232,10 +267,18 @@ class Recorder:
         return is_given and name_of(function) not in _SAME_TENSOR
 
     def _record(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, touched: Touched
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        touched: Touched,
+        is_sized: bool = False,
     ) -> None:
         kind, target, args, kwargs = target_of(function, args, kwargs)
-        operation = self.append(kind, target, self.as_values(args), self.as_values(kwargs), result, touched)
+        values, named = self.as_values(args), self.as_values(kwargs)
+        effects = Effects(is_rehearsed=True) if is_sized else None  # a constant may be another one later
+        operation = self.append(kind, target, values, named, result, touched, effects=effects)
         if touched.writes & {storage_of(constant) for constant in self.constants.values()}:
             self.problem(
                 "forward writes a tensor that is no buffer of the model, and all micro-batches would write the same",
@@ -258,6 +301,7 @@ class Recorder:
         effects: Effects | None = None,
     ) -> Operation:
         self.check_random()
+        self.touched.note(touched)  # the calls around do what is done inside of them
         self.serial += 1
         place = place or self.place()
         ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
@@ -325,12 +369,15 @@ class Recorder:
                 yield
         finally:
             self.paused = False
+        if self._unmapped is not None:
+            raise self._unmapped
 
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operator on fake tensors, and records it."""
         if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
             fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
-            raise NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
+            # not raised here: torch.vmap's C++ code lets no exception through, and would end the process
+            self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
         with self.touched.noting() as touched:
             result = self._run(operator, args, kwargs)
         if not self._changes_nothing(operator, args, kwargs, result, touched):
@@ -348,7 +395,8 @@ class Recorder:
         around, self.checkpoints = self.checkpoints, ()
         self._ended |= dict.fromkeys(self._begun(around), name or "an unnamed one")
         try:
-            return crossing(value, lambda leaf: isinstance(leaf, Tensor), partial(self._behind, words(name, gather)))
+            behind = partial(self._behind, words(name, gather), gather is not None)
+            return crossing(value, lambda leaf: isinstance(leaf, Tensor), behind)
         finally:
             self.checkpoints = around
 
@@ -357,7 +405,7 @@ class Recorder:
         begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
         return [part for part in parts if part in begun]
 
-    def _behind(self, told: tuple[Any, ...], given: list[Tensor]) -> list[Tensor]:
+    def _behind(self, told: tuple[Any, ...], gathers: bool, given: list[Tensor]) -> list[Tensor]:
         """Tensors as they are behind a boundary."""
         self.boundaries += 1
         if self.paused:
@@ -365,11 +413,23 @@ class Recorder:
         with no_function_modes(), torch.enable_grad():
             behind = [tensor.view_as(tensor) for tensor in given]
         values = [self.value_of(tensor) for tensor in given]
+        for tensor, value in zip(given, values, strict=True):
+            if gathers and tensor.numel() == 1:
+                self._seen_into(value)
         operation = self.append("call_function", boundary, (values, *told), {}, behind, Touched())
         operation.kept = True
         for index, tensor in enumerate(behind):
             self.name(tensor, TapeValue(operation, (index,)))
         return behind
+
+    def _seen_into(self, value: TapeValue) -> None:
+        """A number that is gathered may be one of parameters alone, as ``logit_scale.exp()``, which stages compute
+        behind the boundary: what is called as a whole does not show it."""
+        maker = value.maker
+        if isinstance(maker, Operation) and maker.kind == "call_module":
+            place = "".join(f"[{key!r}]" for key in value.path)
+            fact = f"what {maker.target} returns{place and f' at {place}'} is one number, and is gathered"
+            self.problem(fact, "compute it behind the boundary", descend=str(maker.target))
 
 
 class _Mode(TorchFunctionMode):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,22 +24,15 @@ from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal has shown. ``result``: with a ``TensorLike`` or ``GivenBack`` in place of each tensor.
+    """What a rehearsal has shown. ``result``: with a ``TensorLike`` in place of each tensor.
 
     ``touched``: memory of the model's tensors and of the arguments, by the identity of what stands for them in the
-    capture.
+    capture. ``shares``: which leaf of the result may share memory with which tensor argument, by their places.
     """
 
     result: Any
     touched: Touched
-    shares: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GivenBack:
-    """The tensor argument of that place, returned as it is."""
-
-    place: int
+    shares: Mapping[int, int]
 
 
 def rehearse(
@@ -63,7 +56,11 @@ def rehearse(
             state.restore()
     if first.result != second.result:
         raise TraceError("the shape of what it returns depends on the values of its inputs")
-    return first
+    shares = {**first.shares, **second.shares}
+    if shares != {**second.shares, **first.shares}:
+        raise TraceError("the values of its inputs decide which of them it returns; return a copy of it")
+    first.touched.add(second.touched)  # on other numbers it may go another way
+    return replace(first, shares=shares)
 
 
 def _cuda_devices(real_of: Mapping[int, Tensor]) -> list[int]:
@@ -83,24 +80,28 @@ class _Rehearsal:
     def run(self, seed: int, highest: int = 0) -> Rehearsed:
         torch.manual_seed(seed)
         copies: dict[int, Tensor] = {}  # by the identity of the fake tensor
-        fakes = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-        for fake in fakes:
-            copies[id(fake)] = _numbers(self.real_of.get(id(fake)), fake, seed, highest)
-        given = [copies[id(fake)] for fake in fakes]
-        originals = {id(tensor): tensor for tensor in fakes}
+        originals: dict[int, Tensor] = {}
+
+        def copy_of(fake: Tensor) -> Tensor:
+            originals[id(fake)] = fake
+            if id(fake) not in copies:
+                copies[id(fake)] = _numbers(self.real_of.get(id(fake)), fake, seed, highest)
+            return copies[id(fake)]
+
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        given = [copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         with contextlib.ExitStack() as stack:
             if self.module is not None:
-                stack.enter_context(_copies_in(self.module, self.real_of, copies, originals))
-            args, kwargs = pytree.tree_map_only(Tensor, lambda fake: copies[id(fake)], (self.args, self.kwargs))
+                stack.enter_context(_copies_in(self.module, copy_of))
+            args, kwargs = pytree.tree_map_only(Tensor, copy_of, (self.args, self.kwargs))
             mode = TouchedMode()
             with mode, mode.noting() as touched:
                 result = self.function(*args, **kwargs)
         places = {storage_of(copies[key]): storage_of(original) for key, original in originals.items()}
-        shared = {storage_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
         return Rehearsed(
-            pytree.tree_map(lambda leaf: _described(leaf, given), result),
+            pytree.tree_map(_described, result),
             Touched(_translated(touched.reads, places), _translated(touched.writes, places), touched.draws_random),
-            tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
+            _shares(result, given),
         )
 
 
@@ -122,25 +123,28 @@ def _translated(storages: set[int], places: Mapping[int, int]) -> set[int]:
     return {places[storage] for storage in storages if storage in places}
 
 
-def _described(leaf: Any, given: list[Tensor]) -> Any:
-    if not isinstance(leaf, Tensor):
-        if leaf is None:
-            return None
-        raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
-    place = next((place for place, tensor in enumerate(given) if tensor is leaf), None)
-    return TensorLike.of(leaf) if place is None else GivenBack(place)
+def _described(leaf: Any) -> TensorLike | None:
+    if leaf is None or isinstance(leaf, Tensor):
+        return None if leaf is None else TensorLike.of(leaf)
+    raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
 
 
-def _numbers(real: Tensor | None, fake: Tensor, seed: int = 0, highest: int = 0) -> Tensor:
-    """The model's own numbers, in the type of what stands for them; made up where there are none."""
+def _shares(result: Any, given: list[Tensor]) -> dict[int, int]:
+    places = {storage_of(tensor): place for place, tensor in enumerate(given)}
+    leaves = enumerate(pytree.tree_leaves(result))
+    memory = {number: storage_of(leaf) for number, leaf in leaves if isinstance(leaf, Tensor)}
+    return {number: places[storage] for number, storage in memory.items() if storage in places}
+
+
+def _numbers(real: Tensor | None, fake: Tensor, seed: int, highest: int) -> Tensor:
+    """The model's own numbers, in the type of what stands for them; made up where this process has none."""
     if real is None:
         return _made_up(fake, seed, highest)
-    if real.is_meta:
-        raise TraceError("the model is on the meta device, so it has no numbers to run with; build it on the CPU")
-    copy = real.detach().to(fake.dtype, copy=True)
-    if isinstance(real, nn.Parameter):
-        return nn.Parameter(copy, requires_grad=real.requires_grad)
-    return copy.requires_grad_(real.requires_grad)
+    is_elsewhere = real.is_meta or hasattr(real, "device_mesh")  # on another rank, or in shards
+    numbers = _made_up(fake.detach(), seed, highest) if is_elsewhere else real.detach().to(fake.dtype, copy=True)
+    if isinstance(fake, nn.Parameter):
+        return nn.Parameter(numbers, requires_grad=fake.requires_grad)
+    return numbers.requires_grad_(fake.requires_grad)
 
 
 def _made_up(fake: Tensor, seed: int, highest: int) -> Tensor:
@@ -161,20 +165,14 @@ def _behind(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 @contextlib.contextmanager
-def _copies_in(
-    module: nn.Module, real_of: Mapping[int, Tensor], copies: dict[int, Tensor], originals: dict[int, Tensor]
-) -> Iterator[None]:
+def _copies_in(module: nn.Module, copy_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Copies of the real parameters and buffers in a module; its attributes are put back afterwards."""
     snapshot = Snapshot(module)
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, fake in table.items():
-                if fake is None:
-                    continue
-                originals[id(fake)] = fake
-                if id(fake) not in copies:
-                    copies[id(fake)] = _numbers(real_of.get(id(fake)), fake)
-                table[name] = copies[id(fake)]  # type: ignore[assignment]
+                if fake is not None:
+                    table[name] = copy_of(fake)  # type: ignore[assignment]
     try:
         yield
     finally:

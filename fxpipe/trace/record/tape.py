@@ -21,16 +21,22 @@ PLAIN = (
 
 @dataclass
 class Touched:
-    """What operations did to memory: storages read and written, by identity; whether random numbers were drawn."""
+    """What operations did to memory: storages read and written, by identity; whether random numbers were drawn.
+
+    ``is_stateful``: whether Python changed attributes or drew numbers, so that a call may return another result next
+    time.
+    """
 
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
     draws_random: bool = False
+    is_stateful: bool = False
 
     def add(self, other: Touched) -> None:
         self.reads |= other.reads
         self.writes |= other.writes
         self.draws_random |= other.draws_random
+        self.is_stateful |= other.is_stateful
 
 
 @dataclass(frozen=True)

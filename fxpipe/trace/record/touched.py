@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
+from fxpipe.trace.contents import alike, contents
 from fxpipe.trace.record.tape import Touched
 from fxpipe.trace.snapshot import RandomState, generator_state, storage_of
 
@@ -37,6 +37,10 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             around.add(self._now)
             self._now = around
 
+    def note(self, touched: Touched) -> None:
+        """Notes what was learnt in another way than by watching operators, for all that is open now."""
+        self._now.add(touched)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (schema := schema_of(func)) is None:  # a higher-order operator, such as flex_attention
@@ -59,15 +63,10 @@ class PythonState:
 
     def __init__(self, module: nn.Module) -> None:
         self._random = RandomState()
-        self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
-        values = [value for _, before in self._attributes for value in before.values()]
-        self._generators = [(value, stands) for value in values if (stands := _stands(value)) is not None]
-        self._parts = [
-            (now, name, value, _parts(value))
-            for now, before in self._attributes
-            for name, value in before.items()
-            if isinstance(value, _CONTAINERS)
-        ]
+        told: dict[int, Any] = {}
+        self._attributes = [(vars(part), _contents(vars(part), told)) for part in module.modules()]
+        inside = {id(one): one for held in told.values() for one in (held if type(held) is tuple else (held,))}
+        self._generators = [(one, stands) for one in inside.values() if (stands := _stands(one)) is not None]
 
     def drawn(self) -> bool:
         """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded, or those of generators that
@@ -76,30 +75,29 @@ class PythonState:
 
     def changes(self) -> set[tuple[int, str]]:
         """The attributes that are no longer as they were: the identity of their owner's ``__dict__``, their name."""
-        found = {
-            (id(now), name)
-            for now, before in self._attributes
-            for name in {**before, **now}
-            if now.get(name, _MISSING) is not before.get(name, _MISSING)
+        told: dict[int, Any] = {}
+        return {
+            (id(table), name)
+            for table, before in self._attributes
+            for name, now in _contents({**dict.fromkeys(before, _MISSING), **table}, told).items()
+            if name not in before or not alike(before[name], now)
         }
-        for owner, name, container, before in self._parts:
-            parts = _parts(container)
-            if len(parts) != len(before) or any(one is not other for one, other in zip(parts, before, strict=True)):
-                found.add((id(owner), name))
-        return found
 
 
-_CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
+
+
+def _contents(table: dict[str, Any], told: dict[int, Any]) -> dict[str, Any]:
+    """Of each value; ``told``: of those that are known by now, by identity, as one object of settings is in many."""
+    for value in table.values():
+        if id(value) not in told:
+            told[id(value)] = contents(value)
+    return {name: told[id(value)] for name, value in table.items()}
 
 
 def _stands(value: Any) -> Any:
     state = generator_state(value)
     return None if state is None else state[0]
-
-
-def _parts(container: Any) -> list[Any]:
-    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import recording
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
 from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
-from fxpipe.trace.fake import FakeModel, fake_model, quiet
+from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.keeping import Regions
-from fxpipe.trace.patching import plain_modes, refuse_changes
+from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
 from fxpipe.trace.record.methods import Name
@@ -38,7 +38,6 @@ _FINE = 32
 """Where nothing marks a cut, submodules of up to this part of the model's parameters are kept whole."""
 
 
-@plain_modes()
 def record(request: Request) -> Program:
     """Captures a model by running it on fake tensors; TraceError for what cannot be recorded, with the user's line."""
     assert request.example is not None
@@ -119,11 +118,12 @@ class _RecordedRun:
     ) -> None:
         self._request, self._plan, self._real, self._before = request, plan, real, before
         stand_ins = {_known(fake, name, tensor): tensor for name, tensor in _named_tensors(request.module)}
-        names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
-        self._recorder = Recorder(fake, names, stand_ins, self._changes if plan.watch else tuple)
+        kept = {name: numbers for name, numbers in request.numbers.items() if real[name].is_meta}
+        numbers = {**real, **kept}
+        self._recorder = Recorder(fake, real, numbers, stand_ins, self._changes if plan.watch else tuple)
         excused = frozenset() if first is None else first.excused
         cuts, methods = frozenset(request.cuts), plan.methods
-        calls = Calls(self._recorder, request.module, real, plan.descend, plan.limit, plain, excused, cuts, methods)
+        calls = Calls(self._recorder, request.module, numbers, plan.descend, plan.limit, plain, excused, cuts, methods)
         self._calls = calls
         self._regions = Regions(request, lambda leaf: isinstance(leaf, Tensor), calls.keep_region, calls.rehearses)
         self._lines = {} if first is None else first._calls.lines
@@ -140,7 +140,7 @@ class _RecordedRun:
                 if isinstance(leaf, Tensor):
                     recorder.name(leaf, TapeValue(source, path))
         try:
-            with quiet(), recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
+            with recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
                 cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
                 with recording(recorder.record_boundary), self._regions.kept(), cuts:
                     output = request.wanted(request.call(values))
@@ -150,7 +150,7 @@ class _RecordedRun:
         except NeedsValues as error:
             calls.note_method(error)
             raise
-        except TraceError:
+        except FxpipeError:
             raise
         except Exception as error:
             raise TraceError(_explain(error)) from error
@@ -164,7 +164,7 @@ class _RecordedRun:
         """None where the run has shown all; TraceError for what no other plan would mend."""
         plan, tape = self._plan, self._recorder.tape
         problems = [entry for entry in tape if isinstance(entry, Obstacle)]
-        descend = {problem.descend for problem in problems if problem.descend is not None}
+        descend = {problem.descend for problem in problems if problem.descend is not None} - plan.descend
         if descend:
             return replace(plan, descend=plan.descend | descend)
         if problems:
@@ -212,7 +212,8 @@ class _RecordedRun:
         return [
             name
             for name in self._changes()
-            if name not in self._recorder.excused and not any(name.startswith(f"{path}.") for path in kept)
+            if name not in self._recorder.excused | self._calls.in_call
+            and not any(name.startswith(f"{path}.") for path in kept)
         ]
 
     def program(self) -> Program:
@@ -239,6 +240,7 @@ class _RecordedRun:
             result=self._spec,
             opaque={name: part for name, part in emitted.opaque.items() if name in used},
             effects=emitted.effects,
+            sets=calls.own.taken,
         )
 
 

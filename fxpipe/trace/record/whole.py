@@ -41,16 +41,13 @@ class Wholes:
         now = recorder.boundaries, recorder.regions, self._buffers.count
         return (frame.boundaries, frame.regions, frame.assigned) == now and frame.opaque
 
-    def is_whole(self, frame: Frame, result: Any, touched: Touched, is_stateful: bool) -> bool:
-        """Whether a call can be one operation: tensors and plain values go in and out, by arguments and result.
-
-        ``is_stateful``: whether a plain value that it returns may be another one in the next step.
-        """
+    def is_whole(self, frame: Frame, result: Any, touched: Touched) -> bool:
+        """Whether a call can be one operation: tensors and plain values go in and out, by arguments and result."""
         return (
             self.is_untouched(frame)
             and not self.is_swapped(frame)
             and not self._recorder.hooked.keys() & frame.given
-            and not (is_stateful and any(not isinstance(leaf, (Tensor, type(None))) for _, leaf in paths(result)))
+            and not (touched.is_stateful and _has_plain_leaves(result))
             and frame.place.modes == self._recorder.place().modes
             and touched.reads & self.storages.keys() <= self._reachable(frame)
             and not self.writes_elsewhere(frame, touched)
@@ -118,6 +115,10 @@ class Wholes:
             return is_fake(leaf)
         made_here = isinstance(value.maker, Operation) and value.maker.serial >= frame.serial
         return made_here and storage_of(leaf) not in self.storages
+
+
+def _has_plain_leaves(result: Any) -> bool:
+    return any(not isinstance(leaf, (Tensor, type(None))) for _, leaf in paths(result))
 
 
 def held_by(module: nn.Module) -> set[int]:

@@ -1,8 +1,8 @@
 """What a symbolic capture would silently get wrong, refused where it happens.
 
 torch.fx records operations on proxies. Whatever the model does to real state while it is traced happens once, at
-capture, and never again: a buffer written, an attribute set, a random number drawn. Modes that change how recorded
-operations run (autocast, no_grad) leave no trace in the graph, and an ``autograd.Function`` loses its backward.
+capture, and never again: a buffer written, an attribute set, a random number drawn. Autocast, which changes how
+recorded operations run, leaves no trace in the graph, and an ``autograd.Function`` loses its backward.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
-from fxpipe.trace.attributes import watching_attributes
+from fxpipe.trace.attributes import CallAttributes, watching_attributes
 from fxpipe.trace.patching import DRAWN, ONCE, devices, no_checkpoints, patched, refuse, refuse_changes
 from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
 
 
 class Guard:
-    """Watches one capture of ``module``, and of its loss function where that is a module.
+    """Watches one capture of ``module``, and of its loss function where that is a module. ``has_regions``: whether a
+    part of it runs for real in every step.
 
     ``check()`` is called as each node is recorded.
     """
 
-    def __init__(self, module: nn.Module, loss: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module, loss: nn.Module | None = None, has_regions: bool = False) -> None:
         watched = [module] if loss is None else [loss, module]  # what is in both is called as in the model
         self._paths = {id(vars(m)): name or type(m).__name__ for root in watched for name, m in root.named_modules()}
+        self._has_regions, self.own = has_regions, CallAttributes()
         self._modes = _modes()
         self._random = RandomState()
         self._snapshots = {root: Snapshot(root) for root in watched}
@@ -48,13 +50,14 @@ class Guard:
         try:
             with (
                 self._state,
-                watching_attributes(self._paths, self._refuse_attribute),
+                watching_attributes(self._paths, self._refuse_attribute, self.own),
                 patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
                 patched(torch.autocast, "__enter__", _refuse_autocast),
                 no_checkpoints(),
             ):
                 yield
                 self.check()
+            self.own.put_back()
             for root, snapshot in self._snapshots.items():
                 refuse_changes(root, snapshot.changes(), _RETURN_IT)
         finally:
@@ -78,8 +81,9 @@ class Guard:
                 "draw with torch from a traced tensor (torch.rand_like(x)), or pass the number in as an input",
             )
 
-    @staticmethod
-    def _refuse_attribute(module: nn.Module, name: str, value: Any, path: str) -> bool:
+    def _refuse_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        if not self._has_regions and self.own.take(module, name, value, is_constant=isinstance(value, Tensor)):
+            return False
         raise refuse(f"forward sets {path}.{name}, {ONCE}", _RETURN_IT)
 
 
@@ -148,7 +152,6 @@ _FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
 def _modes() -> dict[tuple[str, str], Any]:
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices()]
     return {
-        ("grad mode", _FREEZE): torch.is_grad_enabled(),
         ("inference mode", _FREEZE): torch.is_inference_mode_enabled(),
         ("autocast", _OUTSIDE): autocast,
     }

@@ -11,22 +11,27 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, stage_boundary, words
+from fxpipe.graph.modes import Modes, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.trace.crossing import check_boundaries, crossing
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.keeping import RegionCall, Regions
-from fxpipe.trace.patching import BACKWARD, UNREGISTERED, patched, plain_modes, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, UNREGISTERED, patched, refuse, refuse_backward
 from fxpipe.trace.request import Request
 from fxpipe.trace.symbolic.guard import Guard
 from fxpipe.trace.user_line import current_line, definition, line_of, mentions
 
 
-@plain_modes()
 def symbolic(request: Request) -> Program:
     """Captures by calling forward on proxies; TraceError for what that cannot see, with the user's line."""
     _refuse_parameters_of_loss(request)
+    with within(request.autocast):
+        return _captured(request)
+
+
+def _captured(request: Request) -> Program:
     tracer = _Tracer(request)
     try:
         with (
@@ -38,11 +43,10 @@ def symbolic(request: Request) -> Program:
         ):
             graph = tracer.trace(request.module)
             check_boundaries(tracer.graph, tracer.boundaries)
-    except TraceError:
+    except FxpipeError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
-    _drop_unused(graph)
     effects = tracer.regions.effects
     return Program(
         request.module,
@@ -50,6 +54,7 @@ def symbolic(request: Request) -> Program:
         constants=tracer.constants,
         tracer="symbolic",
         opaque=tracer.regions.opaque,
+        sets=tracer.guard.own.taken,
         effects={node.name: effects[node.target] for node in graph.nodes if node.target in effects},
     )
 
@@ -78,14 +83,6 @@ def _explain(error: Exception) -> str:
     return f"the symbolic tracer cannot follow the model: {error}{at}"
 
 
-def _drop_unused(graph: fx.Graph) -> None:
-    """Parameters that nothing uses, and parts that nothing uses: ``left, _ = x.chunk(2)`` is no work on the second."""
-    for node in reversed(list(graph.nodes)):
-        part = node.op == "call_function" and node.target in (operator.getitem, getattr)
-        if not node.users and (part or node.op == "get_attr"):
-            graph.erase_node(node)
-
-
 class _Writes(fx.Proxy):
     """A proxy that records writes, ``x += y`` and ``x[i] = y``, as the writes that they are."""
 
@@ -106,7 +103,19 @@ class _Proxy(_Writes):
 
 
 class _Attribute(_Writes, fx.proxy.Attribute):
-    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called."""
+    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called.
+
+    Its node is made where it is first used, and is in the grad mode in which it was asked for.
+    """
+
+    def __init__(self, root: fx.Proxy, attr: str) -> None:
+        super().__init__(root, attr)
+        vars(self)["asked"] = torch.is_grad_enabled()
+
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
+        with torch.set_grad_enabled(vars(self)["asked"]):
+            return super().node
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Writes, Any], Any]:
@@ -127,7 +136,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         module = request.module
         self.request = request
-        self.guard = Guard(module, request.loss_module)
+        self.guard = Guard(module, request.loss_module, bool(request.whole))
         self.constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
@@ -151,6 +160,8 @@ class _Tracer(fx.Tracer):
         if (kind, target) == ("call_method", "backward") or target is BACKWARD:
             refuse_backward()
         node = super().create_node(kind, target, *args, **kwargs)
+        if (grad := torch.is_grad_enabled()) != self.request.training:
+            node.meta["modes"] = Modes(grad)
         if kind != "placeholder":  # which no line of the user's makes
             node.stack_trace = current_line()
         return node

@@ -1,7 +1,7 @@
-"""Whereabouts: what this process is doing, noted as it goes, for its watch to read.
+"""Activity: what this process does and waits for, noted as it goes, for its watchdog to read.
 
 Noting takes a microsecond, no lock, and never waits. Collective calls are *announced*: all ranks make them in one
-order, so that the watch can tell which rank is in another one.
+order, so that the watchdog can tell which rank is in another one.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """A collective call that this rank has come to, the ``number``-th of all ranks; or, with ``members``, the
-    ``part``-th of these ranks alone since then."""
+    """A collective call that this rank has come to: the ``place``-th of its pipe group, and the ``number``-th of all
+    ranks; 0 where only a pipe group makes it."""
 
+    place: int
     number: int
-    part: int
     name: str
-    members: tuple[int, ...] | None
 
 
 class Alike(NamedTuple):
@@ -49,23 +48,17 @@ class Phase(NamedTuple):
     extends: bool
 
 
-class Waiting(Protocol):
-    """A wait of this process. ``ranks``: those that it waits for. ``number``, ``timeout``: its transport's."""
+class Waiting(NamedTuple):
+    """A wait of this process, in the transport of that ``number``. ``what``: in words, and the ranks that it waits for.
 
+    ``end``: ends it with an error; called by another thread. A wait that looks up by itself does nothing there.
+    """
+
+    number: int
+    timeout: float
     since: float
-
-    @property
-    def ranks(self) -> Sequence[int]: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def timeout(self) -> float: ...
-
-    def words(self) -> str:
-        """What it waits for."""
-
-    def end(self) -> None:
-        """Ends it with an error; called by another thread. A wait that looks up by itself does nothing here."""
+    what: Callable[[], tuple[str, Sequence[int]]]
+    end: Callable[[], object]
 
 
 class LastCall(threading.local):
@@ -80,8 +73,8 @@ CALLS_KEPT = 16
 ACTIONS_KEPT = 20
 
 
-class Whereabouts:
-    """What one process is doing. Written by its main thread, read by its watch."""
+class Activity:
+    """What one process is doing. Written by its main thread, read by its watchdog."""
 
     def __init__(self) -> None:
         self.waiting: Waiting | None = None
@@ -90,17 +83,14 @@ class Whereabouts:
         self.last: tuple[float, object] = (time.monotonic(), "")
         """The last action or call, and when it began."""
         self.trail: deque[tuple[float, object]] = deque(maxlen=ACTIONS_KEPT)
-        self.noted: deque[str] = deque(maxlen=4)
-        """What else there is to tell where the run ends, such as a thread that has died."""
         self.handling = ""
         """The exception that was on its way when the last call began, in words."""
         self.forget(0)
 
     def forget(self, epoch: int) -> None:
         """All ranks begin to count anew."""
-        self.epoch, self.number = epoch, 0
+        self.epoch, self._place, self._number = epoch, 0, 0
         self.calls: tuple[Call, ...] = ()
-        self._parts: dict[tuple[int, ...], int] = {}
         self.inside: tuple[Phase, ...] = ()
 
     def at(self, action: object) -> None:
@@ -108,25 +98,32 @@ class Whereabouts:
         self.last = moment = (time.monotonic(), action)
         self.trail.append(moment)
 
-    def come_to(self, name: str, members: Sequence[int] | None, alike: Alike) -> None:
-        """A collective call begins."""
+    def come_to(self, name: str, of_all: bool, alike: Alike) -> None:
+        """A collective call begins, of all ranks or of some."""
         entered.name, entered.alike = name, alike
         error = sys.exception()  # as in a finally: block of the user's
         self.handling = f"{name} was called as {type(error).__name__}: {error!s:.200} was handled" if error else ""
         entered.mark = zlib.crc32(name.encode()) << ALIKE_BITS | alike.digest
-        if members is None:
-            self.number, self._parts = self.number + 1, {}
-            call = Call(self.number, 0, name, None)
-        else:
-            some = tuple(members)
-            part = self._parts[some] = self._parts.get(some, 0) + 1
-            call = Call(self.number, part, name, some)
-        self.calls = (*self.calls[1 - CALLS_KEPT :], call)
+        self._place, self._number = self._place + 1, self._number + of_all
+        self.calls = (*self.calls[1 - CALLS_KEPT :], Call(self._place, of_all and self._number, name))
+
+    def described(self) -> tuple[str, float]:
+        """What it does, in words behind the rank's number, and since when."""
+        waiting, inside, (since, last) = self.waiting, self.inside, self.last
+        if waiting is not None:
+            return f"waits for {waiting.what()[0]}", waiting.since
+        if inside and str(last) == inside[-1].name:
+            return f"is in {last}", inside[-1].since
+        if inside:
+            return f"is at {last}", since
+        line = _users_line()
+        behind, at = f", behind {last}" if last else "", f", at {line}" if line else ""
+        return f"is outside of fxpipe's calls{behind}{at}", since
 
 
 entered = LastCall()
-here = Whereabouts()
-"""Of this process. Ranks that are threads of one process share it, and have no watch."""
+here = Activity()
+"""Of this process. Ranks that are threads of one process share it, and have no watchdog."""
 
 
 @contextlib.contextmanager
@@ -143,16 +140,14 @@ def phase(name: str, extends: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def announced(
-    name: str, members: Sequence[int] | None = None, extends: bool = False, alike: Alike = NOTHING
-) -> Iterator[None]:
-    """A collective call of all ranks, or of ``members``, which all make in one order.
+def announced(name: str, of_all: bool = True, extends: bool = False, alike: Alike = NOTHING) -> Iterator[None]:
+    """A collective call of all ranks, which all make in one order, or of a pipe group.
 
     A rank that is in another one while somebody waits for it is named within a second or two. It is announced by
     being noted: nothing is sent for it, and nothing waits. But where ranks gather something in a call, a number for it
     goes along, so that none takes for its own call's what another one meant. ``extends``: as of ``phase``.
     """
-    here.come_to(name, members, alike)
+    here.come_to(name, of_all, alike)
     with phase(name, extends):
         yield
 
@@ -160,7 +155,7 @@ def announced(
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<")
 
 
-def users_line() -> str:
+def _users_line() -> str:
     """The line of the user's code that the main thread is at, "train.py:57 in main"; empty where there is none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
@@ -177,17 +172,11 @@ def are_apart(marks: Sequence[int]) -> bool:
     return len(calls) > 1 or len(digests - {0}) > 1
 
 
-def first_difference(mine: Sequence[Call], theirs: Sequence[Call], me: int, other: int) -> tuple[Call, Call] | None:
+def first_difference(mine: Sequence[Call], theirs: Sequence[Call], same_pipe: bool) -> tuple[str, str] | None:
     """The first call that two ranks have both come to, and that is not the same; of those that both remember.
 
-    >>> mine, theirs = Call(1, 0, "save", None), Call(1, 0, "step", None)
-    >>> first_difference([mine], [theirs], 0, 1) == (mine, theirs)
-    True
+    >>> first_difference([Call(1, 1, "save"), Call(2, 2, "step")], [Call(1, 1, "step")], same_pipe=True)
+    ('save', 'step')
     """
-    ours = [[c for c in calls if c.members is None or who in c.members] for calls, who in ((mine, other), (theirs, me))]
-    if not all(ours):
-        return None
-    begin = max(calls[0][:2] for calls in ours)
-    ours = [[call for call in calls if call[:2] >= begin] for calls in ours]
-    pairs: Any = zip(*ours, strict=False)
-    return next((pair for pair in pairs if pair[0] != pair[1]), None)
+    ours, others = ({one.place if same_pipe else one.number: one.name for one in calls} for calls in (mine, theirs))
+    return next(((name, others[at]) for at, name in ours.items() if at and others.get(at, name) != name), None)

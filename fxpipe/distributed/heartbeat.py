@@ -1,0 +1,223 @@
+"""Heartbeat: what the ranks of a world report of themselves, beside their work, through a store.
+
+A thread does it: a store may not answer, where the process that holds it is stopped, and then only this thread waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from fxpipe.distributed.activity import Call
+from fxpipe.graph.plain_data import decode, encode
+
+PERIOD = 0.5
+"""Seconds between two exchanges."""
+_PER_RANK = 0.0005  # seconds between two exchanges for each rank of a large world, all of which ask one store
+_ANSWER = timedelta(seconds=10)
+
+SILENT = 5.0
+"""Seconds without a new report after which a rank is called silent."""
+PROGRAM = 0
+"""In place of a transport's number: the program of a rank ends with an error."""
+
+
+class ProcessId(NamedTuple):
+    """A process, so that no later one is taken for it. ``machine``: what has the same numbers for its processes;
+    empty where the system does not say. ``started``: in ticks since the machine started."""
+
+    machine: str
+    pid: int
+    started: int
+
+
+class Ending(NamedTuple):
+    """Why a run ends, in one rank's words. ``error``: it is an exception of that rank's own; else it is what it found
+    of ``culprits``."""
+
+    by: int
+    error: bool
+    text: str
+    culprits: tuple[int, ...]
+
+
+class Report(NamedTuple):
+    """What a rank is doing. ``where``: in words behind its number; ``age``: for how many seconds. ``waits_for``: what,
+    and ``ranks``: for whom. ``extends``: whether others give it more time. ``left``: its program has ended. ``calls``:
+    since ``epoch``. ``handling``: an exception on whose way the last of them was made. ``beat``: counts the reports."""
+
+    process: ProcessId
+    where: str
+    age: float
+    waits_for: str
+    ranks: tuple[int, ...]
+    extends: bool
+    left: bool
+    epoch: int
+    calls: tuple[Call, ...]
+    handling: str
+    beat: int = 0
+
+
+class Heard(NamedTuple):
+    """The last report of a rank, and when it was new."""
+
+    report: Report
+    at: float
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing new has come for some seconds."""
+        return time.monotonic() - self.at > SILENT
+
+
+UNHEARD = Heard(Report(ProcessId("", 0, 0), "", 0.0, "", (), False, False, -1, (), ""), float("-inf"))
+
+
+class Heartbeat:
+    """Publishes this rank's report, and fetches those of the ``wanted`` ranks, and why runs end."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, report: Callable[[], Report], wanted: Collection[int]
+    ) -> None:
+        self._store, self._rank, self._report = _own_connection(store), rank, report
+        self._period, world = max(PERIOD, _PER_RANK * size), dist.group.WORLD
+        self._world = weakref.ref(world) if world is not None else lambda: None
+        self._broken, self._stopping, self._beat = False, False, 0
+        self._wake, self._exchanged = threading.Event(), threading.Condition()
+        self._unsent: dict[int, Ending] = {}
+        self.wanted = wanted
+        self.transports = {PROGRAM}
+        """The numbers of those that are open."""
+        self.heard: dict[int, Heard] = {}
+        self.endings: dict[int, Ending] = {}
+        """Why a transport ends, by its number."""
+        self.began = 0.0
+        """When the last exchange that came to its end had begun."""
+        self._thread = threading.Thread(target=self._run, name="fxpipe heartbeat", daemon=True)
+        self._thread.start()
+
+    def is_on(self) -> bool:
+        """Whether this process is still in the world of its reports; else torch.distributed was ended."""
+        world = dist.GroupMember.WORLD  # each message asks
+        return world is not None and world is self._world()
+
+    def end(self, number: int, ending: Ending) -> None:
+        """Reports to all ranks why a transport ends; what the first rank reports counts."""
+        self._unsent.setdefault(number, ending)
+        self.refresh()
+
+    def refresh(self, seconds: float = 2.0) -> None:
+        """Returns after an exchange that begins from now on, or when the time is over."""
+        now = time.monotonic()
+        self._wake.set()
+        with self._exchanged:
+            self._exchanged.wait_for(lambda: self.began >= now or self._broken, seconds)
+
+    def stop(self, stays_for: Collection[int], seconds: float = 3.0) -> None:
+        """Publishes once more, and ends; with the store of these ranks in this process, once they have left, too."""
+        until = time.monotonic() + seconds
+        self._stopping = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+        with contextlib.suppress(RuntimeError):
+            while stays_for and not self._broken and time.monotonic() < until:
+                self._hear(stays_for)
+                if all(heard.report.left for heard in self.heard.values()):
+                    return
+                threading.Event().wait(0.05)
+
+    def _run(self) -> None:
+        while not self._broken:
+            began, stopping = time.monotonic(), self._stopping
+            try:
+                if self.is_on():
+                    self._exchange()
+            except RuntimeError:  # the process that holds the store is gone
+                self._broken = True
+            with self._exchanged:
+                self.began = began
+                self._exchanged.notify_all()
+            if stopping:  # and has reported it
+                return
+            self._wake.wait(self._period)
+            self._wake.clear()
+
+    def _exchange(self) -> None:
+        while self._unsent:
+            number, ending = self._unsent.popitem()
+            self._store.compare_set(_ending(number), "", encode(ending))
+        self._beat += 1
+        self._store.set(_place(self._rank), encode(self._report()._replace(beat=self._beat)))
+        self._hear(self.wanted)  # before their endings: a rank reports one, and is gone then
+        for number in list(self.transports):
+            if number not in self.endings and self._store.check([_ending(number)]):
+                self.endings[number] = decode(self._store.get(_ending(number)), "a rank")
+
+    def _hear(self, ranks: Collection[int]) -> None:
+        there = [rank for rank in ranks if rank in self.heard or self._store.check([_place(rank)])]
+        for rank, text in zip(there, self._store.multi_get(list(map(_place, there))) if there else (), strict=True):
+            report: Report = decode(text, f"rank {rank}")
+            if self.heard.get(rank, UNHEARD).report.beat != report.beat:
+                self.heard[rank] = Heard(report, time.monotonic())
+
+
+def _ending(number: int) -> str:
+    return f"{number}/ending"
+
+
+def _place(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+def _own_connection(store: Store) -> Store:
+    """The same store over a connection of its own, so that nobody waits for a wait of somebody else."""
+    own: Any = store.clone()  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError):  # not every kind of store has one
+        own.set_timeout(_ANSWER)
+    return PrefixStore("fxpipe", own)
+
+
+# --- what the system says of a process on this machine
+
+
+def this_process() -> ProcessId:
+    """This very process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ProcessId("", os.getpid(), 0)
+    return ProcessId(machine, os.getpid(), _stat(os.getpid())[1])
+
+
+def state_of(process: ProcessId, seen_from: ProcessId) -> str:
+    """ "running", "stopped" (by SIGSTOP or its like), "gone", or "ended" (gone, and its parent has not looked yet); ""
+    where nobody can say: it is on another machine."""
+    if not seen_from.machine or process.machine != seen_from.machine:
+        return ""
+    letter, started = _stat(process.pid)
+    if started != process.started:
+        return "gone"
+    return {"T": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State letter and start time, by proc(5); a time of -1 where there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", -1
+    return fields[0], int(fields[19])

@@ -1,0 +1,91 @@
+"""Elsewhere: what stands on a rank for values that it does not have, such as a parameter of another rank's stage."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import RunError
+from fxpipe.torch_compat import plain_results, pytree, wrapper
+
+_NOT_USED = frozenset({"detach", "alias", "_to_copy"})
+"""Operators that hand values on, of another type or to another device perhaps."""
+_MEMORY = "data_ptr numpy tolist storage share_memory_ __array__ __dlpack__ __format__ __reduce_ex__".split()
+"""Methods of a tensor that reach for its numbers past every dispatcher."""
+
+
+class HeldElsewhere(RunError):
+    """Values were used that another rank has."""
+
+
+class Elsewhere(Tensor):
+    """A tensor without values. What a tensor is (shape, type, device, ``requires_grad``) can be asked, and new ones be
+    made like it; any use of its values is a RunError that says ``why``: in ``no_grad``, through ``.data``, too.
+
+    torch's own meta tensors would mix with real ones, and leave those unchanged. It says ``is_meta`` as they do, and
+    names the device that the values would be on. A copy of it, by ``copy.deepcopy``, is one as well.
+    """
+
+    __torch_function__ = plain_results
+    is_meta = property(lambda self: True)
+    why: str
+    memory: Tensor
+    """A meta tensor, whose storage stands for the one that it has elsewhere."""
+
+    @staticmethod
+    def __new__(cls, memory: Tensor, why: str, device: torch.device) -> Self:
+        made: Self = wrapper(cls, memory.shape, memory.dtype, device, memory.stride())
+        made.memory, made.why = memory, why
+        return made
+
+    @classmethod
+    def of(cls, tensor: Tensor, why: str, device: torch.device) -> Tensor:
+        """What stands for a tensor: of its kind, with its attributes."""
+        made: Tensor = cls(torch.empty_like(tensor.detach(), device="meta"), why, device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made = nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
+        made.__dict__.update({**vars(tensor), **vars(made)})
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name, first = func.overloadpacket.__name__, args[0]
+        given = {key: value for key, value in (kwargs or {}).items() if value is not None}
+        if isinstance(first, Elsewhere):
+            given = {"device": first.device, "dtype": first.dtype} | given
+            if name in _NOT_USED:
+                return cls(first.memory.to(given["dtype"]), first.why, given["device"])
+            if name.endswith("_like") or name.startswith("new_"):
+                return func(first.memory, *args[1:], **given)
+        return next(one for one in pytree.tree_leaves((args, given)) if isinstance(one, Elsewhere)).refuse()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.memory.untyped_storage()
+
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise HeldElsewhere(self.why)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """None for nn.Module and optimizers, which pass over it; for others, who would sum it up, it is elsewhere."""
+        frame = sys._getframe(1)
+        passes_over = isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+        return None if passes_over or frame.f_globals["__name__"] == nn.Module.__module__ else self.refuse()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            self.refuse()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), type(self).of(self, self.why, self.device))  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<{list(self.shape)}, {self.dtype}: {self.why}>"
+
+
+for _name in _MEMORY:
+    setattr(Elsewhere, _name, Elsewhere.refuse)

@@ -1,0 +1,150 @@
+"""Listed: a list of tensors, of any length, that an opaque region returns, as one value of a capture.
+
+Code behind the region that concatenates the list is given one tensor, the region's own ``torch.cat``, and holds for
+any number of entries. Code that looks at an entry, or at how many there are, is given them, and holds for that number.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from dis import opname
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from fxpipe.graph.like import TensorLike
+from fxpipe.torch_compat import pytree
+
+
+@dataclass
+class Listing:
+    """What a capture knows of one list. ``kind``: list or tuple. ``dims``: of each of its tensors. ``opened``: whether
+    forward looks at entries."""
+
+    kind: type[Any]
+    count: int
+    dims: int
+    line: Callable[[], str]
+    """The line of the user's that runs now."""
+    opened: bool = False
+    opened_at: str = ""
+    joined: bool = False
+    """Whether forward concatenates it."""
+    unpacked: bool = False
+    """Whether forward is written for that number of entries, ``cos, sin = region(x)``."""
+
+    def open(self) -> None:
+        """Notes that the number of entries is a part of the capture."""
+        if not self.opened:
+            self.opened, self.opened_at = True, self.line()
+
+    @property
+    def uses(self) -> list[bool]:
+        """Whether forward uses all in one, then each."""
+        return [self.joined, *[self.opened] * self.count]
+
+    def flat(self, value: Any) -> list[Tensor | None] | None:
+        """The tensors that the code behind uses: all in one, then each; None for another kind or number of entries."""
+        of_kind = type(value) is self.kind and all(isinstance(entry, Tensor) for entry in value)
+        if not of_kind or not value or (self.opened and len(value) != self.count):
+            return None
+        joined = torch.cat(list(value)) if self.joined else None
+        return [joined, *(value if self.opened else [None] * self.count)]
+
+    def stands_for(self, tensors: Sequence[Any]) -> Any:
+        """What a capture is given in place of the list."""
+        return (_List if self.kind is list else _Tuple).of(self, tensors[0], tensors[1:])
+
+
+def can_be_joined(value: Any) -> bool:
+    """Whether it is a list or tuple of tensors, described, that ``torch.cat`` takes."""
+    if type(value) not in (list, tuple) or not all(isinstance(entry, TensorLike) and entry.shape for entry in value):
+        return False
+    return len({(entry.shape[1:], entry.dtype, entry.device) for entry in value}) == 1
+
+
+def joined(entries: Sequence[TensorLike]) -> TensorLike:
+    """What ``torch.cat`` makes of them."""
+    first = entries[0]
+    shape = sum(entry.shape[0] for entry in entries), *first.shape[1:]
+    stride = torch.empty(shape, device="meta").stride()
+    return replace(first, shape=shape, stride=stride, requires_grad=any(entry.requires_grad for entry in entries))
+
+
+class _Entry:
+    """What is in a ``Listed`` for C code, which iterates over no list: a function of torch is given the tensors."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = with_tensors(function, args, kwargs or {})
+        return function(*args, **kwargs)
+
+
+class Listed:
+    """The list, or tuple, that code behind a region is given while it is captured."""
+
+    listing: Listing
+    whole: Any
+    entries: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, listing: Listing, whole: Any, entries: Sequence[Any]) -> Any:
+        """``whole``: stands for all entries in one tensor."""
+        made = cls([_Entry() for _ in entries])  # type: ignore[call-arg]
+        made.listing, made.whole, made.entries = listing, whole, tuple(entries)
+        return made
+
+    def opened(self) -> Any:
+        """The plain list of its entries, of which the capture then has the number."""
+        self.listing.open()
+        return self.listing.kind(self.entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        caller = sys._getframe(1)
+        self.listing.unpacked |= opname[caller.f_code.co_code[caller.f_lasti]].startswith("UNPACK")
+        return iter(self.opened())
+
+    def __len__(self) -> int:
+        return len(self.opened())
+
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
+        return self.opened()[place]
+
+    def __add__(self, other: Any) -> Any:
+        return self.opened() + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self.opened()
+
+
+class _List(Listed, list):  # type: ignore[type-arg]
+    pass
+
+
+class _Tuple(Listed, tuple):  # type: ignore[type-arg]
+    pass
+
+
+for _kind in (_List, _Tuple):
+    pytree.register_pytree_node(
+        _kind, lambda value: (list(value), value.listing.kind), lambda entries, kind: kind(entries)
+    )
+
+_CATS = (torch.cat, torch.concat, torch.concatenate)
+
+
+def with_tensors(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What a function of torch is given, with tensors in place of a ``Listed``: one for all its entries, where it
+    concatenates them."""
+    if not any(isinstance(value, Listed) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    first = args[0] if args else kwargs.get("tensors")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    if function in _CATS and isinstance(first, Listed) and dim in (0, -first.listing.dims):
+        first.listing.joined = True
+        return ([first.whole], *args[1:]), {name: value for name, value in kwargs.items() if name != "tensors"}
+    opened = [value.opened() if isinstance(value, Listed) else value for value in (*args, *kwargs.values())]
+    return opened[: len(args)], dict(zip(kwargs, opened[len(args) :], strict=True))

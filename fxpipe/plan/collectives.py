@@ -1,0 +1,42 @@
+"""Collectives in forward: refused where they wait for ranks that run other stages, and so never come."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import distributed as dist
+
+from fxpipe.distributed.sync_batch_norm import replicas_of
+from fxpipe.distributed.topology import Topology
+from fxpipe.errors import TopologyError
+from fxpipe.torch_compat import TorchDispatchMode, groups_of_call
+from fxpipe.trace.user_line import current_line
+
+
+def collectives_refused(topology: Topology) -> contextlib.AbstractContextManager[Any]:
+    """While it is open, a collective of ranks that do not all run this rank's stages is a TopologyError."""
+    if not dist.is_initialized() or topology.size("pipe") == 1:
+        return contextlib.nullcontext()
+    return _Refused(replicas_of(topology))
+
+
+class _Refused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, replicas: list[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._replicas = replicas
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for group in groups_of_call(func, args, kwargs or {}):
+            ranks = dist.get_process_group_ranks(group)
+            if not set(ranks) <= set(self._replicas):
+                name = func.__name__.partition(".")[0].strip("_")
+                raise TopologyError(
+                    f"forward calls the collective {name!r} over ranks {ranks}, of which {self._replicas} are replicas "
+                    "of one stage: the others run other stages and never come. For the rows of all replicas write "
+                    'fxpipe.stage_boundary(value, gather="global") in front of it, and world_size=1 in a loss that '
+                    'gathers by itself; for what replicas share pass group=topo.group("data")\n' + current_line()
+                )
+        return func(*args, **(kwargs or {}))
