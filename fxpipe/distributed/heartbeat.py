@@ -182,7 +182,7 @@ def _place(rank: int) -> str:
     return f"rank/{rank}"
 
 
-def _own_connection(store: Store) -> Store:
+def _own_connection(store: Store) -> Any:  # whose values are bytes, whatever its signatures say
     """The same store over a connection of its own, so that nobody waits for a wait of somebody else."""
     own: Any = store.clone()  # type: ignore[attr-defined]
     with contextlib.suppress(RuntimeError):  # not every kind of store has one

@@ -62,8 +62,10 @@ class Watchdog:
 
     def named(self, rank: int) -> str:
         """A rank with its coordinates: "rank 3 (pipe 1, data 1)"."""
-        place = self._topology.coordinate(rank) if self._topology is not None else {}
-        shown = ", ".join(f"{axis} {index}" for axis, index in place.items() if self._topology.size(axis) > 1)
+        shown = ""
+        if (topology := self._topology) is not None:
+            place = topology.coordinate(rank)
+            shown = ", ".join(f"{axis} {place[axis]}" for axis, size in topology.axes if size > 1)
         return f"rank {rank} ({shown})" if shown else f"rank {rank}"
 
     def take_up(self, number: int, topology: Topology) -> None:
