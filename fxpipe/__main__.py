@@ -147,8 +147,10 @@ def _compare(args: argparse.Namespace) -> None:
     failed: dict[str, ScheduleError] = {}
     for family in families:
         try:
-            made = _read(args, family) if graph is None else _planned(args, family, graph)
-            rows.append([family, *_figures(made)[1:]])
+            if graph is None:
+                rows.append([family, *_figures(_read(args, family))[1:]])
+            else:
+                rows.append(_figures(_planned(args, family, graph)))
         except ScheduleError as error:  # a family that this graph is not for leaves the others standing
             failed[family] = error
     if not rows:

@@ -7,9 +7,12 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+
+from fxpipe.torch_compat import bytes_of
 
 
 def seed_of(base: int, step: int, stage: int, microbatch: int, replica: int) -> int:
@@ -36,7 +39,7 @@ def seeded(seed: int, device: torch.device, python: bool = False) -> Iterator[No
     """Random numbers from ``seed`` inside; outside, the generators are as they were. ``python``: ``random``'s and
     NumPy's global one, too."""
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _python_apart() if python else contextlib.nullcontext():
+    with torch.random.fork_rng(devices), random_apart() if python else contextlib.nullcontext():
         seed_torch(seed, device)
         if python:
             seed_python(seed)
@@ -51,13 +54,58 @@ def seed_torch(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
+def seed_all(seed: int, device: torch.device) -> None:
+    """All of these generators, for a rank whose state nobody has saved."""
+    seed_torch(seed, device)
+    seed_python(seed)
+
+
+class RandomState:
+    """Where the generators stand that programs draw from by habit: torch's of the CPU and of some GPUs, Python's, and
+    NumPy's where it is imported. ``numbers``: as plain data."""
+
+    def __init__(self, devices: Iterable[torch.device] = (), numbers: dict[str, Any] | None = None) -> None:
+        self._gpus = {f"cuda{place or ''}": one for place, one in enumerate(devices) if one.type == "cuda"}
+        self.numbers = self._taken() if numbers is None else numbers
+
+    def _taken(self) -> dict[str, Any]:
+        numbers: dict[str, Any] = {"torch": bytes_of(torch.get_rng_state()), "python": random.getstate()}
+        numbers |= {name: bytes_of(torch.cuda.get_rng_state(gpu)) for name, gpu in self._gpus.items()}
+        if numpy := sys.modules.get("numpy"):
+            kind, key, *rest = numpy.random.get_state()
+            numbers["numpy"] = (kind, key.tolist(), *rest)
+        return numbers
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RandomState) and self.numbers == other.numbers
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Sets the generators that there are, and were taken."""
+        torch.set_rng_state(_tensor(self.numbers["torch"]))
+        random.setstate(self.numbers["python"])
+        for name in self._gpus.keys() & self.numbers:
+            torch.cuda.set_rng_state(_tensor(self.numbers[name]), self._gpus[name])
+        if "numpy" in self.numbers and (numpy := sys.modules.get("numpy")):
+            numpy.random.set_state(self.numbers["numpy"])
+
+    def rewind(self) -> bool:
+        """Puts the generators back to where they stood; whether they had moved."""
+        if moved := self._taken() != self.numbers:
+            self.restore()
+        return moved
+
+
 @contextlib.contextmanager
-def _python_apart() -> Iterator[None]:
-    numpy, python = sys.modules.get("numpy"), random.getstate()
-    state = numpy.random.get_state() if numpy is not None else None
+def random_apart() -> Iterator[None]:
+    """Outside, the generators are as they were; not those of GPUs."""
+    state = RandomState()
     try:
         yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(state)
+        state.restore()
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

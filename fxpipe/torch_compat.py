@@ -101,8 +101,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place."""
-    return tensor._version
+    """How often it was written in place, where that is counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -165,7 +165,7 @@ ASSERTIONS = {
 CHECKS = (torch._assert, torch._assert_async)
 """The same as users write it."""
 
-FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 AUTOCAST_CACHE = "_cache_enabled"
 """The attribute of a ``torch.autocast`` that says whether a weight is cast once in it."""
 

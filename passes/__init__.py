@@ -13,7 +13,7 @@ from fxpipe.passes.analysis.blocks import blocks
 from fxpipe.passes.chain import Pass
 from fxpipe.passes.drop_unused import drop_unused
 from fxpipe.passes.erase_boundaries import erase_boundaries
-from fxpipe.passes.follow import as_before, follow
+from fxpipe.passes.follow import as_before, follow, read_where_held
 from fxpipe.passes.gather import gather
 from fxpipe.passes.mark_copies import mark_copies
 from fxpipe.passes.name_stages import name_stages
@@ -46,5 +46,6 @@ __all__ = [
     "name_stages",
     "order_writes",
     "partition",
+    "read_where_held",
     "split",
 ]

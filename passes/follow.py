@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.graph.program import Program, called_in, is_compute, made_by
 from fxpipe.passes.analysis.union import Union
@@ -130,3 +130,58 @@ def as_before(program: Program, first: Program) -> Program:
         stage_of={name: number[now[stage]] for name, stage in program.stage_of.items()},
         stage_names=tuple(first.stage_names[stage] for stage in number),
     )
+
+
+def read_where_held(program: Program, first: Program) -> Program:
+    """``program``; a buffer that other stages hold in ``first`` is read in one of those, and sent from there.
+
+    So for a quantiser's loss that is a buffer of zeros in evaluation: the ranks of stages that do not use a buffer in
+    the first program have let go of it.
+    """
+    if program.gathered or first.gathered:
+        return program
+    held = _stages_holding(first)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    stage_of, copied = dict(program.stage_of), set(program.copied)
+    for node in [node for node in graph.nodes if node.op == "get_attr" and node.target not in program.constants]:
+        buffer, stages = program.attribute(str(node.target)), _stages_of(program, graph)
+        holders = {i for i, name in enumerate(program.stage_names) if name in held.get(id(buffer), ())}
+        elsewhere = stages[node] - holders
+        if isinstance(buffer, nn.Parameter) or not elsewhere or not holders or min(holders) > min(stages[node]):
+            continue
+        source = min(holders)
+        made = {node}
+        for each in graph.nodes:
+            if each.name in copied and made.intersection(each.all_input_nodes):
+                made.add(each)
+                stage_of[each.name] = source
+        copied -= {each.name for each in made}
+        with graph.inserting_after(node):
+            sent = graph.call_method("detach", (node,))
+        stage_of[sent.name] = source
+        node.replace_all_uses_with(sent, lambda user: stage_of.get(user.name) not in {*holders, source})  # noqa: B023
+    return program.replace(graph=graph, stage_of=stage_of, copied=frozenset(copied))
+
+
+def _stages_holding(program: Program) -> dict[int, set[str]]:
+    """The stages that use each parameter and buffer, by identity and name."""
+    stages, found = _stages_of(program, program.graph), dict[int, set[str]]()
+    for node in program.graph.nodes:
+        own = {id(program.attribute(str(node.target)))} if node.op == "get_attr" else _tensors(program, node)
+        for tensor in own:
+            found.setdefault(tensor, set()).update(program.stage_names[stage] for stage in stages[node])
+    return found
+
+
+def _stages_of(program: Program, graph: fx.Graph) -> dict[fx.Node, set[int]]:
+    """The stages in which each node is computed, or read: of what is copied, those of all that use it."""
+    found: dict[fx.Node, set[int]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            found[node] = set() if program.output_stage is None else {program.output_stage}
+        elif node.name in program.stage_of:
+            found[node] = {program.stage_of[node.name]}
+        else:
+            found[node] = set().union(*(found[user] for user in node.users))
+    return found

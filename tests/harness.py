@@ -92,7 +92,8 @@ def stepped(forward_backward: fxpipe.ForwardBackward, case: Case, batches: Seque
 
 
 def gradients_of(named: Any) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in named}
+    """None also where a replica has only a part of a gradient: with ``zero=2``."""
+    return {name: None if p.grad is None or p.grad.is_meta else p.grad.clone() for name, p in named}
 
 
 def replica_of(topology: fxpipe.Topology) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxpipe.errors import RunError
 from fxpipe.graph.elsewhere import HeldElsewhere
 from fxpipe.graph.like import TensorLike
-from fxpipe.graph.listed import Listing, can_be_joined, joined
+from fxpipe.graph.listed import ListOfTensors, can_be_joined, joined
 from fxpipe.torch_compat import pytree, version_of
 
 PLAIN_LEAF = (
@@ -53,15 +53,15 @@ class Structure:
 
     @staticmethod
     def described(value: Any, line: Callable[[], str] = str) -> Structure:
-        """Of a value with a ``TensorLike`` for each tensor, and with a ``Listing`` for each list of those that can be
-        concatenated: what it makes in one, and its entries, are among ``tensors``. ``line``: see there."""
+        """Of a value with a ``TensorLike`` for each tensor, and with a ``ListOfTensors`` for each list of those that
+        can be concatenated: what it makes in one, and its entries, are among ``tensors``. ``line``: see there."""
         made = Structure(None)
         parts, made.spec = pytree.tree_flatten(value, is_leaf=can_be_joined)
         leaves: list[Any] = []
         tensors: list[TensorLike] = []
         for part in parts:
             if can_be_joined(part):
-                leaves.append(Listing(type(part), len(part), len(part[0].shape), line))
+                leaves.append(ListOfTensors(type(part), len(part), len(part[0].shape), line))
                 tensors += [joined(part), *part]
             else:
                 leaves.append(TENSOR if isinstance(part, TensorLike) else part)
@@ -74,7 +74,7 @@ class Structure:
         given = iter(tensors)
 
         def fill(leaf: Any) -> Any:
-            if isinstance(leaf, Listing):
+            if isinstance(leaf, ListOfTensors):
                 return leaf.stands_for(list(islice(given, 1 + leaf.count)))
             return next(given) if leaf is TENSOR else leaf
 
@@ -106,14 +106,14 @@ class Structure:
 
 
 def _shown(leaf: Any) -> Any:
-    if isinstance(leaf, Listing):
+    if isinstance(leaf, ListOfTensors):
         return leaf.kind(["tensor"] * leaf.count)
     return "tensor" if leaf is TENSOR else leaf
 
 
 def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
     """Those in a part of a value; None where a leaf of the structure stands for no such part."""
-    if isinstance(leaf, Listing):
+    if isinstance(leaf, ListOfTensors):
         return leaf.flat(part)
     if leaf is TENSOR:
         return [part] if isinstance(part, Tensor) else None
@@ -184,7 +184,8 @@ class KeptWhole(nn.Module):
                 f"{self.name}, which is opaque, returned {Structure(returned)}, but {self._returned} when the model "
                 "was captured, and what comes behind it holds for that alone: return the same containers each time, "
                 "and a tensor in place of a number, a word or None that is not always the same; code behind it holds "
-                f"for a list of any length where it concatenates it, torch.cat(list){self._opened_at}"
+                f"for a list of any length where it concatenates it, torch.cat(list); a list with an entry for "
+                f'each of an input\'s is captured for each number of them by tracer="export"{self._opened_at}'
             )
         for tensor, seen in zip(found, self._returned.tensors, strict=True):
             if tensor is not None:
@@ -196,13 +197,13 @@ class KeptWhole(nn.Module):
     @property
     def uses(self) -> list[bool]:
         """Whether the code behind uses each of the tensors that it returns, by the capture that is done."""
-        leaves = (leaf for leaf in self._returned.leaves if leaf is TENSOR or isinstance(leaf, Listing))
-        return [use for leaf in leaves for use in (leaf.uses if isinstance(leaf, Listing) else [True])]
+        leaves = (leaf for leaf in self._returned.leaves if leaf is TENSOR or isinstance(leaf, ListOfTensors))
+        return [use for leaf in leaves for use in (leaf.uses if isinstance(leaf, ListOfTensors) else [True])]
 
     @property
-    def opened(self) -> list[Listing]:
+    def opened(self) -> list[ListOfTensors]:
         """The lists that it returns of which forward looks at entries."""
-        return [leaf for leaf in self._returned.leaves if isinstance(leaf, Listing) and leaf.opened]
+        return [leaf for leaf in self._returned.leaves if isinstance(leaf, ListOfTensors) and leaf.opened]
 
     @property
     def _opened_at(self) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dis import opname
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fxpipe.torch_compat import pytree
 
 
 @dataclass
-class Listing:
+class ListOfTensors:
     """What a capture knows of one list. ``kind``: list or tuple. ``dims``: of each of its tensors. ``opened``: whether
     forward looks at entries."""
 
@@ -74,7 +74,7 @@ def joined(entries: Sequence[TensorLike]) -> TensorLike:
     return replace(first, shape=shape, stride=stride, requires_grad=any(entry.requires_grad for entry in entries))
 
 
-class _Entry:
+class _Member:
     """What is in a ``Listed`` for C code, which iterates over no list: a function of torch is given the tensors."""
 
     @classmethod
@@ -86,35 +86,26 @@ class _Entry:
 class Listed:
     """The list, or tuple, that code behind a region is given while it is captured."""
 
-    listing: Listing
+    listing: ListOfTensors
     whole: Any
-    entries: tuple[Any, ...]
+    entries: Any
 
     @classmethod
-    def of(cls, listing: Listing, whole: Any, entries: Sequence[Any]) -> Any:
-        """``whole``: stands for all entries in one tensor."""
-        made = cls([_Entry() for _ in entries])  # type: ignore[call-arg]
-        made.listing, made.whole, made.entries = listing, whole, tuple(entries)
+    def of(cls, listing: ListOfTensors, whole: Any, entries: Sequence[Any]) -> Any:
+        """``whole``: stands for all entries in one tensor, as long as forward changes none."""
+        made = cls([_Member() for _ in entries])  # type: ignore[call-arg]
+        made.listing, made.whole, made.entries = listing, whole, listing.kind(entries)
         return made
 
     def opened(self) -> Any:
         """The plain list of its entries, of which the capture then has the number."""
         self.listing.open()
-        return self.listing.kind(self.entries)
+        return self.entries
 
     def __iter__(self) -> Iterator[Any]:
         caller = sys._getframe(1)
         self.listing.unpacked |= opname[caller.f_code.co_code[caller.f_lasti]].startswith("UNPACK")
         return iter(self.opened())
-
-    def __len__(self) -> int:
-        return len(self.opened())
-
-    def __getitem__(self, place: SupportsIndex | slice) -> Any:
-        return self.opened()[place]
-
-    def __add__(self, other: Any) -> Any:
-        return self.opened() + other
 
     def __radd__(self, other: Any) -> Any:
         return other + self.opened()
@@ -128,7 +119,21 @@ class _Tuple(Listed, tuple):  # type: ignore[type-arg]
     pass
 
 
+_LOOKS = "__len__ __getitem__ __contains__ __reversed__ __add__ __mul__ __rmul__ copy count index".split()
+_CHANGES = "append extend insert pop remove clear reverse sort __setitem__ __delitem__ __iadd__ __imul__".split()
+
+
+def _of_entries(name: str) -> Callable[..., Any]:
+    def method(self: Listed, *args: Any, **kwargs: Any) -> Any:
+        self.whole = None if name in _CHANGES else self.whole
+        return getattr(self.opened(), name)(*args, **kwargs)
+
+    return method
+
+
 for _kind in (_List, _Tuple):
+    for _name in [name for name in _LOOKS + _CHANGES if hasattr(_kind, name)]:
+        setattr(_kind, _name, _of_entries(_name))
     pytree.register_pytree_node(
         _kind, lambda value: (list(value), value.listing.kind), lambda entries, kind: kind(entries)
     )
@@ -143,7 +148,7 @@ def with_tensors(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return args, kwargs
     first = args[0] if args else kwargs.get("tensors")
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    if function in _CATS and isinstance(first, Listed) and dim in (0, -first.listing.dims):
+    if function in _CATS and isinstance(first, Listed) and first.whole is not None and dim in (0, -first.listing.dims):
         first.listing.joined = True
         return ([first.whole], *args[1:]), {name: value for name, value in kwargs.items() if name != "tensors"}
     opened = [value.opened() if isinstance(value, Listed) else value for value in (*args, *kwargs.values())]

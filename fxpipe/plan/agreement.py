@@ -280,10 +280,9 @@ class Agreement:
         """This rank's inputs per micro-batch."""
         return split(given[0], self._options.batch_dim, agreed.sizes, agreed.counts) if offer.split_evenly else given
 
-    def required(self, plan: Plan, rank: int | None) -> tuple[str, ...]:
+    def required(self, graph: StageGraph, rank: int | None) -> tuple[str, ...]:
         """The inputs that a rank (None: all of them) must be given."""
-        graph = plan.graph
-        weighs = self._options.loss_weight is not None and rank == plan.output_rank
+        weighs = self._options.loss_weight is not None and rank == graph.placement[graph.output_stage]
         used = {
             name
             for stage in graph
@@ -371,8 +370,8 @@ class Agreement:
 
     def _check_required(self, plan: Plan, offers: Sequence[Offer]) -> None:
         for rank, offer in enumerate(offers):
-            needed = self.required(plan, rank if self._transport.pipe_rank is not None else None)
-            for description in offer.given:
+            for description, graph in zip(offer.given, plan.graphs, strict=False):  # the batch, or each micro-batch
+                needed = self.required(graph, rank if self._transport.pipe_rank is not None else None)
                 present = {name for name, given in description if given.kind != "none"}
                 missing = [name for name in needed if name not in present]
                 if missing:

@@ -106,7 +106,7 @@ class Balancing:
             with checkpoints_that_keep() if keeping else contextlib.nullcontext():
                 found = costs_from_shapes(
                     program,
-                    example_of(pattern, shape),
+                    example_of(shape),
                     self.device,
                     pattern.ambient.autocast,
                     self.hardware,
@@ -137,6 +137,6 @@ class Balancing:
         return found
 
 
-def example_of(pattern: Pattern, shape: Description) -> dict[str, Any]:
+def example_of(shape: Description) -> dict[str, Any]:
     """The inputs of a capture, each with a ``TensorLike`` for each tensor."""
-    return {name: given.like for name, given in shape if name in pattern.inputs}
+    return {name: given.like for name, given in shape if given.kind == "input"}

@@ -22,20 +22,19 @@ from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.packed import BatchDim, counted, rule_at
 from fxpipe.plan.batch import cast_batch
 from fxpipe.plan.closeness import differences, gap, in_double, is_close, largest, unit
-from fxpipe.plan.replay import Rounded, State, same_draws, without_reentrant_checkpoints
+from fxpipe.plan.replay import CONSTANT, Rounding, gpus_of, same_draws, without_reentrant_checkpoints
 from fxpipe.torch_compat import FakeTensor, pytree
 from fxpipe.trace import Request
 from fxpipe.trace.keeping import watching
 from fxpipe.trace.patching import LEFT_BEHIND
 from fxpipe.trace.regions import Region
+from fxpipe.trace.snapshot import State
 
 MOST_PARAMETERS = 2**28
 """Elements of parameters beyond which nothing is checked: numbers of six times their size are held meanwhile."""
 MOST_WORK = {"cpu": 1e10, "cuda": 1e12}
 """The same for parameters' elements × a micro-batch's positions (tokens, steps, pixels): about 24 floating-point
 operations for each such pair, 6 for a step and four steps, so some seconds at 50 GFLOP/s."""
-ROUNDING = 10.0
-"""How often the distance by which rounding anew has moved a value it may be off: that is a sample of two."""
 
 Batch = Mapping[str, Any]
 
@@ -106,8 +105,8 @@ def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[
     return, and buffers.
 
     Both begin from the same state, which is put back, and draw the same random numbers. Equal to rounding is equal:
-    within ``CLOSE`` units in the last place of a tensor's largest number, or within ``ROUNDING`` times what the model's
-    own value moves by when each operator's result is rounded anew (``Rounded``), whatever types it computes in.
+    within ``CLOSE`` units in the last place of a tensor's largest number, or the ``tolerance`` of ``Rounding``; a
+    gradient also within an eighth of that of the largest gradient: one that is 0 is nothing but rounding.
 
     Returns what was done, in words, for ``.stages``. TraceError with the first value that differs.
     """
@@ -167,7 +166,7 @@ def _positions(given: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def as_in_a_step(request: Request, devices: Sequence[int] | None) -> Iterator[None]:
+def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> Iterator[None]:
     """As around a training step, or an evaluation; what torch compiles runs as it is written, and what is checkpointed
     so that no gradient can be asked for runs once. ``devices``: where all draw the same random numbers; None: as they
     come."""
@@ -198,10 +197,6 @@ _CALLED = _Called()
 def _as_a_module(region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The call of a region, of a method, too, as that of a module, which it is in the stages: its draws begin anew."""
     return _CALLED(inner, args, kwargs)
-
-
-def _rounded(rounding: int | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if rounding is None else Rounded(rounding)
 
 
 def own(request: Request, batch: Batch) -> dict[str, Any]:
@@ -246,25 +241,24 @@ class _Trial:
         return [self.request.module] if loss is None else [self.request.module, loss]
 
     @cached_property
-    def _devices(self) -> list[int]:
-        tensors = [tensor for module in self._modules for tensor in all_tensors(module).values()]
-        return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    def _devices(self) -> list[torch.device]:
+        return gpus_of(self._modules)
 
     @cached_property
     def _state(self) -> State:
         """From which every run begins."""
-        return State(self._modules, self._devices)
+        return State.of(self._modules, self._devices)
 
     @cached_property
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.request.module.named_parameters() if p.requires_grad}
 
-    def run(self, call: Callable[[Batch, int], Seen], rounding: int | None = None) -> Seen:
+    def run(self, call: Callable[[Batch, int], Seen], rounding: Rounding | None = None) -> Seen:
         """What ``call`` shows on each micro-batch in turn. All that it changes is put back."""
         state, seen = self._state, Seen()
         try:
             draws = any(stage.draws_random for stage in self.graph)
-            with as_in_a_step(self.request, self._devices if draws else None), _rounded(rounding):
+            with as_in_a_step(self.request, self._devices if draws else None), rounding or contextlib.nullcontext():
                 for place, batch in enumerate(self.batches):
                     seen |= call(own(self.request, batch), place)
                     for name, buffer in self.request.module.named_buffers():
@@ -341,16 +335,16 @@ class _Trial:
         suspects = [fact for fact in wanted if not is_close(got.get(fact), wanted[fact])]
         if not suspects:
             return
-        self._check_repeatable(wanted)
-        moved = [self.run(self.model, rounding) for rounding in (1, 2)]
+        tolerance = self._check_repeatable(wanted)
+        gradients = max((largest(value) for fact, value in wanted.items() if fact.kind == "gradient"), default=0.0)
         for fact in suspects:
-            rounding = max(gap(seen.get(fact), wanted[fact]) for seen in moved)
-            if gap(got.get(fact), wanted[fact]) > ROUNDING * rounding:
+            scale = max(largest(wanted[fact]), gradients / CONSTANT if fact.kind == "gradient" else 0.0)
+            if gap(got.get(fact), wanted[fact]) > tolerance * scale:
                 raise TraceError(f"{_WRONG}: {self._difference(fact, got.get(fact), wanted[fact])}; {_INSTEAD}")
 
-    def _check_repeatable(self, wanted: Seen) -> None:
-        """By the norm of all gradients and losses: kernels on a GPU may round otherwise each time."""
-        again = self.run(self.model)
+    def _check_repeatable(self, wanted: Seen) -> float:
+        """By the norm of all gradients and losses: kernels on a GPU may round otherwise each time. The tolerance."""
+        again = self.run(self.model, rounding := Rounding())
         facts = [fact for fact in wanted if fact.kind in ("loss", "output", "gradient")] or list(wanted)
         pairs = [(gap(again.get(fact), wanted[fact]), largest(wanted[fact])) for fact in facts]
         loosest = max(unit(wanted[fact]) for fact in facts)
@@ -364,6 +358,7 @@ class _Trial:
                 "hold as they are; keep them in attributes or buffers of a submodule, pass them as inputs, or, where "
                 "this is meant, write check_capture=False"
             )
+        return rounding.tolerance
 
     def _difference(self, fact: Fact, got: Tensor | None, wanted: Tensor | None) -> str:
         owners = [stage.name for stage in self.graph if fact.name in stage.tensors]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
+from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
@@ -28,7 +29,6 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balancing import Balancing, example_of
 from fxpipe.plan.batch import Description, untold
 from fxpipe.plan.capture_check import Sample, check
-from fxpipe.plan.collectives import collectives_refused
 from fxpipe.plan.methods import unused, with_unused
 from fxpipe.plan.observed import SeenCalls, check_called, declared, observe
 from fxpipe.plan.outside import watch
@@ -146,10 +146,10 @@ class Captures:
 
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         """
-        shapes = pattern.shapes or (None,) * pattern.microbatches
-        for shape in shapes:
-            self._of_one(pattern, shape, sample)
-        keys = [self._of_one(pattern, shape, sample) for shape in shapes]  # by the captures that hold for most
+        each = pattern.each()
+        for one in each:
+            self._of_one(one, pattern, sample)
+        keys = [self._of_one(one, pattern, sample) for one in each]  # by the captures that hold for most
         self.used += keys
         found = [self.kept[key] for key in keys]
         if any(self._is_wrong(key) for key in keys):  # only a later shape has shown it
@@ -163,8 +163,7 @@ class Captures:
 
     def held(self, pattern: Pattern) -> list[Pattern] | None:
         """The captures that ``of`` would give, by their patterns; None where it would make one."""
-        shapes = pattern.shapes or (None,) * pattern.microbatches
-        keys = [self._known(*self._family_of(pattern, shape, Family()), shape) for shape in shapes]
+        keys = [self._known(one, self._family_of(one, Family())) for one in pattern.each()]
         found = [key for key in keys if key is not None and not self._is_wrong(key)]
         return found if len(found) == len(keys) else None
 
@@ -195,15 +194,15 @@ class Captures:
             self.wrong, self.counts = beside
             raise
 
-    def _of_one(self, pattern: Pattern, shape: Description | None, sample: Sample | str) -> Pattern:
-        """The pattern under which the capture for a shape is kept."""
-        this, family = self._family_of(pattern, shape, new := Family())
+    def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
+        """The pattern under which the capture for a micro-batch of ``pattern`` is kept."""
+        shape, family = this.shape, self._family_of(this, new := Family())
         if shape is not None and family is new:
             self.families[family_of(this, shape)] = new
-        known = self._known(this, family, shape)
+        known = self._known(this, family)
         if known is not None:
             return known
-        made = self._captured(pattern, shape, sample, family.free(shape))
+        made = self._captured(this, pattern, sample, family.free(shape))
         for name, leaf in untold(shape) if made.of_one_shape and shape is not None else ():
             raise TraceError(
                 f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would hold "
@@ -216,21 +215,18 @@ class Captures:
             self.counts.setdefault(pattern.training, Count()).note(shape, made.fixed_sizes, made.tracer)
         return key
 
-    def _family_of(self, pattern: Pattern, shape: Description | None, new: Family) -> tuple[Pattern, Family]:
-        """The pattern of a capture for this shape alone, and its family, or else a ``new`` one."""
-        shapes = () if shape is None else (shape,)
-        this = dataclasses.replace(pattern, microbatches=1, shapes=shapes, everyone=())
-        return this, new if shape is None else self.families.get(family_of(this, shape), new)
+    def _family_of(self, this: Pattern, new: Family) -> Family:
+        """The family of a capture for this micro-batch alone, or else a ``new`` one."""
+        return new if this.shape is None else self.families.get(family_of(this, this.shape), new)
 
-    def _known(self, this: Pattern, family: Family, shape: Description | None) -> Pattern | None:
-        """The capture that holds for a shape, by its pattern, where there is one."""
-        patterns = this.for_any_shape(), family.holding(shape), this
+    def _known(self, this: Pattern, family: Family) -> Pattern | None:
+        """The capture that holds for a micro-batch, by its pattern, where there is one."""
+        patterns = this.for_any_shape(), family.holding(this.shape), this
         return next((pattern for pattern in patterns if pattern in self.kept), None)
 
-    def _captured(
-        self, pattern: Pattern, shape: Description | None, sample: Sample | str, free: frozenset[Place]
-    ) -> Captured:
+    def _captured(self, this: Pattern, pattern: Pattern, sample: Sample | str, free: frozenset[Place]) -> Captured:
         """The stages that the first tracer makes whose stages are right. ``free``: dimensions that may be symbolic."""
+        shape, any_shape = this.shape, this.for_any_shape()
         accepted: list[Captured] = []
         cuts: list[Program] = []
 
@@ -239,7 +235,8 @@ class Captures:
                 if (training, program.tracer) in self.wrong:
                     raise TraceError(self.wrong[training, program.tracer])
             cut, made = self._cut(program, pattern, shape)
-            places = [i for i, other in enumerate(pattern.shapes) if not made.of_one_shape or other == shape]
+            each = [one if made.of_one_shape else one.for_any_shape() for one in pattern.each()]
+            places = [place for place, one in enumerate(each) if one in (this, any_shape)]
             with aside():
                 accepted.append(self._checked(made, request, sample, places))
             cuts.append(cut)
@@ -247,10 +244,10 @@ class Captures:
 
         request = Request(
             self.model,
-            pattern.inputs,
-            dict(pattern.fixed),
+            this.inputs,
+            dict(this.fixed),
             self.options.loss_fn if pattern.with_loss else None,
-            example=None if shape is None else example_of(pattern, shape),
+            example=None if shape is None else example_of(shape),
             cuts=self.cuts,
             may_lack_cuts=self.first is not None,  # which has called them all
             training=pattern.training,
@@ -372,8 +369,8 @@ class Captures:
             program = program if first is None else default_passes.as_before(program, first)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
-        graph = default_passes.split(program)
-        example = {} if shape is None else example_of(pattern, shape)
+        graph = default_passes.split(program if first is None else default_passes.read_where_held(program, first))
+        example = {} if shape is None else example_of(shape)
         check_rows_known(graph, program, example, self.device, pattern.ambient.autocast, self.balancing.compute)
         return program, Captured(
             graph,

@@ -16,7 +16,7 @@ def in_double(value: Tensor | None, like: Tensor | None) -> Tensor:
     if value is None:
         value = torch.zeros(()) if like is None else torch.zeros_like(like)
     value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-    return value.to(torch.promote_types(value.dtype, torch.float64))
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def differences(one: Tensor, other: Tensor) -> Tensor:
@@ -48,10 +48,16 @@ def unit(value: Tensor | None) -> float:
     return torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
 
 
-def is_close(got: Tensor | None, wanted: Tensor | None) -> bool:
-    """Whether they are the same but for rounding."""
+def is_close(got: Tensor | None, wanted: Tensor | None, tolerance: float | None = None) -> bool:
+    """Whether they are the same but for rounding. ``tolerance``: of the largest number."""
     apart = 0.0 if _is_same(got, wanted) else gap(got, wanted)
-    return apart == 0 or apart <= CLOSE * unit(wanted) * largest(wanted)
+    tolerance = CLOSE * unit(wanted) if tolerance is None else tolerance
+    return apart == 0 or apart <= tolerance * largest(wanted)
+
+
+def is_repeated(again: Tensor, first: Tensor) -> bool:
+    """Whether a run has made the same again, to half of the digits: kernels on a GPU may round otherwise each time."""
+    return is_close(again, first, math.sqrt(unit(first)))
 
 
 def _is_same(got: Tensor | None, wanted: Tensor | None) -> bool:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.kinds import is_mapping, shown
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
 from fxpipe.torch_compat import pytree
+from fxpipe.trace.contents import walk
 
 Counts = Mapping[str, tuple[int, ...]]
 """Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_MOST = 1000
-"""So many objects are looked at, to find tensors in one."""
 
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple[int, ...]]:
@@ -54,7 +51,8 @@ def _check_known(name: str, value: Any, rule: Rule) -> None:
                 f"input {name!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass "
                 f"torch.as_tensor of it; {whole}"
             )
-        if (is_mapping(leaf) or not of_dicts) and any(isinstance(one, Tensor) and one.dim() for one in _inside(leaf)):
+        inside = (part.value for part in walk(list(leaf.values()) if is_mapping(leaf) else leaf))
+        if (is_mapping(leaf) or not of_dicts) and any(isinstance(one, Tensor) and one.dim() for one in inside):
             instead = (
                 f"pass it as **{name}, where forward takes its entries, or as dict({name})"
                 if is_mapping(leaf)
@@ -71,32 +69,6 @@ def _is_array(leaf: Any) -> bool:
     if not hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
         return False
     return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
-
-
-def _inside(leaf: Any) -> Iterator[Any]:
-    """What an object that is no tensor holds, and what that holds, as far as is cheap to look."""
-    found, seen = deque(_held(leaf)), {id(leaf)}
-    while found and len(seen) < _MOST:
-        one = found.popleft()
-        if id(one) not in seen and not isinstance(one, _PLAIN):
-            seen.add(id(one))
-            yield one
-            found.extend(_held(one))
-
-
-def _held(value: Any) -> Iterable[Any]:
-    if isinstance(value, (Tensor, nn.Module, type, FunctionType, ModuleType)):
-        return ()
-    if is_mapping(value):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value)
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-
-
-def _names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
 
 
 def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> tuple[int, ...] | None:

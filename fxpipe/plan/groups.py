@@ -34,6 +34,12 @@ def for_groups(
     """The captures of the micro-batches, with the gathered stages as ``capture`` has them for the rows of a group."""
     first = captured[0]
     sizes = first.graph.groups(pattern.microbatches)
+    if pattern.mixed and (gathers := [stage.name for stage in first.graph if stage.gathered is not None]):
+        raise PartitionError(
+            f"stage {gathers[0]!r} runs for several micro-batches at once, of which some have inputs or plain values "
+            "that others have not; order rows so that all have the same, or make a call for each kind, and then "
+            "optimizer.step()"
+        )
     if not first.of_one_shape:
         return captured
     for gathered in dict.fromkeys(stage.gathered for stage in first.graph):
@@ -81,7 +87,7 @@ def places_of_rows(captures: Captures, used: Sequence[Pattern], pattern: Pattern
 
 def _shown(captured: Captured, pattern: Pattern, shape: Description, rows: int) -> Shown:
     assert captured.program is not None
-    return Shown(captured.graph, captured.program, example_of(pattern, shape), rows)
+    return Shown(captured.graph, captured.program, example_of(shape), rows)
 
 
 def _rows_of(pattern: Pattern, modes: Collection[str], batch_dim: BatchDim) -> Sequence[int]:

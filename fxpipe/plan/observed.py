@@ -18,9 +18,9 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.plan.capture_check import Batch, as_in_a_step, own
-from fxpipe.plan.outside import Attributes, assigns, buffers, held, persistent, state_of, switches
+from fxpipe.plan.outside import assigns, buffers, held, persistent, state_of, switches
 from fxpipe.plan.reads import Reads
-from fxpipe.plan.replay import State
+from fxpipe.plan.replay import gpus_of
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.cutting import cutting
 from fxpipe.trace.keeping import watching
@@ -28,7 +28,7 @@ from fxpipe.trace.patching import refuse
 from fxpipe.trace.record.touched import PythonState, TouchedMode
 from fxpipe.trace.regions import Region, SeenCall
 from fxpipe.trace.request import Request
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.snapshot import Attributes, State, storage_of
 from fxpipe.trace.user_line import line_of
 
 SeenCalls = Mapping[tuple[str, int], SeenCall]
@@ -55,8 +55,8 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     model fails, or a region does what it may not.
     """
     modules = [module for module in (request.module, request.loss_module) if module is not None]
-    devices = sorted({t.get_device() for part in modules for t in all_tensors(part).values() if t.is_cuda})
-    state, observer = State(modules, devices), _Observer(request)
+    devices = gpus_of(modules)
+    state, observer = State.of(modules, devices), _Observer(request)
     try:
         with as_in_a_step(request, devices), recording(observer.boundary):
             inputs = own(request, batch)
@@ -128,7 +128,7 @@ class _Observer:
         self._inside = region
         state, tensors = PythonState(self._module), list(all_tensors(self._module).items())
         states = [state_of(tensor) for _, tensor in tensors]
-        attributes = Attributes(dict(self._module.named_modules()))
+        attributes = Attributes(dict(self._module.named_modules()), tensors=True)
         held_before = [(place, held(place)) for place in buffers(self._module, [self._module])]
         called: list[nn.Module] = []
         try:

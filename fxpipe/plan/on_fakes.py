@@ -11,20 +11,21 @@ from torch import Tensor, fx, nn
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import enter_modes, leave_modes
 from fxpipe.graph.program import Program, is_assertion
+from fxpipe.seeds import random_apart
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import FakeModel
-from fxpipe.trace.snapshot import RandomState, Snapshot
+from fxpipe.trace.snapshot import Snapshot
 
 
 @contextmanager
 def left_as_it_is(module: nn.Module) -> Iterator[None]:
     """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
-    snapshot, random = Snapshot(module), RandomState()
-    try:
-        yield
-    finally:
-        snapshot.restore()
-        random.restore()
+    snapshot = Snapshot(module)
+    with random_apart():
+        try:
+            yield
+        finally:
+            snapshot.restore()
 
 
 def faked(value: Any, fake: FakeModel) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -14,8 +13,7 @@ from fxpipe.graph.kept import KeptWhole
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.torch_compat import version_of
-from fxpipe.trace.contents import alike, contents
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.snapshot import Attributes, storage_of
 
 Held = tuple[nn.Module, str, str]
 """A module, the name of a tensor that it holds, and that in the model."""
@@ -43,7 +41,7 @@ class Unchanged:
         """RunError where what is inside changes what others have read already, or read in other stages."""
         own = [held(place) for place in self.assigned]
         read = [state_of(held(place)) for place in self.written]
-        attributes = Attributes(self.shared)
+        attributes = Attributes(self.shared, tensors=True)
         flags = [module.training for module in self.run.values()]
         yield
         for (path, module), flag in zip(self.run.items(), flags, strict=True):
@@ -95,39 +93,6 @@ def persistent(place: Held) -> bool:
     """Whether a buffer is saved."""
     module, name, _ = place
     return name not in module._non_persistent_buffers_set
-
-
-class Attributes:
-    """The plain attributes of submodules, by their paths, and which tensors are their buffers."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self._before = {path: _attributes(module) for path, module in modules.items()}
-
-    def changes(self) -> Iterator[tuple[str, str]]:
-        """Those that are no longer as they were: (the path of their module, their name)."""
-        for path, module in self._modules.items():
-            before, now = self._before[path], _attributes(module)
-            for name in before.keys() | now.keys():
-                if name not in before or name not in now or not alike(before[name], now[name]):
-                    yield path, name
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    plain = {name: _as_now(contents(value)) for name, value in vars(module).items() if name not in _TABLES}
-    return plain | module._buffers
-
-
-_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
-
-
-def _as_now(value: Any) -> Any:
-    """Contents, with how often its tensors were written."""
-    if isinstance(value, tuple):
-        return tuple(map(_as_now, value))
-    if isinstance(value, Tensor):
-        return value, 0 if value.is_inference() else version_of(value)
-    return value
 
 
 def _joined(attribute: tuple[str, str]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe.errors import RunError
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.plan.batch import Description
@@ -55,12 +54,18 @@ def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
     return {id(one): one for module in modules for one in module._parameters.values() if one is not None}.values()
 
 
+Inputs = tuple[str, ...]
+Fixed = tuple[tuple[str, Any], ...]
+
+
 @dataclass(frozen=True)
 class Pattern:
     """What a capture depends on: which inputs there are, the values fixed in it, the flags of the model."""
 
-    inputs: tuple[str, ...]
-    fixed: tuple[tuple[str, Any], ...]
+    inputs: Inputs
+    """Those that any micro-batch has."""
+    fixed: Fixed
+    """Of all micro-batches; () where they differ."""
     microbatches: int
     with_loss: bool
     flags: Flags
@@ -71,6 +76,24 @@ class Pattern:
     ambient: Ambient = Ambient()  # noqa: RUF009  (it is frozen)
     everyone: tuple[int, ...] = ()
     """The rows of each micro-batch on all replicas together, where stages see them; () where that is not known yet."""
+
+    mixed: tuple[tuple[Inputs, Fixed], ...] = ()
+    """What each micro-batch has, where they differ: one may lack an input that another has."""
+
+    def each(self) -> list[Pattern]:
+        """For each micro-batch what the capture for it alone depends on."""
+        kinds = self.mixed or ((self.inputs, self.fixed),) * self.microbatches
+        shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
+        one = dataclasses.replace(self, microbatches=1, everyone=(), mixed=())
+        return [
+            dataclasses.replace(one, inputs=inputs, fixed=fixed, shapes=shape)
+            for (inputs, fixed), shape in zip(kinds, shapes, strict=True)
+        ]
+
+    @property
+    def shape(self) -> Description | None:
+        """That of the first micro-batch, where one has been seen."""
+        return self.shapes[0] if self.shapes else None
 
     def for_any_shape(self) -> Pattern:
         """The pattern without what only tracers that need shapes depend on."""
@@ -84,31 +107,23 @@ def pattern_of(
     flags: Flags,
     ambient: Ambient,
 ) -> Pattern:
-    """The capture that micro-batches like these need; RunError where they have different inputs."""
+    """The captures that micro-batches like these need."""
     has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
     with_loss = loss_fn is not None and (training or has_target)
     shapes = tuple(
         tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
         for description in microbatches
     )
-    inputs = {tuple(name for name, given in one if given.kind == "input") for one in shapes}
-    fixed = {tuple((name, given.detail) for name, given in one if given.kind != "input") for one in shapes}
-    if len(inputs) > 1 or len(fixed) > 1:
-        raise RunError(_different(shapes))
-    return Pattern(inputs.pop(), fixed.pop(), len(shapes), with_loss, flags, training, shapes, ambient)
+    kinds = [(_inputs(one), _fixed(one)) for one in shapes]
+    same = len(set(kinds)) == 1
+    inputs, fixed = kinds[0] if same else (tuple(dict.fromkeys(name for given, _ in kinds for name in given)), ())
+    mixed = () if same else tuple(kinds)
+    return Pattern(inputs, fixed, len(shapes), with_loss, flags, training, shapes, ambient, mixed=mixed)
 
 
-def _different(shapes: Sequence[Description]) -> str:
-    """Why micro-batches cannot be of one step."""
-    kinds = [{name: given.kind for name, given in one} for one in shapes]
-    names = dict.fromkeys(name for one in kinds for name in one)
-    absent = [name for name in names if len({one.get(name, "none") == "none" for one in kinds}) > 1]
-    if not absent:
-        return "the micro-batches of one step must have the same inputs, and of plain values the same ones"
-    which = [place for place, one in enumerate(kinds) if one.get(absent[0], "none") == "none"]
-    return (
-        f"the micro-batches {which} lack {', '.join(map(repr, absent))}, which others of this step have, and those of "
-        "one step have the same inputs: order rows so that each has some, or add to such a row what counts for nothing "
-        "(an image whose words have no labels); or make two calls, one of those with it and one of those without, and "
-        "then optimizer.step()"
-    )
+def _inputs(shape: Description) -> Inputs:
+    return tuple(name for name, given in shape if given.kind == "input")
+
+
+def _fixed(shape: Description) -> Fixed:
+    return tuple((name, given.detail) for name, given in shape if given.kind != "input")

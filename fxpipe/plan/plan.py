@@ -20,9 +20,10 @@ class Plan:
     """A stage graph, its schedule, and each rank's instructions for the values that pass between stages."""
 
     graph: StageGraph
-    """The stages, as they run the first micro-batch."""
+    """The stages, and all values that pass between them for any micro-batch."""
     graphs: tuple[StageGraph, ...]
-    """The same stages for each micro-batch: where shapes are a part of a capture, each shape has its own code."""
+    """The stages for each micro-batch: where shapes are a part of a capture, each shape has its own code; and where it
+    lacks an input, some do nothing, and send nothing."""
     schedule: Schedule
     instructions: tuple[tuple[Instruction, ...], ...]
     order: tuple[Step, ...]
@@ -55,7 +56,7 @@ class Plan:
         A region kept whole, the user's own stages, and modules that symbolic captures call, are Python that may not be.
         """
         captured = bool(self.captures) and all(pattern.shapes for pattern in self.captures)
-        return captured and not calls_kept(self.graph[self.graph.output_stage].module)
+        return captured and not any(calls_kept(graph[graph.output_stage].module) for graph in self.graphs)
 
     def __str__(self) -> str:
         return f"{self.graph}\n{self.schedule}"

@@ -27,7 +27,7 @@ from fxpipe.plan.label_count import Items
 from fxpipe.plan.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
 from fxpipe.plan.plan import Plan, values_of
-from fxpipe.plan.same_stages import alike, like
+from fxpipe.plan.same_stages import called_alike, joint, like
 from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily, is_compiled
 from fxpipe.plan.tables import Tables, tells_bytes
@@ -194,7 +194,7 @@ class Planner:
             return dataclasses.replace(graph, stages=tuple(stages))
 
         graphs = _each_once(first.graphs, wider)
-        self.plans[key] = dataclasses.replace(first, graph=graphs[0], graphs=tuple(graphs))
+        self.plans[key] = dataclasses.replace(first, graph=joint(graphs), graphs=tuple(graphs))
 
     def held(self, pattern: Pattern) -> Plan | None:
         """What ``plan`` would give; None where it would make one, or where stages are gathered. Nothing changes."""
@@ -260,10 +260,10 @@ class Planner:
         graphs = [one.graph for one in captured]
         if self.plans:
             graphs = _each_once(graphs, lambda graph: like(graph, self.first.graph))
-        first = graphs[0]
-        graphs = _each_once(graphs, lambda graph: alike(graph, first))
-        placement = place(first, self.ranks, self._wanted(first, captured[0].placement))
-        read = {name for stage in first for name in stage.batch_inputs}
+        graphs = called_alike(graphs)
+        every = joint(graphs)
+        placement = place(every, self.ranks, self._wanted(every, captured[0].placement))
+        read = {name for stage in every for name in stage.batch_inputs}
         labels = self.items.note(inputs, read) if self.items is not None else ""
         placed = partial(dataclasses.replace, placement=placement, labels=labels)
         return tuple(_each_once(graphs, lambda graph: self._ready(placed(graph))))
@@ -324,7 +324,7 @@ class Planner:
         )
         for pattern, plan in self.plans.items():
             graphs = _each_once(plan.graphs, lambda graph: planner._ready(graph.with_tensors_of_module()))
-            planner.plans[pattern] = dataclasses.replace(plan, graph=graphs[0], graphs=tuple(graphs))
+            planner.plans[pattern] = dataclasses.replace(plan, graph=joint(graphs), graphs=tuple(graphs))
         return planner
 
     def _wanted(self, graph: StageGraph, found: tuple[int, ...] | None) -> Mapping[str, int] | None:
@@ -346,19 +346,20 @@ class Planner:
         self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str, costs: Costs | None = None
     ) -> Plan:
         """The plan that runs the table of these graphs. ``costs``: those of the search, whose table it is then."""
-        graph = graphs[0]
+        graph = joint(graphs)
         schedule = self.tables.schedule(graph, pattern, costs)
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
-            graph = graphs[0]
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
+        lacking = {id(one): [i for i, edge in enumerate(graph.edges) if edge not in one.edges] for one in graphs}
+        absent = {(index, place) for place, one in enumerate(graphs) for index in lacking[id(one)]}
         instructions = lower(
-            schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead, values
+            schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead, values, absent
         )
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
-        return Plan(graphs[0], graphs, schedule, instructions, tuple(order), program)
+        return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""

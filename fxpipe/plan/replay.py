@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,37 +12,23 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.plan.closeness import unit
+from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree
 from fxpipe.trace.patching import patched
-from fxpipe.trace.snapshot import RandomState, Snapshot
 
 MOST_DRAWS = 100_000
 """A loop that draws until something comes up would never end on numbers that are always the same."""
 _SEED = 2**31 - 1
-_ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CONSTANT = 8.0
+"""What an operator is off by, in units in the last place of its largest number: it is itself a sum of many terms."""
 
 
-class State:
-    """All that running a module may change and that can be put back: see ``Snapshot``; the numbers in its tensors, and
-    the global generators."""
-
-    def __init__(self, modules: Sequence[nn.Module], devices: Sequence[int]) -> None:
-        self._snapshots = [Snapshot(module) for module in modules]
-        tensors = {id(tensor): tensor for snapshot in self._snapshots for tensor in snapshot.tensors()}
-        plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_quantized]
-        self._numbers = [(tensor, tensor.detach().clone()) for tensor in plain]
-        self._random = RandomState()
-        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def restore(self) -> None:
-        for snapshot in self._snapshots:
-            snapshot.restore()
-        for tensor, numbers in self._numbers:
-            if not torch.equal(tensor.detach(), numbers):
-                tensor.data.copy_(numbers)  # which backward graphs that wait for it take no notice of
-        self._random.restore()
-        for device, state in self._cuda:
-            torch.cuda.set_rng_state(state, device)
+def gpus_of(modules: Sequence[nn.Module]) -> list[torch.device]:
+    """Those that hold tensors of modules."""
+    tensors = [tensor for module in modules for tensor in all_tensors(module).values()]
+    return sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
 
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -99,7 +86,7 @@ def checkpoints_noted(note: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_draws(devices: Sequence[int]) -> Iterator[None]:
+def same_draws(devices: Sequence[torch.device]) -> Iterator[None]:
     """Every operator that draws begins from one seed, and Python's and NumPy's generators anew in each module's call.
 
     So numbers depend on what is drawn and not on what was drawn before: stages draw in another order than the model.
@@ -123,9 +110,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, devices: Sequence[int]) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators = [torch.default_generator, *(torch.cuda.default_generators[device] for device in devices)]
+        self._generators = [
+            torch.default_generator,
+            *(torch.cuda.default_generators[device.index] for device in devices),
+        ]
         self._seen = 0
 
     def count(self) -> None:
@@ -143,33 +133,24 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Moves what operators compute by up to one unit in the last place, at random: how much do the results move?
-
-    Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", UCLA 1997), at the grain of operators and in every type
-    that is computed in. Whole numbers stay as they are: masks and counts are exact.
-    """
+class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators, and notes the coarsest type that they compute in."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._operators, self._unit = 0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        schema = getattr(func, "_schema", None)
-        if schema is not None and not any(returned.alias_info is not None for returned in schema.returns):
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor) and leaf.dtype in _ROUNDED and leaf.layout is torch.strided:
-                    self._move(leaf)
+        self._operators += 1
+        self._unit = max([self._unit, *(unit(one) for one in pytree.tree_leaves(result) if isinstance(one, Tensor))])
         return result
 
-    def _move(self, tensor: Tensor) -> None:
-        if tensor.device not in self._generators:
-            self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
-        generator = self._generators[tensor.device]
-        step = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
-        step.mul_(torch.finfo(tensor.dtype).eps).masked_fill_(tensor == tensor.round(), 0)
-        tensor.detach().mul_(step.add_(1))
+    @property
+    def tolerance(self) -> float:
+        """Of a tensor's largest number: √n · u, by which n operators that round by u are off in all likelihood (Higham
+        and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019), times
+        ``CONSTANT``, and at most half of the digits."""
+        return min(CONSTANT * math.sqrt(self._operators) * self._unit, math.sqrt(self._unit))

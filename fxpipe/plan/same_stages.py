@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
@@ -25,30 +25,78 @@ def like(graph: StageGraph, first: StageGraph) -> StageGraph:
         graph, stages=tuple(by_number.get(s.index) or _idle(s) for s in first)
     ).with_backward()
     # A stage that does nothing keeps its backward: its place in the row is where other replicas sum its gradients.
-    backward = [
-        stage.has_backward if stage.index in by_number else first[stage.index].has_backward for stage in present
-    ]
-    stages = (dataclasses.replace(s, has_backward=has) for s, has in zip(present, backward, strict=True))
-    return dataclasses.replace(present, stages=tuple(stages))
+    return _with_backward(present, [(s if s.index in by_number else first[s.index]).has_backward for s in present])
+
+
+def called_alike(graphs: Sequence[StageGraph]) -> list[StageGraph]:
+    """The graphs of a step's micro-batches, with their values called by the same names: they run one table.
+
+    Where no stage gathers, a micro-batch may have fewer values between two stages than another. PartitionError where
+    their stages differ.
+    """
+    each = list({id(graph): graph for graph in graphs}.values())
+    if len(each) == 1:
+        return list(graphs)
+    if any(graph.gathers for graph in each) or len({(g.names, g.output_stage) for g in each}) > 1:
+        return [alike(graph, graphs[0]) for graph in graphs]
+    between: dict[tuple[int, int], list[Edge]] = {}
+    for graph in each:
+        for pair, edges in _between(graph).items():
+            between[pair] = max(between.get(pair, []), edges, key=len)
+    backward = [any(stage.has_backward for stage in stages) for stages in zip(*each, strict=True)]
+    called = {id(graph): _with_backward(_called(graph, between), backward) for graph in each}
+    return [called[id(graph)] for graph in graphs]
+
+
+def joint(graphs: Sequence[StageGraph]) -> StageGraph:
+    """All that any of these has, of which the values are called by the same names: what their table is made for."""
+    each = list({id(graph): graph for graph in graphs}.values())
+    if len(each) == 1 or graphs[0].gathers:  # with which all have the same
+        return graphs[0]
+    stages = tuple(_joint(stages) for stages in zip(*each, strict=True))
+    return dataclasses.replace(graphs[0], stages=stages)
+
+
+def _joint(stages: Sequence[Stage]) -> Stage:
+    return dataclasses.replace(
+        max(stages, key=lambda stage: len(stage.inputs)),
+        inputs=tuple(dict.fromkeys(entry for stage in stages for entry in stage.inputs)),
+        outputs=tuple(dict.fromkeys(edge for stage in stages for edge in stage.outputs)),
+        tensors={name: tensor for stage in stages for name, tensor in stage.tensors.items()},
+        varies=any(stage.varies for stage in stages),
+    )
 
 
 def alike(graph: StageGraph, first: StageGraph) -> StageGraph:
-    """``graph`` with its values called as in ``first``: the micro-batches of one step run one table.
-
-    PartitionError where their stages or the messages between them differ.
-    """
+    """``graph`` with its values called as in ``first``. PartitionError where their stages or the messages between them
+    differ."""
     if graph is first:
         return first
     if _facts(graph) != _facts(first):
         raise PartitionError(
-            "the micro-batches of this batch have different shapes, and the stages captured for them exchange "
-            f"different values:\n{first}\n{graph}\npass micro-batches of one shape, a batch that divides evenly"
+            "the micro-batches of this batch have different shapes or inputs, and the stages captured for them differ "
+            f"in what they exchange or return:\n{first}\n{graph}\npass micro-batches of one shape, a batch that "
+            "divides evenly, and make a call for each kind of them"
         )
-    # Any value between two stages may bear the name of any other: both ends are of this graph.
-    between = {pair: [edge for edge in first.edges if _pair(edge) == pair] for pair in map(_pair, first.edges)}
-    called = {edge: between[_pair(edge)].pop(0) for edge in graph.edges}
+    return _called(graph, _between(first))
+
+
+def _called(graph: StageGraph, between: Mapping[tuple[int, int], Sequence[Edge]]) -> StageGraph:
+    """Any value between two stages may bear the name of any other: both ends are of this graph."""
+    names = {pair: iter(edges) for pair, edges in between.items()}
+    called = {edge: next(names[_pair(edge)]) for edge in graph.edges}
     stages = tuple(_relabelled(stage, called) for stage in graph)
     return dataclasses.replace(graph, stages=stages)
+
+
+def _between(graph: StageGraph) -> dict[tuple[int, int], list[Edge]]:
+    """The values from one stage to another."""
+    return {pair: [edge for edge in graph.edges if _pair(edge) == pair] for pair in map(_pair, graph.edges)}
+
+
+def _with_backward(graph: StageGraph, backward: Sequence[bool]) -> StageGraph:
+    stages = (dataclasses.replace(s, has_backward=has) for s, has in zip(graph, backward, strict=True))
+    return dataclasses.replace(graph, stages=tuple(stages))
 
 
 def _pair(edge: Edge) -> tuple[int, int]:

@@ -82,7 +82,7 @@ class ForwardBackward:
     @property
     def required_inputs(self) -> tuple[str, ...]:
         """The inputs that this rank's stages use; for the others it may be given None."""
-        return self._steps.agreement.required(self._plan, self._transport.pipe_rank)
+        return self._steps.agreement.required(self._plan.graph, self._transport.pipe_rank)
 
     @property
     def module(self) -> RankModule:

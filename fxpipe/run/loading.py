@@ -31,13 +31,12 @@ from fxpipe.parameters.saving.reader import FolderReader
 from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.optimizer_fit import fitted
-from fxpipe.run.random_state import seed_all, set_random_state
 from fxpipe.run.run_state import BUFFERS, Layout, PlainParts, check_place, savable, tensors_for, value_of
 from fxpipe.run.save_job import STATE
 from fxpipe.run.save_later import wait_for_writes
 from fxpipe.run.saving import continues, path_of, wait_for_saves
 from fxpipe.schedules.costs import Costs
-from fxpipe.seeds import seed_of
+from fxpipe.seeds import RandomState, seed_all, seed_of
 
 
 def load(
@@ -252,7 +251,7 @@ class _Loading:
         if run["costs"] is not None and tuple(run["stages"]) == self._parts.stages:
             steps.recorder.loaded = Costs(**run["costs"])
         if random is not None:
-            set_random_state(random, device)
+            RandomState([device], random).restore()
         else:
             seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
 

@@ -269,7 +269,8 @@ def _check_none_beside(column: Sequence[Tensor], several: Sequence[Sequence[int]
         raise RunError(
             f"{_called(where)} of shapes {', '.join(str(list(part.shape)) for part in column)} has as many in "
             f"dimension {places[0]} as there are rows, which are looked for in dimension 0: return it transposed, "
-            "with its rows there; or, where it has several for each row, with .unflatten(0, (-1, several))"
+            "with its rows there; or, where it has several for each row, with .unflatten(0, (-1, several)); or "
+            'leave it out: evaluate(outputs="loss")'
         )
 
 

@@ -8,20 +8,21 @@ R  begins where F began, with F's random numbers, and leaves everything but its 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.parameters.dtensors import local
+from fxpipe.plan.closeness import is_repeated
 from fxpipe.plan.replay import checkpoints_that_keep
-from fxpipe.run.side_effects import EffectsOf, StageState
-from fxpipe.run.written_parameters import WrittenParameters, is_plain
+from fxpipe.run.batch_digest import Digest
+from fxpipe.run.side_effects import EffectsOf, has_numbers
 from fxpipe.torch_compat import pytree, version_of
+from fxpipe.trace.snapshot import State
 
 T = TypeVar("T")
 
@@ -43,11 +44,19 @@ class Kept:
         self._stage, self._device, self._proves = stage, device, proves
         self.inputs = [without_graph(value) for value in inputs]
         self._versions = [_versions(value) for value in self.inputs]
-        self._parameters = WrittenParameters(stage, proves)
+        self._parameters = [(one, version_of(one)) for one in stage.parameters.values()]
+        self._written: list[nn.Parameter] = []
         self._effects_of, self._effects = effects, effects.of(stage)
-        self._start = StageState(self._effects, device)
+        self._start = self._state()
+        self._others = [] if self._effects is None else self._effects.versions()
         self._bumped = frozenset[int]()
         self._made: list[Tensor] = []
+
+    def _state(self) -> State:
+        """Of what forward changes beside parameters. A stage that is no module is known to draw random numbers only."""
+        if self._effects is None:
+            return State([], [], [self._device])
+        return State([self._effects.snapshot()], self._effects.writes, [self._device])
 
     def first(self, run: Callable[[], T]) -> T:
         """The first run. What autograd saves is dropped, unless the stage's own code wants it: then it runs anew from
@@ -66,14 +75,15 @@ class Kept:
 
     def first_is_over(self, outputs: Sequence[Any]) -> None:
         """The forward has run."""
-        self._parameters.first_is_over()
+        self._written = [one for one, version in self._parameters if version_of(one) != version]
+        self._parameters = [(one, version) for one, version in self._parameters if version_of(one) == version]
         self._bumped = self._start.bumped()
         if self._effects is not None and not self._effects.is_known:
             self._effects.learn(self._start)
         elif self._effects is not None:
-            self._effects.check(self._start, self._stage.name)
+            self._effects.check(self._others, self._stage.name)
         if self._proves:
-            self._made = _summed_up(outputs)
+            self._made = [leaf.clone() for leaf in _plain(outputs)]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -84,22 +94,41 @@ class Kept:
                 f"stage {self._stage.name!r} cannot be recomputed: what it was given was written in place since; write "
                 "it out of place (x = x + 1 for x += 1), or leave the stage out of recompute="
             )
-        with self._parameters.again():
-            now = StageState(self._effects, self._device)
-            self._start.restore(self._bumped)
-            try:
-                with checkpoints_that_keep():
-                    yield
-            finally:
-                now.restore(now.bumped())
+        if any(version_of(one) != version for one, version in self._parameters):
+            raise RunError(
+                f"stage {self._stage.name!r} cannot be recomputed: its parameters were written since its forward, as a "
+                "hook does that makes an optimizer's step in backward; make it behind forward_backward(...), or leave "
+                "the stage out of recompute="
+            )
+        copies = [(one, one.detach().clone()) for one in self._written]
+        now, before = self._state(), self._unseen()
+        self._start.restore(self._bumped)
+        try:
+            with checkpoints_that_keep():
+                yield
+        finally:
+            now.restore(now.bumped())
+            for parameter, copy in copies:
+                parameter.data.copy_(copy)
+        twice = next((name for name, number in self._unseen().items() if number != before[name]), None)
+        if twice is not None:
+            raise RunError(
+                f"stage {self._stage.name!r} cannot be recomputed: its forward writes its parameter {twice!r} by "
+                ".data, and would do so twice; write it behind forward_backward(...), or under torch.no_grad() without "
+                ".data, or leave the stage out of recompute="
+            )
+
+    def _unseen(self) -> dict[str, int]:
+        """A number for each parameter, which shows a write that autograd does not see."""
+        named = self._stage.parameters.items() if self._proves else ()
+        return Digest([{name: one for name, one in named if has_numbers(one)}]).numbers()
 
     def second_is_over(self, outputs: Sequence[Any]) -> None:
         """RunError where it has made something else than the first one."""
         if not self._proves:
             return
-        again = _summed_up(outputs)
-        alike = len(again) == len(self._made) and all(map(_alike, self._made, again))
-        if not alike:
+        again = _plain(outputs)
+        if len(again) != len(self._made) or not all(map(is_repeated, again, self._made)):
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: run again from the same inputs, random numbers and "
                 "buffers, it makes something else. It writes what it is given by .data, or depends on what is kept "
@@ -117,36 +146,8 @@ def _is_gone(nothing: None) -> Tensor:
 
 
 def _versions(value: Any) -> list[int]:
-    return [
-        version_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+    return [version_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _summed_up(outputs: Sequence[Any]) -> list[Tensor]:
-    """Of each plain tensor the sum, the norm, a sum in which places differ, and the unit in the last place of its type,
-    on its device."""
-    return [_figures(leaf.detach()) for leaf in pytree.tree_leaves(list(outputs)) if is_plain(leaf)]
-
-
-def _figures(tensor: Tensor) -> Tensor:
-    numbers = local(tensor)
-    if numbers.is_complex():
-        numbers = torch.view_as_real(numbers.resolve_conj())
-    eps = torch.finfo(numbers.dtype).eps if numbers.is_floating_point() else 0.0
-    if numbers.dtype.itemsize == 1 and numbers.is_floating_point():
-        numbers = numbers.float()
-    numbers = numbers if numbers.is_floating_point() else numbers.double()
-    norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)
-    places = torch.arange(numbers.numel(), device=numbers.device, dtype=torch.float64).view(numbers.shape).cos_()
-    by_place = torch.linalg.vecdot(numbers.double().flatten(), places.flatten())
-    return torch.stack([numbers.sum(dtype=torch.float64), by_place, norm, norm.new_full((), eps)])
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Equal but for rounding, which on a GPU may differ from run to run; what is not finite is told elsewhere."""
-    *first, eps = one.tolist()
-    *second, _ = other.tolist()
-    norm = first[-1]
-    if not all(map(math.isfinite, first + second)):
-        return math.isfinite(norm) == math.isfinite(second[-1])
-    return all(abs(mine - others) <= math.sqrt(eps) * norm for mine, others in zip(first, second, strict=True))
+def _plain(outputs: Sequence[Any]) -> list[Tensor]:
+    return [local(leaf.detach()) for leaf in pytree.tree_leaves(list(outputs)) if has_numbers(leaf)]

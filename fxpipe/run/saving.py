@@ -29,12 +29,12 @@ from fxpipe.parameters.saving.lock import FolderLock, lock_of
 from fxpipe.parameters.saving.plain import PLAIN as KINDS
 from fxpipe.parameters.saving.writer import RankPlan
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
-from fxpipe.run.random_state import random_state
 from fxpipe.run.run_state import BUFFERS, PLAIN, plain_parts, savable, ties_of
 from fxpipe.run.save_job import Destination, SaveJob
 from fxpipe.run.save_later import Later, wait_for_writes, write_later
 from fxpipe.run.step import Steps
 from fxpipe.schedules.costs import Costs
+from fxpipe.seeds import RandomState
 
 
 def save(
@@ -237,7 +237,7 @@ def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPla
     run = {"number": parts.steps.number, "seed": parts.steps.seed, "stages": list(parts.stages)}
     plain: dict[str, Any] = {
         "extra": given.extra,
-        "random": random_state(parts.device),
+        "random": RandomState([parts.device]).numbers,
         "run": {**run, "costs": None if costs is None else asdict(costs)},
     }
     for name, one in (("scheduler", given.scheduler), ("loader", given.loader)):

@@ -31,6 +31,9 @@ def weights_of(
 
 def _weighed(loss_weight: LossWeight, batches: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | str:
     """The weights, or what is wrong with them."""
+    if len({tuple(batch) for batch in batches}) > 1:  # by place, an input would be taken for another
+        names = shown([list(batch) for batch in batches])
+        return f"loss_weight= is given inputs by place, and micro-batches have {names}; pass None for what one lacks"
     try:
         given = [loss_weight(*batch.values()) for batch in batches]
         weights = tuple(math.nan if isinstance(one, str) else float(one) for one in given)

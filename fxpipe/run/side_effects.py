@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from types import CellType
-from typing import NamedTuple
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from fxpipe.graph.kept import kept_in
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.torch_compat import BATCH_STATISTICS, version_of
-from fxpipe.trace.snapshot import RandomState, Snapshot
+from fxpipe.trace.snapshot import Numbers, Snapshot, State
 
 
 class SideEffects:
@@ -33,7 +33,8 @@ class SideEffects:
     def begin(self) -> None:
         """A step begins: in between the user may have put other tensors in place, or set what forward goes by."""
         self.is_known = False
-        self.writes = _plain_tensors(self.snapshot())
+        held = (tensor for tensor in self.snapshot().tensors() if not isinstance(tensor, nn.Parameter))
+        self.writes = [one for one in held if type(one) is Tensor and has_numbers(one) and not one.is_inference()]
         """All of them until the step's first forward has shown it."""
         self.others: list[Tensor] = []
 
@@ -44,7 +45,7 @@ class SideEffects:
             self._last = Snapshot(self.module)
         return self._last
 
-    def learn(self, before: StageState) -> None:
+    def learn(self, before: State) -> None:
         """The first forward is over, which began at ``before``."""
         statistics = {
             id(buffer)
@@ -59,13 +60,17 @@ class SideEffects:
         self._written, self.writes, self.is_known = written, list(written.values()), True
         self._is_new = False
 
-    def _shows(self, one: _Numbers) -> bool:
+    def _shows(self, one: Numbers) -> bool:
         """Whether a tensor was written: on a GPU the numbers are looked at, which waits for them, in the first step."""
         return one.was_bumped or ((self._is_new or one.tensor.is_cpu) and one.was_written)
 
-    def check(self, before: StageState, stage: str) -> None:
-        """RunError where a forward that began at ``before`` has written what the first one did not."""
-        for tensor, version in zip(self.others, before.versions, strict=True):
+    def versions(self) -> list[int]:
+        """Of the tensors that the step's first forward did not write."""
+        return [version_of(tensor) for tensor in self.others]
+
+    def check(self, versions: Sequence[int], stage: str) -> None:
+        """RunError where a forward, which began at these ``versions``, has written what the first one did not."""
+        for tensor, version in zip(self.others, versions, strict=True):
             if version_of(tensor) != version:
                 raise RunError(
                     f"stage {stage!r} has written a tensor of shape {list(tensor.shape)} that its module holds, and "
@@ -74,62 +79,11 @@ class SideEffects:
                 )
 
 
-class _Numbers(NamedTuple):
-    """A tensor as it was."""
-
-    tensor: Tensor
-    copy: Tensor
-    version: int
-
-    @property
-    def was_bumped(self) -> bool:
-        """Whether autograd has seen that it was written: a batch norm writes its statistics behind its back."""
-        return version_of(self.tensor) != self.version
-
-    @property
-    def was_written(self) -> bool:
-        return self.was_bumped or not torch.equal(self.tensor, self.copy)
-
-
-class StageState:
-    """What of a stage's surroundings its forward changes, as it is now: to be put back. ``effects``: None for a stage
-    that is no module, of which only random numbers are known."""
-
-    def __init__(self, effects: SideEffects | None, device: torch.device) -> None:
-        self._random, self._device = RandomState(), device
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.snapshot = effects.snapshot() if effects is not None else None
-        tensors = effects.writes if effects is not None else []
-        self.numbers = [_Numbers(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors]
-        self.versions = [version_of(tensor) for tensor in effects.others] if effects is not None else []
-
-    def bumped(self) -> frozenset[int]:
-        """The tensors that autograd has seen written since."""
-        return frozenset(id(one.tensor) for one in self.numbers if one.was_bumped)
-
-    def restore(self, bumped: frozenset[int]) -> None:
-        """Puts all back. ``bumped``: the tensors that forward writes before autograd's eyes: so are they here, and a
-        graph that needs one as it was fails in place of taking other numbers."""
-        self._random.restore()
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-        if self.snapshot is not None:
-            self.snapshot.restore()
-        with torch.no_grad():
-            for tensor, copy, _ in self.numbers:
-                (tensor if id(tensor) in bumped else tensor.data).copy_(copy)
-
-
-def _plain_tensors(snapshot: Snapshot) -> list[Tensor]:
-    """What a module holds beside its parameters."""
-    return [
-        tensor
-        for tensor in snapshot.tensors()
-        if not isinstance(tensor, nn.Parameter)
-        and type(local(tensor)) is type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_inference() or tensor.is_quantized)
-    ]
+def has_numbers(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor whose numbers operators can look at: not sparse, quantized, or of a class of its own."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        return False
+    return type(local(value)) in (Tensor, nn.Parameter) and not value.is_meta
 
 
 class EffectsOf:

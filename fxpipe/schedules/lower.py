@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -99,13 +99,15 @@ def lower(
     tied: Sequence[Sequence[int]] = (),
     ahead: Mapping[int, int] = MappingProxyType({}),
     values: Sequence[Hashable] | None = None,
+    absent: Collection[tuple[int, int]] = (),
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Each rank's instructions.
 
     ``placement``: the rank of each stage. ``backward``: whether each stage has one. ``tied``: groups of stages that
     share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward such a stage waits until
     what it made so many micro-batches ago is received. ``values``: what each edge carries, where several may carry one
-    value: to a rank it is sent once, on the edge to the stage that is the first to use it there.
+    value: to a rank it is sent once, on the edge to the stage that is the first to use it there. ``absent``: (edge,
+    micro-batch) of which there is no value, and no gradient.
 
     A receive is posted one action ahead of the action that needs it, or earlier: never later than a receive behind it
     in the sender's order, since messages between two ranks arrive in that order. So much memory is taken for what is on
@@ -116,6 +118,8 @@ def lower(
     sent = _sends(rows, edges, placement, backward, sizes)
     if shared := alike(edges, placement, values):
         sent = _once(sent, shared, rows, edges, sizes)
+    if absent:
+        sent = [[[one for one in group if (one.edge, one.microbatch) not in absent] for group in row] for row in sent]
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
     used_at = _uses(sent_at, rows, edges, sizes)
     arriving: list[list[Message]] = [[] for _ in rows]

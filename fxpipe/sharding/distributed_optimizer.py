@@ -33,6 +33,7 @@ from fxpipe.sharding.optimizer_class import (
     check_class,
     check_numbers,
     is_elementwise,
+    looks_across,
     made_by,
     unwrapped,
 )
@@ -118,6 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._replaced = ""  # a parameter that a later optimizer steps
         self._given_to_all = {"cls": getattr(unwrapped(cls), "__name__", ""), **kw}
         super().__init__(self._resolved(params), {})
+        self._check_alone(functools.partial(cls, **kw))
         self._targets = self._claim(self.param_groups)
         given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
         self._inner = settle_foreach(made_by(cls, given, kw))
@@ -153,6 +155,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise RunError(f"{twice} is in a parameter group of this optimizer already")
         self._group_names += names
         return groups
+
+    def _check_alone(self, make: OptimizerMaker) -> None:
+        """Refuses, on all ranks, a step that looks at all parameters together where a rank steps only some."""
+        in_parts = len(self._transport.ranks("pipe")) > 1 or (self._store.way.sharded and self._store.way.shards > 1)
+        options = options_of(self.param_groups[0]) if self.param_groups else {}
+        if in_parts and not self._elementwise and looks_across(make, options):
+            raise RunError(
+                f"{self._given_to_all['cls']} steps a parameter by the gradients of others, and each rank steps only "
+                "some of the model's; turn that off (timm's Lamb: max_grad_norm=None) and call "
+                "forward_backward.clip_grad_norm_(max_norm), or write torch.optim.AdamW"
+            )
 
     def _take_over(self) -> None:
         """From now on this is who steps its parameters. All ranks know it, so that none waits for one that refuses."""

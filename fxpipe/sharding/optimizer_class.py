@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -100,6 +101,27 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
         elif key in state:
             state[key] = value
     return state
+
+
+def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool:
+    """Whether the step of one tensor depends on another's gradient, as by LAMB's norm over all: found by stepping two.
+
+    What cannot step matrices by given gradients says so itself where it is stepped. The random state is left alone.
+    """
+
+    def stepped(other: float) -> Tensor:
+        tensors = torch.ones(2, 2, 2).unbind()
+        optimizer = make([{**options, "params": list(tensors)}])
+        torch.manual_seed(0)
+        for gradient in (1.0, other):
+            for tensor, value in zip(tensors, (1.0, gradient), strict=True):
+                tensor.grad = torch.full_like(tensor, value)
+            optimizer.step()
+        return tensors[0]
+
+    with torch.no_grad(), torch.random.fork_rng(()), contextlib.suppress(Exception):
+        return not torch.allclose(stepped(1.0), stepped(1e3))
+    return False
 
 
 def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:

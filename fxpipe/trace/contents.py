@@ -29,7 +29,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _CLOSED = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, torch.Generator)
 _SETTINGS = (types.SimpleNamespace, argparse.Namespace)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "fxpipe"})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe"})
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,8 @@ def _reading_of(cls: type) -> _Reading:
         return _Reading(_numbers)
     if issubclass(cls, _CLOSED):
         return _Reading(None)
-    items: Callable[[Any], list[Any]] | None = list if issubclass(cls, _CONTAINERS) else None
-    if issubclass(cls, dict):
-        items = _entries
+    container = next((base for base in _CONTAINERS if issubclass(cls, base)), None)
+    items = None if container is None else _entries if container is dict else _iterated(container)
     users = [base for base in cls.__mro__ if not is_library(base.__module__)]
     if not users and cls not in _SETTINGS:
         return _Reading(items)
@@ -95,8 +94,12 @@ reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(_reading_of)
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is torch's, NumPy's, fxpipe's or of Python's own library."""
+    """Whether a module is torch's, SymPy's, NumPy's, fxpipe's or of Python's own library."""
     return module.partition(".")[0] in _LIBRARIES
+
+
+def _iterated(container: Any) -> Callable[[Any], list[Any]]:
+    return lambda value: [*container.__iter__(value)]  # list(value) would ask for the class's own __len__
 
 
 def _entries(table: dict[Any, Any]) -> list[Any]:

@@ -6,16 +6,18 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.torch_compat import (
-    FAKE_TENSOR_LOG,
+    CAPTURE_LOGS,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -108,13 +110,24 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
         _empty_caches()
 
 
+_CACHE = type(functools.lru_cache(int))
+_SEEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Caches that were looked into, and how often each had called its function by then."""
+
+
 def _empty_caches() -> None:
-    """Empties each ``functools.lru_cache`` of the user in which forward has left a tensor without numbers."""
-    for cache in [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]:
-        if not is_library(getattr(cache, "__module__", "")):
+    """Empties each ``functools.lru_cache`` of a user's module, or class in it, where forward left a fake tensor."""
+    modules = [module for name, module in [*sys.modules.items()] if not is_library(name)]
+    tables = {id(module): vars(module) for module in modules if hasattr(module, "__dict__")}
+    for table in [*tables.values()]:
+        tables |= {id(value): vars(value) for value in [*table.values()] if isinstance(value, type)}
+    for cache in [value for table in tables.values() for value in [*table.values()] if type(value) is _CACHE]:
+        calls = cache.cache_info().misses
+        if _SEEN.get(cache, 0) != calls:
             inside = (part.value for held in gc.get_referents(cache) for part in walk(held))
             if any(isinstance(value, FakeTensor) for value in inside):
                 cache.cache_clear()
+            _SEEN[cache] = cache.cache_info().misses
 
 
 def _stand_in(fake: FakeModel, tensor: Tensor) -> Tensor:
@@ -156,12 +169,15 @@ def needs_values(error: BaseException) -> bool:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without what torch logs where an operation fails on fake tensors: whoever makes them decides what follows."""
-    log = logging.getLogger(FAKE_TENSOR_LOG)
-    before, log.disabled = log.disabled, True
+    logs = [logging.getLogger(name) for name in CAPTURE_LOGS]
+    before = [log.disabled for log in logs]
     try:
+        for log in logs:
+            log.disabled = True
         yield
     finally:
-        log.disabled = before
+        for log, disabled in zip(logs, before, strict=True):
+            log.disabled = disabled
 
 
 _WITHOUT_NUMBERS = (

@@ -53,9 +53,12 @@ class SeenCall:
         """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``lengths``: how many
         tensors its lists have, ``entries``: how many containers. A guess, from which a capture begins: what it returns
         is held against the capture in each step."""
-        # a length may equal a layer's width
-        of_its_own = [{old: new for old, new in known.items() if old in self.given} for known in (sizes, lengths)]
-        return replace(self, returned=_guessed(self.returned, *of_its_own, entries))
+        own, own_lengths = self._of_given(sizes), self._of_given(lengths)
+        return replace(self, returned=_guessed(self.returned, own, own_lengths, entries))
+
+    def _of_given(self, sizes: Mapping[int, int]) -> dict[int, int]:
+        """Those of sizes that it was given: a length may equal a layer's width."""
+        return {old: new for old, new in sizes.items() if old in self.given}
 
     @property
     def general(self) -> SeenCall:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.torch_compat import bytes_of, storage_id
-from fxpipe.trace.contents import Taken, walk
+from fxpipe.seeds import RandomState
+from fxpipe.torch_compat import bytes_of, storage_id, version_of
+from fxpipe.trace.contents import Taken, alike, contents, walk
 
 _MISSING = object()
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Snapshot:
@@ -104,6 +107,103 @@ class _TensorState:
             self.tensor.requires_grad_(self.requires_grad)
 
 
+class Attributes(Generic[Key]):
+    """The attributes of modules, each module by a key, and what is in them, to be compared. ``tensors``: also how often
+    tensors in them were written, and which are the buffers; but not the tables of submodules, parameters and buffers.
+    """
+
+    def __init__(self, modules: Mapping[Key, nn.Module], tensors: bool = False) -> None:
+        self._modules, self._tensors = modules, tensors
+        self._before = self._now()
+
+    def changes(self) -> set[tuple[Key, str]]:
+        """Those that are no longer as they were: the key of their module, their name."""
+        now = self._now()
+        return {
+            (key, name)
+            for key, before in self._before.items()
+            for name in before.keys() | now[key].keys()
+            if name not in before or name not in now[key] or not alike(before[name], now[key][name])
+        }
+
+    def values(self) -> Iterator[Any]:
+        """Those that they had, and all that was in them, each once."""
+        held = {id(one): one for table in self._before.values() for one in table.values()}
+        parts = (part for one in held.values() for part in (one if type(one) is tuple else (one,)))
+        yield from {id(part): part for part in parts}.values()
+
+    def _now(self) -> dict[Key, dict[str, Any]]:
+        known: dict[int, Any] = {}  # by identity, as one object of settings is in many modules
+        return {key: self._of(module, known) for key, module in self._modules.items()}
+
+    def _of(self, module: nn.Module, known: dict[int, Any]) -> dict[str, Any]:
+        held = {name: one for name, one in vars(module).items() if not self._tensors or name not in _TABLES}
+        for value in held.values():
+            if id(value) not in known:
+                known[id(value)] = _with_versions(contents(value)) if self._tensors else contents(value)
+        found = {name: known[id(value)] for name, value in held.items()}
+        return {**found, **module._buffers} if self._tensors else found
+
+
+def _with_versions(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_with_versions, value))
+    return (value, version_of(value)) if isinstance(value, Tensor) else value
+
+
+class State:
+    """All that running modules may change and that can be put back: see ``Snapshot``; the numbers in these tensors,
+    and where the global generators stand."""
+
+    def __init__(
+        self, snapshots: Sequence[Snapshot], tensors: Iterable[Tensor], devices: Iterable[torch.device] = ()
+    ) -> None:
+        self._snapshots, self._random = snapshots, RandomState(devices)
+        self.numbers = [Numbers(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module], devices: Iterable[torch.device]) -> State:
+        """With the numbers in all tensors that modules hold."""
+        snapshots = [Snapshot(module) for module in modules]
+        tensors = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors()}
+        plain = (tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_quantized)
+        return cls(snapshots, plain, devices)
+
+    def bumped(self) -> frozenset[int]:
+        """The tensors that autograd has seen written since."""
+        return frozenset(id(one.tensor) for one in self.numbers if one.was_bumped)
+
+    def restore(self, bumped: frozenset[int] = frozenset()) -> None:
+        """Puts all back. ``bumped``: the tensors that forward writes before autograd's eyes: so are they here, and a
+        graph that needs one as it was fails in place of taking other numbers."""
+        self._random.restore()
+        for snapshot in self._snapshots:
+            snapshot.restore()
+        with torch.no_grad():
+            for tensor, copy, _ in self.numbers:
+                if id(tensor) in bumped:
+                    tensor.copy_(copy)
+                elif (tensor.is_cuda and 0 not in tensor.stride()) or not torch.equal(tensor, copy):
+                    tensor.data.copy_(copy)
+
+
+class Numbers(NamedTuple):
+    """A tensor as it was."""
+
+    tensor: Tensor
+    copy: Tensor
+    version: int
+
+    @property
+    def was_bumped(self) -> bool:
+        """Whether autograd has seen that it was written: a batch norm writes its statistics behind its back."""
+        return version_of(self.tensor) != self.version
+
+    @property
+    def was_written(self) -> bool:
+        return self.was_bumped or not torch.equal(self.tensor, self.copy)
+
+
 def storage_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory; 0 for a tensor that has none of its own, such as a sparse one."""
     try:
@@ -137,35 +237,3 @@ def generator_state(value: Any) -> tuple[Any, Callable[[], Any]] | None:
         bits, where = value.bit_generator, value.bit_generator.state
         return pickle.dumps(where), lambda: setattr(bits, "state", where)
     return None
-
-
-class RandomState:
-    """Where the random number generators stand: Python's, NumPy's (if it is in use) and torch's on the CPU."""
-
-    def __init__(self) -> None:
-        numpy = sys.modules.get("numpy")
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state() if numpy is not None else None
-        self._torch = torch.get_rng_state()
-
-    def _numbers(self) -> tuple[Any, ...]:
-        numpy = () if self._numpy is None else (self._numpy[1].tobytes(), *self._numpy[2:])
-        return self._python, numpy, bytes_of(self._torch)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RandomState) and self._numbers() == other._numbers()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def rewind(self) -> bool:
-        """Puts the generators back to where they stood; whether they had moved."""
-        moved = RandomState() != self
-        if moved:
-            self.restore()
-        return moved
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)

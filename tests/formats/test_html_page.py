@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
@@ -104,11 +106,42 @@ def test_the_page_loads_nothing_and_no_name_gets_out_of_it() -> None:
     assert data_of(text)["names"] == [f"0: {names[0]}, rank 0", f"1: {names[1]}, rank 1"]
 
 
-def test_the_checkbox_and_the_tooltip_are_there() -> None:
-    tags = Page(html(build("1f1b", chain(2), 2).simulate())).tags
-    ids = {attributes["id"]: (tag, attributes) for tag, attributes in tags if "id" in attributes and tag != "pattern"}
-    assert ids["critical"][1]["type"] == "checkbox"
-    assert ids["tip"][1]["role"] == "status"
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs chromium, as in Debian's package of that name")
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=120_000)
+        yield browser
+        browser.close()
+
+
+def test_in_a_browser_the_pointer_and_the_keys_show_what_an_action_waited_for(browser: Any) -> None:
+    page = browser.new_page()
+    errors: list[Exception] = []
+    page.on("pageerror", lambda error: errors.append(error))
+    page.set_content(html(build("1f1b", chain(2), 2, names=["body", "head"]).simulate(forward=1, backward=2, comm=0.5)))
+    page.hover('[data-action="1B0"]')
+    assert page.inner_text("#tip").splitlines() == [
+        "1B0 backward of micro-batch 0",
+        "stage 1: head, rank 1",
+        "2.5 to 4.5 F, takes 2 F",
+        "its rank was busy with 1F0",
+    ]
+    assert page.locator(".link.from").count() == 1
+    page.focus(".scroll")
+    shown = []
+    for key in ("ArrowRight", "ArrowUp", "Enter", "Enter"):
+        page.keyboard.press(key)
+        shown.append(page.inner_text("#tip b"))
+    assert shown == ["1F1", "0B0", "1B0", "1F0"]
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#tip")
+    assert page.locator("path.critical").first.is_visible()
+    page.uncheck("#critical")
+    assert not page.locator("path.critical").first.is_visible()
+    assert not errors
 
 
 def test_a_group_is_told_by_its_first_and_last_micro_batch() -> None:

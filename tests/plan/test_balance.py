@@ -577,21 +577,6 @@ def test_a_module_that_writes_its_buffers_twice_is_one_block_with_what_lies_betw
     assert "layers_0_0" not in block_with(found, "shared")
 
 
-def test_what_nobody_uses_goes_with_what_it_is_made_from() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x)
-            k = self.b(h)
-            torch.relu(torch.tanh(k))
-            return self.c(k).sum()
-
-    assert set(block_with(blocks(program_of(Unused())), "b")) == {"b", "tanh", "relu"}
-
-
 def test_erasing_boundaries_changes_nothing_else() -> None:
     program = capture(Request(Marked(), ("x",)))
     erased = passes.erase_boundaries(program)

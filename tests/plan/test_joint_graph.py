@@ -63,7 +63,8 @@ def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
 def trained(dtype: torch.dtype, autocast: bool = False, **options: Any) -> tuple[dict[str, Tensor], Any]:
     """Two steps of SGD: losses, gradients, buffers; and what made them."""
     model = Net().to(dtype)
-    forward_backward = fxpipe.compile(model, Topology([("pipe", 3)]), microbatches=4, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        forward_backward = fxpipe.compile(model, Topology([("pipe", 3)]), microbatches=4, **options)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     found: dict[str, Tensor] = {}
     for number, batch in enumerate(batches(dtype)):

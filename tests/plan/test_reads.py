@@ -56,6 +56,15 @@ class Attributes(dict[str, Any]):
         return Attributes(self)
 
 
+class Unsized(tuple[float, ...]):
+    """A sequence that has no length, as e3nn's representations have none."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 class Model(nn.Module):
     """It reads numbers, flags, containers, objects of settings, and objects of the user's own."""
 
@@ -67,7 +76,7 @@ class Model(nn.Module):
         self.dropout, self.act = nn.Dropout(0.0), nn.ReLU()
         self.beta, self.halved, self.weights, self.settings = 1.0, False, {"loss": [1.0]}, SimpleNamespace(shift=0.0)
         self.schedule, self.slotted, self.named = Schedule(), [Slotted()], Attributes(bias=0.0)
-        self.array = np.ones(3)
+        self.array, self.unsized = np.ones(3), Unsized((1.0,))
         self.seen = 0
 
     def factor(self) -> Any:

@@ -387,6 +387,19 @@ class ReturnsBoth(Inner):
         return main.square().mean() + side.square().mean() if self.training else (main, side)
 
 
+class LossInABuffer(Inner):
+    """As vector_quantize_pytorch's quantisers: the loss of evaluation is a buffer, which nobody writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("zero", torch.tensor(0.25, dtype=torch.float64), persistent=False)
+
+    def forward(self, h: Tensor) -> Any:
+        commitment = h.square().mean() + self.zero if self.training else self.zero
+        loss = self.c(stage_boundary(self.b(h).tanh())).square().mean() + 2 * commitment
+        return loss if self.training else (loss, commitment)
+
+
 def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tuple[Any, Any]:
     """What two evaluations give, before a step and after it."""
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -418,12 +431,15 @@ def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tup
         (DeepSupervision, 1, "record", "strict 2"),
         (ReturnsBoth, 0, "record", "distributed"),
         (ReturnsBoth, 1, "symbolic", "strict 2"),
+        (LossInABuffer, 0, "symbolic", "distributed"),
+        (LossInABuffer, 1, "export", "local"),
+        (LossInABuffer, 1, "record", "strict 2"),
     ],
 )
 def test_what_evaluation_alone_does_is_plain_pytorchs(
     kind: type[Inner], depth: int, tracer: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
-    ranks = 3 if kind in (DeepSupervision, ReturnsBoth) else 2
+    ranks = 3 if kind in (DeepSupervision, ReturnsBoth, LossInABuffer) else 2
     results = engine_of(engine, lambda: request.getfixturevalue("pool"))(
         ranks, of_evaluation, kind, depth, tracer, ranks
     )

@@ -197,6 +197,14 @@ LISTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+class ClipsByItself(torch.optim.SGD):
+    """As timm's Lamb does, by the norm over all that it is given."""
+
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.param_groups[0]["momentum"])
+        super().step()
+
+
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("foreach", [None, True])
 def test_torchs_own_is_refused_where_a_rank_has_a_part_of_the_model(data: int, foreach: bool | None) -> None:
@@ -215,6 +223,8 @@ def test_torchs_own_is_refused_where_a_rank_has_a_part_of_the_model(data: int, f
         for listed in LISTS.values():
             with pytest.raises(fxpipe.RunError, match=r"clip_grad_norm_\(max_norm\)"):
                 nn.utils.clip_grad_norm_(listed(model, forward_backward), 1.0, foreach=foreach)
+        with pytest.raises(fxpipe.RunError, match="ClipsByItself steps a parameter by the gradients of others"):
+            forward_backward.optimizer(ClipsByItself, momentum=0.5)
         held = [parameter.grad for parameter in forward_backward.parameters()]
         assert all(type(copy.deepcopy(one) + one.norm()) is Tensor for one in held)  # and to others it is a tensor
         return forward_backward.clip_grad_norm_(1.0)

@@ -11,13 +11,14 @@ from fxpipe.plan.captures import Captures
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The captures that are made."""
+    """The captures that are made for steps."""
     made: list[Any] = []
     capture = Captures._captured
 
-    def noting(self: Captures, *args: Any) -> Any:
-        made.append(capture(self, *args))
-        return made[-1]
+    def noting(self: Captures, pattern: Any, *args: Any) -> Any:
+        found = capture(self, pattern, *args)
+        made.extend([found] * pattern.training)
+        return found
 
     monkeypatch.setattr(Captures, "_captured", noting)
     return made

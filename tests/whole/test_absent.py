@@ -200,6 +200,65 @@ def test_ranks_that_sent_each_other_nothing_before_are_connected_when_such_a_bat
                 assert_same(gradient, wanted, f"{name} of step {step}", 1e-6 * (data - 1))
 
 
+MIXES = [(1, 0, 1, 0), (0, 1, 1, 0), (0, 0, 0, 0), (1, 1, 1, 1), (1, 0, 1, 0)]
+"""Which micro-batches of a step have an image."""
+
+
+def parts_of(mix: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Micro-batches of text, some with an image; the others have None, or lack the name."""
+    parts = [{name: value.chunk(4)[place] for name, value in batches()[0].items()} for place in range(4)]
+    lacking = [{"image": None}, {}]
+    return [
+        part if has else {"text": part["text"]} | lacking[place % 2]
+        for place, (part, has) in enumerate(zip(parts, mix, strict=True))
+    ]
+
+
+def mixed_in_a_step(kind: type[nn.Module], tracer: str, options: dict[str, Any], ranks: int) -> list[Any]:
+    torch.manual_seed(0)
+    topology = fxpipe.Topology([("pipe", ranks)])
+    forward_backward = fxpipe.compile(kind(), topology, tracer=tracer, example_kwargs=batches()[0], **options)
+    ran = []
+    for mix in MIXES:
+        forward_backward.zero_grad()
+        loss = forward_backward.step_microbatches([((), part) for part in parts_of(mix)])
+        ran.append((loss, gradients_of(forward_backward.named_parameters())))
+    return ran
+
+
+KINDS_OF_MIX = [
+    (MaybeImage, "symbolic", {}, 4),
+    (MaybeImage, "export", {}, 2),
+    (MaybeImage, "record", {"schedule": "zb_h1"}, 2),
+    (MaybeImage, "auto", {"recompute": True}, 3),
+    (MaybeMixed, "auto", {}, 3),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("kind", "tracer", "options", "ranks"), KINDS_OF_MIX)
+def test_micro_batches_of_one_step_may_differ_in_it(
+    kind: type[nn.Module],
+    tracer: str,
+    options: dict[str, Any],
+    ranks: int,
+    engine: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    for rank, ran in enumerate(run(ranks, mixed_in_a_step, kind, tracer, options, ranks)):
+        for mix, (loss, gradients) in zip(MIXES, ran, strict=True):
+            torch.manual_seed(0)
+            plain, total = kind(), torch.zeros(())
+            for part in parts_of(mix):
+                (one := plain(**part) / 4).backward()
+                total = total + one.detach()
+            assert_same(loss, total, f"rank {rank}: loss of {mix}")
+            wanted = gradients_of(plain.named_parameters())
+            for name, gradient in gradients.items():
+                assert_same(gradient, wanted[name], f"rank {rank}: {name} of {mix}")
+
+
 def test_a_batch_that_needs_more_than_the_first_kind_is_refused() -> None:
     forward_backward = fxpipe.compile(
         model(), fxpipe.Topology([("pipe", 2)]), microbatches=2, example_kwargs=batches()[1]

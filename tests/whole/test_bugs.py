@@ -191,14 +191,15 @@ def test_evaluate_joins_rows_where_they_are() -> None:
     assert torch.allclose(forward_backward.evaluate(x), model(x), atol=1e-6)
 
 
-def test_evaluate_refuses_an_output_without_rows() -> None:
+def test_evaluate_gives_an_output_without_rows_for_each_micro_batch() -> None:
     class Summed(Two):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             return self.b(fxpipe.stage_boundary(self.a(x))).sum(0)
 
-    forward_backward = fxpipe.compile(Summed(), TWO, loss_fn=lambda y, t: y.mean(), microbatches=2)
-    with pytest.raises(fxpipe.RunError, match=r"shapes \[4\], \[4\] for micro-batches of \[3, 3\] rows"):
-        forward_backward.evaluate(torch.ones(6, 4))
+    model = Summed()
+    forward_backward = fxpipe.compile(model, TWO, loss_fn=lambda y, t: y.mean(), microbatches=2)
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(list(forward_backward.evaluate(x)), [model(part).detach() for part in x.chunk(2)])
 
 
 def test_evaluate_needs_no_table_of_the_users_own() -> None:

@@ -340,7 +340,6 @@ UNCERTAIN = {
     "rand <= 0": lambda: torch.rand([]) <= 0,
     "rand > 0": lambda: torch.rand([]) > 0,
     "randn < 0": lambda: torch.randn([]) < 0,
-    "rand < nan": lambda: torch.rand([]) < float("nan"),
     "written": written,
     "shifted": lambda: torch.rand([]) - 1 < 0,
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
+from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import (
     AUTOCAST_CACHE,
     RECURRENT_CACHES,
@@ -26,7 +27,7 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, no_checkpoints, patched, refuse, refuse_changes
-from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
+from fxpipe.trace.snapshot import Snapshot, storage_of
 from fxpipe.trace.user_line import definition, is_librarys, is_torchs
 
 _ASKED = "_cache_asked"

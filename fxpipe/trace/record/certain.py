@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,21 +20,9 @@ from fxpipe.trace.snapshot import storage_of
 
 _DRAWN = (torch.rand, torch.rand_like)
 """Functions whose numbers are in [0, 1)."""
-_ALWAYS: dict[Any, Callable[[float], bool]] = {
-    operator.lt: lambda bound: bound >= 1,
-    operator.le: lambda bound: bound >= 1,
-    operator.gt: lambda bound: bound < 0,
-    operator.ge: lambda bound: bound <= 0,
-}
-"""Comparison → whether it is true of every number in [0, 1) and that bound."""
-_NEVER: dict[Any, Callable[[float], bool]] = {
-    operator.lt: lambda bound: bound <= 0,
-    operator.le: lambda bound: bound < 0,
-    operator.gt: lambda bound: bound >= 1,
-    operator.ge: lambda bound: bound >= 1,
-}
-_NAMES = {"lt": operator.lt, "less": operator.lt, "le": operator.le, "less_equal": operator.le}
-_NAMES |= {"gt": operator.gt, "greater": operator.gt, "ge": operator.ge, "greater_equal": operator.ge}
+_LEAST, _GREATEST = 0.0, 1 - 2**-53
+_COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
+_COMPARISONS |= {"less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge}
 
 
 def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bool | None:
@@ -43,11 +31,11 @@ def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bo
     if not isinstance(compared, Operation) or len(compared.args) != 2 or compared.kwargs:
         return None
     drawn, bound = compared.args
-    name = getattr(compared.target, "__name__", compared.target)
-    comparison = compared.target if compared.target in _ALWAYS else _NAMES.get(str(name))
+    comparison = _COMPARISONS.get(str(getattr(compared.target, "__name__", compared.target)))
     if comparison is None or not _is_drawn(drawn, tape) or type(bound) not in (int, float):
         return None
-    return True if _ALWAYS[comparison](bound) else False if _NEVER[comparison](bound) else None
+    truth = bool(comparison(_LEAST, bound))
+    return truth if comparison(_GREATEST, bound) == truth else None
 
 
 def passing() -> bool | None:

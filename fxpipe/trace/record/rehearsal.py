@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.like import TensorLike
+from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.record.tape import Touched
 from fxpipe.trace.record.touched import TouchedMode
-from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
+from fxpipe.trace.snapshot import Snapshot, storage_of
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
-from fxpipe.trace.contents import alike, contents
 from fxpipe.trace.record.tape import Touched
-from fxpipe.trace.snapshot import RandomState, generator_state, storage_of
+from fxpipe.trace.snapshot import Attributes, generator_state, storage_of
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 """Arguments that normalisations write although not every schema says so."""
@@ -63,10 +63,9 @@ class PythonState:
 
     def __init__(self, module: nn.Module) -> None:
         self._random = RandomState()
-        told: dict[int, Any] = {}
-        self._attributes = [(vars(part), _contents(vars(part), told)) for part in module.modules()]
-        inside = {id(one): one for held in told.values() for one in (held if type(held) is tuple else (held,))}
-        self._generators = [(one, stands) for one in inside.values() if (stands := _stands(one)) is not None]
+        self._attributes = Attributes({id(vars(part)): part for part in module.modules()})
+        states = ((one, _stands(one)) for one in self._attributes.values())
+        self._generators = [(one, stands) for one, stands in states if stands is not None]
 
     def drawn(self) -> bool:
         """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded, or those of generators that
@@ -75,24 +74,7 @@ class PythonState:
 
     def changes(self) -> set[tuple[int, str]]:
         """The attributes that are no longer as they were: the identity of their owner's ``__dict__``, their name."""
-        told: dict[int, Any] = {}
-        return {
-            (id(table), name)
-            for table, before in self._attributes
-            for name, now in _contents({**dict.fromkeys(before, _MISSING), **table}, told).items()
-            if name not in before or not alike(before[name], now)
-        }
-
-
-_MISSING = object()
-
-
-def _contents(table: dict[str, Any], told: dict[int, Any]) -> dict[str, Any]:
-    """Of each value; ``told``: of those that are known by now, by identity, as one object of settings is in many."""
-    for value in table.values():
-        if id(value) not in told:
-            told[id(value)] = contents(value)
-    return {name: told[id(value)] for name, value in table.items()}
+        return self._attributes.changes()
 
 
 def _stands(value: Any) -> Any:

@@ -18,6 +18,7 @@ from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import recording
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
+from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.crossing import check_boundaries
 from fxpipe.trace.cutting import cutting
@@ -31,7 +32,7 @@ from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
 from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
-from fxpipe.trace.snapshot import RandomState, Snapshot
+from fxpipe.trace.snapshot import Snapshot
 from fxpipe.trace.user_line import definition, line_of
 
 _FINE = 32

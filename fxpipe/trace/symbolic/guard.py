@@ -15,10 +15,11 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
 from fxpipe.trace.attributes import CallAttributes, watching_attributes
 from fxpipe.trace.patching import DRAWN, ONCE, devices, no_checkpoints, patched, refuse, refuse_changes
-from fxpipe.trace.snapshot import RandomState, Snapshot, storage_of
+from fxpipe.trace.snapshot import Snapshot, storage_of
 
 
 class Guard:
