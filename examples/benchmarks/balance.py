@@ -15,7 +15,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import transformers
@@ -30,7 +30,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.plan.balance import NodeCosts, balance, costs_from_shapes
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program
 from fxpipe.plan.balance.candidates import connected
-from fxpipe.plan.balance.segments import least_greatest
+from fxpipe.plan.balance.segments import between, partition
 from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout, without_gaps
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
@@ -141,7 +141,10 @@ def _path(node: fx.Node) -> list[str]:
 def by(weights: Sequence[float], ranks: int) -> list[int]:
     """Consecutive groups whose greatest weight is least; each rank has one."""
     sums = list(accumulate(weights, initial=0.0))
-    bound, rank, begin, found = least_greatest(sums, ranks) * (1 + 1e-9), 0, 0.0, []
+    cost = between(sums)
+    cuts = partition(lambda behind: cost, min(ranks, len(weights))) or ()
+    greatest = max(sums[end] - sums[start] for start, end in pairwise((0, *cuts)))
+    bound, rank, begin, found = greatest * (1 + 1e-9), 0, 0.0, []
     for place in range(len(weights)):
         left = len(weights) - place
         if place and rank < ranks - 1 and (sums[place + 1] - begin > bound or left <= ranks - 1 - rank):

@@ -25,9 +25,10 @@ from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_
 from fxpipe.plan.balance.candidates import numbered
 from fxpipe.plan.balance.choose import coarsened, whole_modules
 from fxpipe.plan.balance.node_costs import HeldParameter
-from fxpipe.plan.balance.orders import orders, topological, towers
+from fxpipe.plan.balance.orders import by_upward_rank, orders, topological, towers
 from fxpipe.plan.balance.search import search
-from fxpipe.plan.balance.segments import Line, Room, cut, least_bound, least_greatest, lightest
+from fxpipe.plan.balance.segments import Line, Room, partition
+from fxpipe.plan.balance.segments import balanced as cuts_of
 from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
 from fxpipe.plan.placement import place
 from fxpipe.schedules import with_costs
@@ -658,12 +659,6 @@ def test_towers_are_found_and_each_comes_first_in_some_order() -> None:
     assert {(0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 0, 1, 2, 6)} <= set(orders(work))
 
 
-def test_three_towers_come_in_every_order() -> None:
-    work = work_of([1.0] * 7, [(0, 1), (2, 3), (4, 5), (1, 6), (3, 6), (5, 6)])
-    wanted = {(*sum(chosen, ()), 6) for chosen in itertools.permutations([(0, 1), (2, 3), (4, 5)])}
-    assert wanted <= set(orders(work))
-
-
 def test_small_sources_of_a_tower_make_no_tower_of_their_own() -> None:
     work = work_of([10.0, 0.01, 10.0, 10.0, 0.01, 10.0, 1.0], [(0, 2), (1, 2), (3, 5), (4, 5), (2, 6), (5, 6)])
     assert towers(work) == [frozenset({0, 1, 2}), frozenset({3, 4, 5})]
@@ -675,39 +670,33 @@ def test_what_is_used_late_stands_late() -> None:
     assert (0, 2, 3, 1, 4) in orders(work)
 
 
+def test_by_upward_rank_towers_end_together() -> None:
+    """0-1-2 takes 6 seconds and 3-4 takes 2: the short one begins when the long one has 2 left."""
+    work = work_of([2.0, 2.0, 2.0, 1.0, 1.0, 1.0], [(0, 1), (1, 2), (2, 5), (3, 4), (4, 5)])
+    assert by_upward_rank(work) == (0, 1, 2, 3, 4, 5)
+    assert by_upward_rank(work_of([1.0, 1.0, 3.0, 3.0, 1.0], [(0, 1), (2, 3), (1, 4), (3, 4)])) == (2, 3, 0, 1, 4)
+
+
 def cut_choices(count: int, segments: int) -> list[tuple[int, ...]]:
     return [(*ends, count) for ends in itertools.combinations(range(1, count), segments - 1)]
 
 
-def test_the_greatest_segment_is_as_small_as_in_any_cut() -> None:
+def test_the_greatest_segment_costs_as_little_as_in_any_cut() -> None:
     draw = random.Random(2)
     for _ in range(60):
         count = draw.randint(1, 9)
-        line = Line(random_work(draw, count), tuple(range(count)))
         segments = draw.randint(1, count)
-        best = min(
-            max(line.time[end] - line.time[start] for start, end in itertools.pairwise((0, *ends)))
-            for ends in cut_choices(count, segments)
-        )
-        assert least_greatest(line.time, segments) == pytest.approx(best, rel=1e-5)
+        costs = [torch.rand(count + 1, count + 1, dtype=torch.float64) for _ in range(segments)]
 
+        def greatest(ends: tuple[int, ...], costs: list[Tensor] = costs) -> float:
+            pairs = list(itertools.pairwise((0, *ends)))
+            return max(float(costs[len(pairs) - 1 - place][pair]) for place, pair in enumerate(pairs))
 
-def test_a_cut_has_the_least_hops_that_its_bound_allows() -> None:
-    draw = random.Random(3)
-    for _ in range(60):
-        count = draw.randint(2, 9)
-        work = random_work(draw, count)
-        line = Line(work, tuple(range(count)))
-        segments = draw.randint(1, count)
-        bound = least_greatest(line.time, segments) * draw.choice([1.001, 1.3, 2.0])
-        allowed = [
-            sum(line.crossing[end] for end in ends[:-1])
-            for ends in cut_choices(count, segments)
-            if all(line.time[b] - line.time[a] <= bound for a, b in itertools.pairwise((0, *ends)))
-        ]
-        ends = cut(line, segments, bound)
+        limited = [cost.masked_fill(torch.ones_like(cost).tril() > 0, torch.inf) for cost in costs]
+        ends = partition(limited.__getitem__, segments)
         assert ends is not None
-        assert sum(line.crossing[end] for end in ends[:-1]) == min(allowed)
+        assert greatest(ends) == min(map(greatest, cut_choices(count, segments)))
+    assert partition(lambda behind: limited[0], count + 1) is None
 
 
 def test_what_crosses_a_position_are_the_values_made_before_and_used_behind_it() -> None:
@@ -723,26 +712,8 @@ def test_segments_fit_their_room_with_what_they_hold_in_flight() -> None:
     ]
     work = BlockGraph(tuple(kept), work.values, work.result, dict.fromkeys(range(6), 100), {}, work.hardware)
     line = Line(work, tuple(range(6)))
-    assert cut(line, 2, 6.0, room=Room(400, 8)) == (2, 6)  # 2 blocks × 2 in flight, 4 × 1
-    assert cut(line, 2, 6.0, room=Room(300, 8)) is None
-
-
-def test_the_lightest_cut_is_that_of_the_least_fullest_rank() -> None:
-    draw = random.Random(6)
-    for _ in range(20):
-        count = draw.randint(2, 8)
-        sizes = {number: draw.choice([1, 10, 100]) for number in range(count)}
-        kept = [Block(("",), 1.0, 2.0, 0.0, frozenset({number}), frozenset(), True) for number in range(count)]
-        line = Line(BlockGraph(tuple(kept), (), (count - 1,), sizes, {}), tuple(range(count)))
-        segments = draw.randint(1, count)
-
-        def fullest(ends: tuple[int, ...], line: Line = line) -> float:
-            pairs = list(itertools.pairwise((0, *ends)))
-            return max(line.memory(start, end, len(pairs) - place) for place, (start, end) in enumerate(pairs))
-
-        ends = lightest(line, segments, 8)
-        assert ends is not None
-        assert fullest(ends) == pytest.approx(min(map(fullest, cut_choices(count, segments))), rel=1e-3)
+    assert next(cuts_of(line, 2)) == (3, 6)
+    assert next(cuts_of(line, 2, Room(400, 8))) == (2, 6)  # 2 blocks × 2 in flight, 4 × 1
 
 
 def test_a_coarse_work_is_acyclic_and_has_all_the_time() -> None:
@@ -795,9 +766,6 @@ def test_no_cut_is_made_whose_message_takes_longer_than_a_segment() -> None:
         [BlockValue(0, (1,), 8), BlockValue(1, (2,), 50 * 10**6), BlockValue(2, (3,), 8)],
     )
     work = BlockGraph(blocks_, tuple(values), (3,), {}, {}, Hardware(link=1e6, latency=0.0))
-    line = Line(work, (0, 1, 2, 3))
-    assert least_greatest(line.time, 2) == pytest.approx(2.0)
-    assert least_bound(line, 2) == pytest.approx(3.0)
     assert search(work, 2, 4, with_costs("1f1b"), None, keep=False).best.seconds < 20
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from fxpipe.graph.topological import topological_order
 from fxpipe.passes.analysis.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.orders import Order, orders, towers
-from fxpipe.plan.balance.segments import Cuts, Line, Room, balanced, cut, least_greatest, lightest, segments_of
+from fxpipe.plan.balance.segments import Cuts, Line, Room, balanced, segments_of
 from fxpipe.plan.balance.simulated_layouts import StageLayout
 
 CRUMB = 0.01
@@ -32,43 +31,23 @@ class Recipe:
     origin: str
 
 
-@dataclass(frozen=True)
-class Rules:
-    """``keep``: blocks are stages already, so that only their ranks are open."""
+def recipes(work: BlockGraph, ranks: int, keep: bool, room: Room | None) -> Iterator[Recipe]:
+    """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and apart.
 
-    ranks: int
-    keep: bool
-    room: Room | None
-
-
-def recipes(work: BlockGraph, rules: Rules) -> Iterator[Recipe]:
-    """For each order: balanced segments, two segments a rank, and where memory is limited those of few bytes."""
+    ``keep``: blocks are stages already, so that only their ranks are open.
+    """
     found = towers(work)
     ways: list[tuple[tuple[int, ...] | None, str]] = [(None, "")]
-    if not rules.keep:
-        ways.append(((0,) * len(work), ", branches apart"))
-    if not rules.keep and len(found) > 1:
+    if not keep and len(found) > 1:
         number = {block: place for place, tower in enumerate(found) for block in tower}
         ways.append((tuple(number.get(block, len(found)) for block in range(len(work))), ", towers apart"))
     for order in orders(work):
         line = Line(work, order)
-        for cuts, rank_of, what in _cuts(line, rules.ranks, rules.room):
-            for kinds, how in ways:
-                yield Recipe(order, cuts, rank_of, kinds, what + how)
-
-
-def _cuts(line: Line, ranks: int, room: Room | None) -> Iterator[tuple[Cuts, tuple[int, ...], str]]:
-    one_each = tuple(range(ranks))
-    for cuts in balanced(line, ranks, room):
-        yield cuts, one_each, f"{ranks} segments"
-    if room is not None:
-        light = cut(line, ranks, least_greatest(line.static, ranks), weights=line.static)
-        for found, what in ((light, "equal bytes"), (lightest(line, ranks, room.microbatches), "the least memory")):
-            if found is not None:
-                yield found, one_each, f"{ranks} segments of {what}"
-    if ranks > 1:
-        for cuts in itertools.islice(balanced(line, 2 * ranks), 3):
-            yield cuts, one_each * 2, f"{2 * ranks} segments in laps"
+        for laps, how in ((1, ""), (2, " in laps"))[: 1 if ranks == 1 else 2]:
+            for cuts in balanced(line, laps * ranks, room if laps == 1 else None):
+                for kinds, apart in ways:
+                    origin = f"{laps * ranks} segments{how}{apart}"
+                    yield Recipe(order, cuts, tuple(range(ranks)) * laps, kinds, origin)
 
 
 def layout_of(work: BlockGraph, recipe: Recipe, keep: bool) -> StageLayout:

@@ -2,32 +2,46 @@
 
 A depth-first order finishes a branch before it begins another, and puts each block in front of the first that needs
 it: the keys of a cross-attention stand in the decoder, not behind the encoder. Which branch comes first is the
-freedom that is left: an order for each permutation of the towers, and for each of a few rules.
+freedom that is left: program order, or its reverse. By upward rank branches run side by side instead.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from fxpipe.plan.balance.block_graph import BlockGraph
 
 Order = tuple[int, ...]
-Key = Callable[[int], tuple[float, ...]]
+Key = Callable[[int], int]
 """Block → when it is visited among those that another one needs."""
 
-TOWERS = 4
-"""Of more towers than that not every permutation is tried."""
 SMALL = 0.02
 """What takes less than this part of the whole makes no tower."""
 
 
 def orders(work: BlockGraph) -> list[Order]:
     """Topological orders, all different, the program's own first."""
-    found = dict.fromkeys(depth_first(work, key) for key in _keys(work))
-    return list(found)
+    found = [topological(work), depth_first(work, lambda block: -block), by_upward_rank(work)]
+    return list(dict.fromkeys(found))
+
+
+def topological(work: BlockGraph) -> Order:
+    """Program order, depth first."""
+    return depth_first(work, lambda block: block)
+
+
+def by_upward_rank(work: BlockGraph) -> Order:
+    """Blocks by the longest path from their start to a result, the longest first: branches end together.
+
+    rank(b) = seconds(b) + max over users u of rank(u); Topcuoglu et al., "HEFT", 2002.
+    """
+    order, rank = topological(work), [0.0] * len(work)
+    for block in reversed(order):  # its users have added their own ranks
+        rank[block] += work.blocks[block].seconds
+        for source in work.sources[block]:
+            rank[source] = max(rank[source], rank[block])
+    return tuple(sorted(order, key=lambda block: -rank[block]))  # stable, so topological where ranks are equal
 
 
 def depth_first(work: BlockGraph, key: Key) -> Order:
@@ -77,33 +91,6 @@ def _joins(bits: int, large: Sequence[int]) -> bool:
     return any(one & two not in (one, two) for one, two in itertools.combinations(inside, 2))
 
 
-def _keys(work: BlockGraph) -> Iterator[Key]:
-    """Program order and its reverse, the longest way first and last, and the towers in every order."""
-    way = _ways(work)
-    yield lambda block: (block,)
-    yield lambda block: (-block,)
-    yield lambda block: (-way[block], block)
-    yield lambda block: (way[block], block)
-    found = towers(work)
-    if 2 <= len(found) <= TOWERS:
-        reached = _entries(work)
-        bits = [functools.reduce(operator.or_, map(reached.__getitem__, tower)) for tower in found]
-        for permutation in itertools.permutations(bits):
-            yield _by_tower(reached, permutation)
-
-
-def _by_tower(reached: Sequence[int], permutation: Sequence[int]) -> Key:
-    """Blocks that depend on the first tower alone first, then on the second; what joins them in program order."""
-
-    def key(block: int) -> tuple[float, ...]:
-        bits = reached[block]
-        alone = next((rank for rank, tower in enumerate(permutation) if bits & tower == bits), None)
-        touched = next((rank for rank, tower in enumerate(permutation) if bits & tower), len(permutation))
-        return touched if alone is None else alone, block
-
-    return key
-
-
 def _entries(work: BlockGraph) -> list[int]:
     """For each block the sources of the graph that it depends on, a bit each."""
     reached = [0] * len(work)
@@ -115,17 +102,3 @@ def _entries(work: BlockGraph) -> list[int]:
             reached[block] = 1 << count
             count += 1
     return reached
-
-
-def _ways(work: BlockGraph) -> list[float]:
-    """The longest path that ends in each block, in seconds."""
-    ways = [0.0] * len(work)
-    for block in topological(work):
-        ahead = max((ways[source] for source in work.sources[block]), default=0.0)
-        ways[block] = ahead + work.blocks[block].seconds
-    return ways
-
-
-def topological(work: BlockGraph) -> Order:
-    """Any topological order."""
-    return depth_first(work, lambda block: (block,))

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.plan.balance.block_graph import BlockGraph
-from fxpipe.plan.balance.candidates import Recipe, Rules, layout_of, recipes
+from fxpipe.plan.balance.candidates import Recipe, layout_of, recipes
 from fxpipe.plan.balance.segments import Room
 from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout, without_gaps
 from fxpipe.schedules import Limited
 
 ACTIONS = 150_000
 """So many actions are simulated to choose among candidates."""
-MORE_ACTIONS = 350_000
+MORE_ACTIONS = 250_000
 """So many to improve the best of them."""
-IMPROVED = 12
-"""So many of the best candidates are improved, and no more than ``ALIKE`` that came about in the same way."""
-ALIKE = 4
+IMPROVED = 3
+"""So many of those that came about in the same way are improved."""
 RUNNERS_UP = 3
 """So many layouts are shown beside the best one."""
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
@@ -71,26 +69,22 @@ def search(
     at_need = again is not None and again.at_need
     judge = Judge(work, family, few, memory, None if at_need else again)
     room = Room(memory, few) if memory is not None else None
-    rules = Rules(ranks, keep, room)
-    made = {layout_of(work, recipe, keep): recipe for recipe in _tried(work, rules)}
+    rooms = [None] if room is None else [room, None]  # what is cut for speed alone may fit, too
+    tried = [recipe for one in rooms for recipe in recipes(work, ranks, keep, one)]
+    made = {layout_of(work, recipe, keep): recipe for recipe in tried}
     outcomes = _simulated(judge, made)
     if not outcomes and at_need:
         judge = Judge(work, family, few, memory, again)
         outcomes = _simulated(judge, made)
     if not outcomes:
         raise _no_fit(judge, memory)
-    better = list(outcomes)
-    for outcome in _different(outcomes):
-        better.append(_improved(judge, made[outcome.layout], outcome, keep, judge.actions + MORE_ACTIONS // IMPROVED))
-    ranked = _by_origin(sorted(better, key=_merit))
+    starts = _best_of_each_way(outcomes, IMPROVED)
+    better = [
+        _improved(judge, made[start.layout], start, keep, judge.actions + MORE_ACTIONS // len(starts))
+        for start in starts
+    ]
+    ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)
     return _finally(judge, ranked, microbatches)
-
-
-def _tried(work: BlockGraph, rules: Rules) -> Iterator[Recipe]:
-    """With a limit of memory, what is cut to fit it, and what happens to."""
-    yield from recipes(work, rules)
-    if rules.room is not None:
-        yield from recipes(work, dataclasses.replace(rules, room=None))
 
 
 def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
@@ -99,36 +93,20 @@ def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
 
 
 def _simulated(judge: Judge, layouts: Iterable[StageLayout]) -> list[LayoutOutcome]:
-    """The outcomes of layouts, the best first, until enough has been simulated.
-
-    The next one is that of the least lower bound, times what the bound was found to fall short by among those that
-    came about in the same way. Those whose bound shows that they are no better are looked at only once for each way.
-    """
-    waiting = _by_way(judge, layouts)
-    short = dict.fromkeys(waiting, 1.0)
+    """The outcomes of layouts that fit, the best first, until enough has been simulated: of each way in turn the one
+    of the least lower bound, unless its bound shows that it is no better."""
+    ways: dict[str, list[StageLayout]] = {}
+    for layout in sorted(layouts, key=lambda layout: judge.staged(layout).lower_bound):
+        ways.setdefault(layout.origin, []).append(layout)
     found: list[LayoutOutcome] = []
-    while waiting and (not found or judge.actions < ACTIONS):
-        way = min(waiting, key=lambda way: (judge.staged(waiting[way][-1]).lower_bound * short[way], way))
-        layout = waiting[way].pop()
-        bound = judge.staged(layout).lower_bound
-        if not waiting[way] or (found and bound >= found[0].seconds):
-            del waiting[way]
-        outcome = judge.outcome(layout)
-        if outcome is None:
+    for layout in filter(None, itertools.chain(*itertools.zip_longest(*ways.values()))):
+        if found and judge.actions >= ACTIONS:
+            break
+        if layout is not ways[layout.origin][0] and found and judge.staged(layout).lower_bound >= found[0].seconds:
             continue
-        ratio = outcome.seconds / bound if bound else 1.0
-        short[way] = ratio if short[way] == 1.0 else min(short[way], ratio)
-        if judge.fits(outcome):
-            found.append(outcome)
-            found.sort(key=_merit)
-    return found
-
-
-def _by_way(judge: Judge, layouts: Iterable[StageLayout]) -> dict[str, list[StageLayout]]:
-    """How layouts came about → those layouts, the one of the least lower bound last."""
-    found: dict[str, list[StageLayout]] = {}
-    for layout in sorted(layouts, key=lambda layout: -judge.staged(layout).lower_bound):
-        found.setdefault(layout.origin, []).append(layout)
+        outcome = judge.outcome(layout)
+        if outcome is not None and judge.fits(outcome):
+            found = sorted([*found, outcome], key=_merit)
     return found
 
 
@@ -139,17 +117,6 @@ def _no_fit(judge: Judge, memory: float | None) -> PartitionError | ScheduleErro
         f"no balance fits into {memory:,.0f} bytes a rank; the least that one was found to take is "
         f"{judge.least_bytes:,.0f} bytes on its fullest rank. Use more pipe ranks, smaller micro-batches, or recompute"
     )
-
-
-def _different(outcomes: Sequence[LayoutOutcome]) -> list[LayoutOutcome]:
-    """The best of different ways."""
-    count: Counter[str] = Counter()
-    found = []
-    for outcome in outcomes:
-        count[outcome.layout.origin] += 1
-        if count[outcome.layout.origin] <= ALIKE:
-            found.append(outcome)
-    return found[:IMPROVED]
 
 
 def _improved(judge: Judge, recipe: Recipe, outcome: LayoutOutcome, keep: bool, until: int) -> LayoutOutcome:
@@ -240,15 +207,16 @@ def _if_better(judge: Judge, layout: StageLayout, best: LayoutOutcome) -> Layout
     return outcome
 
 
-def _by_origin(ranked: Iterable[LayoutOutcome]) -> list[LayoutOutcome]:
-    """The best of each way of finding a layout."""
-    found: dict[str, LayoutOutcome] = {}
-    seen: set[StageLayout] = set()
+def _best_of_each_way(ranked: Iterable[LayoutOutcome], count: int) -> list[LayoutOutcome]:
+    """The first so many of each way of finding a layout, each layout once, in order."""
+    seen: dict[str, set[StageLayout]] = {}
+    found: list[LayoutOutcome] = []
     for outcome in ranked:
-        if outcome.layout.origin not in found and outcome.layout not in seen:
-            found[outcome.layout.origin] = outcome
-            seen.add(outcome.layout)
-    return list(found.values())
+        way = seen.setdefault(outcome.layout.origin, set())
+        if len(way) < count and not any(outcome.layout in layouts for layouts in seen.values()):
+            way.add(outcome.layout)
+            found.append(outcome)
+    return found
 
 
 def _of_blocks(outcome: LayoutOutcome, piece_of: Sequence[int], how: str) -> LayoutOutcome:
