@@ -206,7 +206,7 @@ def preview(
     """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has, and whether it fits.
 
     In one process, without process groups and without memory: the model may be on the meta device. The example's
-    tensors may be, too, and then count as being on the CPU. Nothing is run; but a model with a part that is kept whole,
+    tensors may be, too, and then count as being on the CPU. Nothing is run; but a model with an opaque region,
     of which ``boundaries`` does not say what it returns, once on a micro-batch, where both have numbers. Print it, or
     read its figures.
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
-from fxpipe.graph.kept import KeptWhole, kept_in
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
+from fxpipe.graph.opaque_call import OpaqueCall, opaque_calls
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_value, is_compute, made_by
 from fxpipe.graph.root import graph_module
@@ -68,14 +68,14 @@ def split(program: Program) -> StageGraph:
 
 
 def _check_attributes(program: Program) -> None:
-    """PartitionError where what is kept whole sets an attribute of Python's that a call in another stage sets or reads:
+    """PartitionError where an opaque region sets an attribute of Python's that a call in another stage sets or reads:
     each rank has its own."""
     users: dict[tuple[str, str], tuple[int, str]] = {}
     for node in program.graph.nodes:
         stage = program.stage_of.get(node.name)
         if stage is None:
             continue
-        for call in kept_in(program.opaque.get(str(node.target))):
+        for call in opaque_calls(program.opaque.get(str(node.target))):
             for attribute in sorted(call.attributes):
                 first, other = users.setdefault(attribute, (stage, call.name))
                 if first != stage:
@@ -83,7 +83,7 @@ def _check_attributes(program: Program) -> None:
                     raise PartitionError(
                         f"{'.'.join(filter(None, attribute))}, an attribute that changes while the model runs, is used "
                         f"by {other} in stage {names[first]!r} and by {call.name} in stage {names[stage]!r}, which are "
-                        "kept whole: each rank would have a value of its own; return it as a tensor from one of them "
+                        "opaque: each rank would have a value of its own; return it as a tensor from one of them "
                         "and give it to the other, or cut so that both are in one stage"
                     )
 
@@ -220,7 +220,7 @@ class _Builder:
         if effects is not None and "shapes" in call.meta:
             part = self.whole.program.opaque.get(str(call.target))
             name, shapes = "", call.meta["shapes"]
-            if isinstance(part, KeptWhole):
+            if isinstance(part, OpaqueCall):
                 name = part.name
                 shapes = [shape if used else None for shape, used in zip(shapes, part.uses, strict=True)]
             facts = (shapes, str(call.target), effects.is_rehearsed, name)

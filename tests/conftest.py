@@ -62,7 +62,7 @@ LONGEST = """
     faults/test_faults.py
     plan/test_joint_graph.py
     whole/test_gathered_hf.py
-    whole/test_kept_whole_hf.py
+    whole/test_opaque_hf.py
     whole/test_lengths_hf.py
     whole/test_loops.py
     whole/test_readme.py

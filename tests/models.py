@@ -830,7 +830,7 @@ class Recurrent(nn.Module):
 
 
 class TransformerLayers(nn.Module):
-    """torch.nn's own encoder layers, kept whole."""
+    """torch.nn's own encoder layers, which are opaque."""
 
     def __init__(self) -> None:
         super().__init__()

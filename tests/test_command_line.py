@@ -697,7 +697,7 @@ def test_preview_takes_options_from_the_function_and_words_go_ahead_of_them(call
     model, batch, options = makers_of_models.with_options()
     topology = Topology([("pipe", 2), ("data", 2)])
     assert text.rstrip() == str(fxpipe.preview(model, topology, example_kwargs=batch, **options | {"zero": 1})).rstrip()
-    assert "look: kept whole, and cannot run without numbers" in text
+    assert "look: opaque, and cannot run without numbers" in text
 
 
 @pytest.mark.usefixtures("makers")

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/check_shapes.py
 
-Transformer layers are kept whole by ``tracer="record"``, in two stages of one process. The printed code of the stages
+Transformer layers are opaque to ``tracer="record"``, in two stages of one process. The printed code of the stages
 tells how often a step checks; a check is timed alone, a step as a whole, and both by the processor's clock.
 """
 

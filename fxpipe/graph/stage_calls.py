@@ -257,12 +257,12 @@ def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool, whol
     """RunError where a submodule that is called as a whole returns other shapes than it was captured with.
 
     What comes behind it holds for those alone. ``is_rehearsed``: whether its code looks at the values of tensors;
-    ``whole``: what the user calls it, where it is kept whole.
+    ``whole``: what the user calls it, where it is opaque.
     """
     found = shapes_of(result)
     if found != captured and whole:
         raise RunError(
-            f"{whole}, which is kept whole, returned tensors of shapes {found}, but was captured with {captured} by "
+            f"{whole}, an opaque region, returned tensors of shapes {found}, but was captured with {captured} by "
             'tracer="record", for which alone what it makes of the code behind it holds: pass tracer="export" or '
             '"symbolic", which take them as they come, or say why they cannot; or keep the code whole, too, that they '
             "cannot follow"

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.boundary import Gathered, Mode, running
-from fxpipe.graph.kept import unwritten
 from fxpipe.graph.modes import modes_restored
+from fxpipe.graph.opaque_call import unwritten
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import Backward, Forward
@@ -296,7 +296,7 @@ class StageGraph(Tabular):
         edges: Sequence[tuple[str, str]],
         inputs: Mapping[str, Sequence[str]],
     ) -> StageGraph:
-        """A stage graph from the user's own callables, for models that nothing can trace: each stage is kept whole.
+        """A stage graph from the user's own callables, for models that nothing can trace: each stage is opaque.
 
         A stage is called with its batch inputs and then, in the order of ``edges``, with what the stages before it
         returned. Exactly one stage has no edge out of it: it returns the loss.

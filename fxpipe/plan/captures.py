@@ -19,8 +19,8 @@ from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.kept import kept_in
 from fxpipe.graph.modes import evaluating
+from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
@@ -83,7 +83,7 @@ SMALL = 2**16
 MOST = 64
 """Captures that are kept, beyond those of the batch at hand."""
 OBSERVED = 16
-"""Micro-batches of which is remembered what regions that are kept whole returned."""
+"""Micro-batches of which is remembered what opaque regions returned."""
 LATER = "this kind of batch came after compile"
 
 
@@ -108,7 +108,7 @@ class Captures:
     counts: dict[bool, Count] = field(default_factory=dict)
     """Of captures for steps, and for evaluations."""
     whole: tuple[Region, ...] = ()
-    """What is kept whole, and runs for real in every step."""
+    """The opaque regions, which run for real in every step."""
     observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late: in training or not, on what micro-batch."""
     unpacked: frozenset[str] = frozenset()
@@ -135,8 +135,8 @@ class Captures:
             raise RunError('boundaries="auto" cuts in place of the pass partition; leave passes= out')
         if whole and options.parallelize is not None:
             raise RunError(
-                f"{whole[0].name} is kept whole, and parallelize= works on copies of a stage's modules, which what is "
-                "kept whole does not call: it runs the model's own; leave out one of them, or give the stages by "
+                f"{whole[0].name} is opaque, and parallelize= works on copies of a stage's modules, which an opaque "
+                "region does not call: it runs the model's own; leave out one of them, or give the stages by "
                 "StageGraph.from_callables, whose modules parallelize= is given"
             )
         return captures
@@ -278,18 +278,18 @@ class Captures:
         }
         self.reads.keep(noted - own, roots, _called(program), program.sets)
         (made,), (cut,) = accepted, cuts
-        calls = [call for part in cut.opaque.values() for call in kept_in(part)]
+        calls = [call for part in cut.opaque.values() for call in opaque_calls(part)]
         self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
         self.numbers = self.numbers or _small_numbers(self.model)
         return made
 
     def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> SeenCalls:
-        """What calls of regions do that are kept whole: as the user has said, as a real run shows, or as an earlier one
+        """What calls of opaque regions do: as the user has said, as a real run shows, or as an earlier one
         has shown."""
         found = declared(request)
         if isinstance(sample, Sample) and not sample.later and shape is not None and not _on_meta(self.model):
-            with progress("running what is kept whole"), ignored(self.balancing.finds_cuts):
+            with progress("running an opaque region"), ignored(self.balancing.finds_cuts):
                 batch = sample.batches[pattern.shapes.index(shape)]
                 called: set[str] = set()
                 found |= observe(request, batch, called)

@@ -99,7 +99,7 @@ def first_pattern(planner: Planner, options: Options) -> Pattern:
 
 
 def with_previewed_plan(planner: Planner, options: Options) -> Planner:
-    """The planner, with the plan for the example, of which nothing is run; but where something is kept whole, and
+    """The planner, with the plan for the example, of which nothing is run; but where a region is opaque, and
     neither said what it returns nor on the meta device, the model once. RunError where a call could not cut it."""
     if options.has_example:
         _, rows, _ = _given(planner, options)

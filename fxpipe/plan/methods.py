@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fxpipe.graph.kept import kept_in
+from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.passes.alias_groups import held
@@ -34,6 +34,6 @@ def with_unused(program: Program, names: frozenset[str]) -> Program:
 
 
 def _of_owners(program: Program, target: str) -> Mapping[str, Tensor]:
-    """What the submodules hold of whose methods a node has calls that are kept whole."""
-    calls = (call for call in kept_in(program.opaque.get(target)) if call.is_method)
+    """What the submodules hold of whose methods a node has opaque calls."""
+    calls = (call for call in opaque_calls(program.opaque.get(target)) if call.is_method)
     return {f"{call.name} {name}": tensor for call in calls for name, tensor in all_tensors(call.owner).items()}

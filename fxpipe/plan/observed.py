@@ -1,4 +1,4 @@
-"""Observed: what calls of regions that are kept whole do, seen in one real run of the model on a micro-batch."""
+"""Observed: what calls of opaque regions do, seen in one real run of the model on a micro-batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.boundary import recording
-from fxpipe.graph.kept import TENSOR, Structure, unwritten
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
+from fxpipe.graph.opaque_call import TENSOR, Structure, unwritten
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.plan.capture_check import Batch, as_in_a_step, own
 from fxpipe.plan.outside import assigns, buffers, held, persistent, state_of, switches
@@ -70,7 +70,7 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
         raise
     except Exception as error:
         raise TraceError(
-            "the model cannot run on a micro-batch of the example, by which is seen what a region that is kept whole "
+            "the model cannot run on a micro-batch of the example, by which is seen what an opaque region "
             f"returns: {type(error).__name__}: {error}\n{line_of(error)}"
         ) from error
     finally:
@@ -116,7 +116,7 @@ class _Observer:
     def boundary(self, value: Any, name: str | None, gather: Any) -> Any:
         if self._inside is not None:
             raise refuse(
-                f"a boundary lies inside of {self._inside.name}, which is kept whole: one call in one stage",
+                f"a boundary lies inside of {self._inside.name}, an opaque region: one call in one stage",
                 "leave out one of them, or name smaller parts that are to be whole",
             )
         return value
@@ -183,14 +183,14 @@ class _Observer:
         late = next((name for _, name in sets if name in ("_parameters", "_modules")), None)
         if late is not None:
             raise TraceError(
-                f"{region.name}, which is kept whole, makes or replaces a {_LATE[late]} when it runs, and stages and "
+                f"{region.name}, an opaque region, makes or replaces a {_LATE[late]} when it runs, and stages and "
                 "optimizers have those that were there before: make it in __init__, or call the model before compile"
             )
         inside = {path for path, _ in sets if path in own or any(_is_inside(path, part) for part in own[1:])}
         foreign = next((f"{path}.{name}" for path, name in sets if path not in inside), None)
         if foreign is not None:
             raise TraceError(
-                f"{region.name}, which is kept whole, sets {foreign} outside of it, which other stages would not see: "
+                f"{region.name}, an opaque region, sets {foreign} outside of it, which other stages would not see: "
                 "return the value, or keep a larger part whole"
             )
 
@@ -220,7 +220,7 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
     foreign = Structure(result).foreign
     if foreign is not TENSOR:
         raise TraceError(
-            f"{region.name}, which is kept whole, returns a {type(foreign).__name__}, which is no tensor, no plain "
+            f"{region.name}, an opaque region, returns a {type(foreign).__name__}, which is no tensor, no plain "
             "value and no container that torch.utils._pytree knows; keep a larger part whole, register it there, or "
             "return its tensors in a tuple, a list or a dict"
         )

@@ -1,4 +1,4 @@
-"""Outside: what other code reads of what a region kept whole holds, and it may change only as it was seen to."""
+"""Outside: what other code reads of what an opaque region holds, and it may change only as it was seen to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.kept import KeptWhole
+from fxpipe.graph.opaque_call import OpaqueCall
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.torch_compat import version_of
@@ -56,7 +56,7 @@ class Unchanged:
         found = next(changed, None) or self.changed() or next(map(_joined, sorted(attributes.changes())), None)
         if found is not None:
             raise RunError(
-                f"{self.name}, which is kept whole, changes {found}, which code outside of it reads, and which it did "
+                f"{self.name}, an opaque region, changes {found}, which code outside of it reads, and which it did "
                 "not change when the model was captured: return the value, or keep what reads it whole with it"
             )
 
@@ -64,7 +64,7 @@ class Unchanged:
 def assigns(name: str, buffer: str) -> str:
     """Why a region may not put another tensor in a buffer's place."""
     return (
-        f"{name}, which is kept whole, assigns {buffer}, a buffer that is a part of state_dict, which would keep the "
+        f"{name}, an opaque region, assigns {buffer}, a buffer that is a part of state_dict, which would keep the "
         f"old one: write into it, self.{buffer.rpartition('.')[2]}.copy_(...), or register it with persistent=False"
     )
 
@@ -72,7 +72,7 @@ def assigns(name: str, buffer: str) -> str:
 def switches(name: str, path: str) -> str:
     """Why a region may not leave a submodule in another mode."""
     return (
-        f"{name}, which is kept whole, switches {path or 'the model'} between training and evaluation when it runs, "
+        f"{name}, an opaque region, switches {path or 'the model'} between training and evaluation when it runs, "
         "and micro-batches in flight and other ranks have it as it was: set it between steps, for the whole model, or "
         "set it back before the region returns"
     )
@@ -104,7 +104,7 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
     calls = {
         node: kept
         for node in program.graph.nodes
-        if node.op == "call_module" and isinstance(kept := program.opaque.get(str(node.target)), KeptWhole)
+        if node.op == "call_module" and isinstance(kept := program.opaque.get(str(node.target)), OpaqueCall)
     }
     for node, kept in calls.items():
         mine = {
@@ -127,7 +127,7 @@ def _stage(program: Program, node: fx.Node) -> int | None:
     return program.stage_of.get(node.name)
 
 
-def _modules(calls: Iterable[KeptWhole]) -> set[int]:
+def _modules(calls: Iterable[OpaqueCall]) -> set[int]:
     """The submodules that calls run: whose method they are, and what they were seen to call."""
     run = [part for call in calls for top in call.parts.values() for part in top.modules()]
     return {id(vars(part)) for part in (*run, *(call.owner for call in calls))}

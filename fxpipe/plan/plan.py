@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxpipe.graph.kept import calls_kept
+from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.pattern import Pattern
 from fxpipe.schedules.lower import Instruction
@@ -53,10 +53,10 @@ class Plan:
     def fixes_loss(self) -> bool:
         """Whether what makes the loss was captured for some shapes, and so is always of one type with the same metrics.
 
-        A region kept whole, the user's own stages, and modules that symbolic captures call, are Python that may not be.
+        An opaque region, the user's own stages, and modules that symbolic captures call, are Python that may not be.
         """
         captured = bool(self.captures) and all(pattern.shapes for pattern in self.captures)
-        return captured and not any(calls_kept(graph[graph.output_stage].module) for graph in self.graphs)
+        return captured and not any(has_opaque_calls(graph[graph.output_stage].module) for graph in self.graphs)
 
     def __str__(self) -> str:
         return f"{self.graph}\n{self.schedule}"

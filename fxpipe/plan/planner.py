@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.kept import calls_kept
+from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
@@ -275,10 +275,10 @@ class Planner:
         if self.options.stage_compiler is None:
             return graph
         for stage in graph if not self.plans else ():
-            if calls_kept(stage.module):
-                log(f"stage {stage.name!r} holds what is kept whole, and runs as it is, without stage_compiler=")
+            if has_opaque_calls(stage.module):
+                log(f"stage {stage.name!r} holds an opaque region, and runs as it is, without stage_compiler=")
         compiler = self.options.stage_compiler
-        stages = tuple(stage if calls_kept(stage.module) else compiled_lazily(stage, compiler) for stage in graph)
+        stages = tuple(stage if has_opaque_calls(stage.module) else compiled_lazily(stage, compiler) for stage in graph)
         return dataclasses.replace(graph, stages=stages)
 
     def rescheduled(self, family: Limited) -> Planner:

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.kept import calls_kept
 from fxpipe.graph.modes import Autocast, modes_restored, within
+from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Edge, StageGraph
 from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
@@ -65,15 +65,15 @@ def check_rows_known(
     autocast: Sequence[Autocast],
     compute: torch.dtype | None,
 ) -> None:
-    """TraceError where the rows of what is gathered are not known, since it comes out of a region that is kept whole
+    """TraceError where the rows of what is gathered are not known, since it comes out of an opaque region
     and runs on numbers alone: captures for shapes have seen it for the rows of a micro-batch, and of a group."""
-    if not program.gathered or program.tracer in NEED_SHAPES or not any(map(calls_kept, program.opaque.values())):
+    if not program.gathered or program.tracer in NEED_SHAPES or not any(map(has_opaque_calls, program.opaque.values())):
         return
     shapes = shapes_of(program, example, device, autocast, compute)
     for edge in one.edges:
         if one[edge.target].gathered and edge.value not in shapes:
             raise TraceError(
-                f"stage {one.names[edge.target]!r} gathers {edge.value}, which comes out of what is kept whole and "
+                f"stage {one.names[edge.target]!r} gathers {edge.value}, which comes out of an opaque region and "
                 "cannot run without numbers, so that the symbolic tracer does not know which dimension its rows are; "
                 'leave tracer= out, or write tracer="export" or "record", and pass an example batch (example_args=)'
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.kept import kept_in
+from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.torch_compat import BATCH_STATISTICS, version_of
@@ -129,8 +129,8 @@ class _Shallow(nn.Module):
 
 
 def _owners(call: object) -> list[nn.Module]:
-    """Those of methods that are kept whole: what they hold. What they call is a part of the stage's module."""
-    return [_Shallow(part.owner) for part in kept_in(call) if part.is_method]
+    """Those of opaque methods: what they hold. What they call is a part of the stage's module."""
+    return [_Shallow(part.owner) for part in opaque_calls(call) if part.is_method]
 
 
 def _modules_of(call: object) -> Iterator[nn.Module]:

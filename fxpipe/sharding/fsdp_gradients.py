@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.kept import kept_in
+from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.parameters.materialise import replace_tensors
@@ -305,9 +305,9 @@ def _stages_of(graph: StageGraph, rank: int | None) -> list[Stage]:
 
 
 def _modules_of(graphs: Sequence[StageGraph], rank: int | None) -> list[nn.Module]:
-    """The modules that a rank's stages run, each once, and those whose methods are kept whole."""
+    """The modules that a rank's stages run, each once, and those whose methods are opaque."""
     modules = [stage.module for graph in graphs for stage in _stages_of(graph, rank)]
-    modules += [call.owner for module in modules for call in kept_in(module)]
+    modules += [call.owner for module in modules for call in opaque_calls(module)]
     return list({id(module): module for module in modules if isinstance(module, nn.Module)}.values())
 
 

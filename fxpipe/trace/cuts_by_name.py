@@ -31,7 +31,7 @@ _EXAMPLES = (
     '{"projection": {"cut": "after", "gather": "batch"}}, "auto", or a '
     "function of dict(model.named_modules()) that returns one of them"
 )
-_WITH_REGIONS = 'write "auto", or, with what is kept whole beside it, {"*": "auto", "model.visual": "whole"}'
+_WITH_REGIONS = 'write "auto", or, with an opaque region beside it, {"*": "auto", "model.visual": "whole"}'
 
 
 def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
@@ -72,7 +72,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
 
 
 def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
-    """What ``boundaries`` has kept whole: submodules, or methods of them, ``"model.get_rope_index"``.
+    """The opaque regions of ``boundaries``: submodules, or methods of them, ``"model.get_rope_index"``.
 
     ``"whole"``; or ``{"whole": what it returns}``, of tensors on any device, for a model that cannot run beforehand.
     PartitionError for what is neither, and for a submodule that is whole inside of another.
@@ -122,7 +122,7 @@ def is_auto(model: nn.Module, boundaries: Boundaries) -> bool:
 
 
 def _check_own(name: str, owner: nn.Module, method: str) -> None:
-    """A function that was set on one module goes by its class, where a method is looked up to be kept whole."""
+    """A function that was set on one module goes by its class, where an opaque method is looked up."""
     if method in vars(owner):
         raise PartitionError(
             f"boundaries= keeps {name!r} whole, which was set as an attribute of this {type(owner).__name__}, in place "

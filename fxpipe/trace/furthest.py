@@ -24,7 +24,7 @@ _LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTI
 @dataclass(frozen=True)
 class Refusal:
     """What a tracer said. ``entered``: how many of the model's submodules it had called by then; ``inside``: what could
-    be kept whole in place of being captured, a submodule or a method, where that is known."""
+    be opaque in place of being captured, a submodule or a method, where that is known."""
 
     tracer: str
     reason: str
@@ -126,7 +126,7 @@ def entering(module: nn.Module) -> Iterator[set[int]]:
 
 def explained(refusals: Sequence[Refusal], request: Request) -> str:
     """The refusals, a line or two each; of those that got equally far, the last that was tried comes first. What could
-    be kept whole is the first's, or else what another has met."""
+    be opaque is the first's, or else what another has met."""
     first, *others = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]
     inside = next((refusal.inside for refusal in (first, *others) if refusal.inside), "")
     return "\n".join([f"{first.tracer}: {first.reason}{keep_whole(inside, request)}", *map(_in_a_line, others)])

@@ -1,4 +1,4 @@
-"""Keeping: while a model is captured, each call of a region that is kept whole becomes one node."""
+"""Keeping: while a model is captured, each call of an opaque region becomes one node."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.kept import TENSOR, Asked, KeptWhole, Structure
 from fxpipe.graph.listed import with_tensors
+from fxpipe.graph.opaque_call import TENSOR, Asked, OpaqueCall, Structure
 from fxpipe.graph.program import Effects
 from fxpipe.trace.patching import aside, patched, refuse
 from fxpipe.trace.regions import Region, SeenCall
@@ -32,7 +32,7 @@ class RegionCall:
     target: str
     """Under which name the graph calls it."""
     seen: SeenCall
-    kept: KeptWhole
+    kept: OpaqueCall
     values: list[Any]
     """What stands for the tensors, and for what else is computed, that it is given."""
 
@@ -91,7 +91,7 @@ class Regions:
         given = Structure((args, kwargs), self.is_value)
         if given.foreign is not TENSOR:
             raise refuse(
-                f"{region.name}, which is kept whole, is given a {type(given.foreign).__name__}, which cannot stand in "
+                f"{region.name}, an opaque region, is given a {type(given.foreign).__name__}, which cannot stand in "
                 "a graph",
                 "keep a larger part of the model whole, in which it is made",
             )
@@ -99,7 +99,7 @@ class Regions:
         module = self.request.module
         returned = Structure.described(seen.returned, current_line)
         parts = {str(place): module.get_submodule(path) for place, path in enumerate(seen.parts)}
-        kept = KeptWhole(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
+        kept = OpaqueCall(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
         kept.attributes = seen.sets | seen.asks
         place = self.request.whole.index(region)  # enc.proj and enc_proj are two
         target = f"whole_{region.name.replace('.', '_')}_{place}_{number}"
@@ -112,7 +112,7 @@ class Regions:
         if seen is not None:
             return seen
         raise TraceError(
-            f"{region.name} is kept whole, and what it returns is not known, since it has not run on a batch: pass "
+            f"{region.name} is opaque, and what it returns is not known, since it has not run on a batch: pass "
             "example_args= or example_kwargs=, a batch with numbers in which it is called; or, for a model on "
             f'the meta device, say what: boundaries={{"{region.name}": {{"whole": torch.empty(8, 16, device="meta")}}}}'
         )
@@ -147,7 +147,7 @@ def _guarded(kind: type, names: set[tuple[int, str]]) -> Callable[[Any, str], An
         mine = name in words and (id(object.__getattribute__(module, "__dict__")), name) in names
         if mine and is_users(sys._getframe(1).f_code.co_filename):  # torch.export looks at all buffers
             raise refuse(
-                f"forward reads .{name} of a {kind.__name__}, which a region that is kept whole sets when it runs",
+                f"forward reads .{name} of a {kind.__name__}, which an opaque region sets when it runs",
                 "return it from there, or keep what reads it whole with it",
             )
         return plain(module, name)  # type: ignore[call-arg]

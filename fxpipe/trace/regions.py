@@ -1,4 +1,4 @@
-"""Regions that are kept whole: what ``boundaries=`` names as such, and what their calls were seen to do."""
+"""Opaque regions: what ``boundaries=`` names as such, and what their calls were seen to do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
-from fxpipe.graph.kept import Structure
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.listed import can_be_joined
+from fxpipe.graph.opaque_call import Structure
 from fxpipe.torch_compat import pytree
 
 WHOLE = "whole"

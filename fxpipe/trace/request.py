@@ -68,7 +68,7 @@ class Request:
     autocast: tuple[Autocast, ...] = ()
     varying: frozenset[Place] = frozenset()
     whole: tuple[Region, ...] = ()
-    """What is kept whole, and runs for real in every step."""
+    """The opaque regions, which run for real in every step."""
     seen: Mapping[tuple[str, int], SeenCall] = field(default_factory=lambda: MappingProxyType({}))
     """What calls of these were seen to do: by the region's name, and which of its calls."""
     numbers: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))

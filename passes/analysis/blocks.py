@@ -1,7 +1,7 @@
 """Blocks: the smallest pieces of a program that a cut may separate, for whoever chooses the cut.
 
 Nodes that share written memory are one block, and so are those that read a value as it was before a write, a shape
-query and what it asks, calls of regions kept whole that set or read one attribute, what would wait for itself
+query and what it asks, calls of opaque regions that set or read one attribute, what would wait for itself
 otherwise, and what nobody uses with what it is made from.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.graph.kept import kept_in
+from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, is_boundary, made_by
 from fxpipe.passes.analysis.union import Union
 from fxpipe.passes.partition import _Flow, components, reads_before_writes, reads_of_written_inputs
@@ -80,7 +80,7 @@ def _join_sharers_of_attributes(nodes: Sequence[fx.Node], program: Program, unit
     """An attribute of Python's that a region changes is one rank's own."""
     users: dict[tuple[str, str], fx.Node] = {}
     for node in nodes:
-        for call in kept_in(program.opaque.get(str(node.target))):
+        for call in opaque_calls(program.opaque.get(str(node.target))):
             for attribute in call.attributes:
                 units.join(users.setdefault(attribute, node), node)
 

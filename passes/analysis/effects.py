@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fxpipe.graph.kept import KeptWhole
+from fxpipe.graph.opaque_call import OpaqueCall
 from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value
 from fxpipe.torch_compat import (
@@ -147,7 +147,7 @@ def acts(program: Program, node: fx.Node) -> bool:
     if node.op == "call_function":
         return not is_known(node.target)
     module, effects = program.attribute(str(node.target)), program.effects.get(node.name)
-    if isinstance(module, KeptWhole) or any(_has_hooks(part) for part in module.modules()):
+    if isinstance(module, OpaqueCall) or any(_has_hooks(part) for part in module.modules()):
         return True
     if effects is not None:
         returned = pytree.tree_leaves(node.meta.get("val"))

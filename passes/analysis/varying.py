@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxpipe.graph.kept import calls_kept
+from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Edge, Stage
 
@@ -16,7 +16,7 @@ from fxpipe.graph.stage_graph import Edge, Stage
 def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     """The stages, marked which of them vary.
 
-    That is one that holds a region which is kept whole; those behind it that make values of sizes which come out of it,
+    That is one that holds an opaque region; those behind it that make values of sizes which come out of it,
     or of any size, where nothing is known of sizes, or that train nothing, so that what they send needs a gradient if
     what they are given does; and those before it: it may use what they send in one step, and not in the next, and then
     sends no gradient back.
@@ -44,8 +44,8 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
 
 
 def is_kept(program: Program, node: fx.Node) -> bool:
-    """Whether a node calls a region that is kept whole."""
-    return node.op == "call_module" and calls_kept(program.opaque.get(str(node.target)))
+    """Whether a node calls an opaque region."""
+    return node.op == "call_module" and has_opaque_calls(program.opaque.get(str(node.target)))
 
 
 def _symbols(node: fx.Node) -> set[str]:

@@ -204,7 +204,7 @@ def blocks_tensor_parallel(stage: nn.Module, mesh: Any) -> None:
 
 
 def blocks_checkpointed(stage: nn.Module, mesh: Any) -> None:
-    """Wrapped and sharded, each block by itself, inside of what the tracer keeps whole."""
+    """Wrapped and sharded, each block by itself, inside of what is opaque to the tracer."""
     for module in list(stage.modules()):
         if isinstance(module, Block):
             module.up = checkpoint_wrapper(module.up)

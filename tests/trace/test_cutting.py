@@ -322,7 +322,7 @@ class Encoded(nn.Module):
 
 
 def test_what_is_cut_inside_a_module_that_symbolic_keeps_whole_is_refused_there() -> None:
-    told = "names encoder.layers.1, which is a part of a TransformerEncoder that a symbolic trace keeps whole"
+    told = "names encoder.layers.1, which is a part of a TransformerEncoder that a symbolic trace takes as a leaf"
     with pytest.raises(TraceError, match=told) as caught:
         cut("symbolic", Encoded(), {"encoder.layers.1": "before"}, *batch((2, 3, 4)))
     assert "return self.encoder(x)" in str(caught.value)

@@ -137,7 +137,7 @@ def batch(*shape: int, seed: int = 0) -> dict[str, Tensor]:
     return {"x": torch.randn(*shape, generator=torch.Generator().manual_seed(seed))}
 
 
-def test_submodules_without_a_boundary_are_kept_whole() -> None:
+def test_submodules_without_a_boundary_are_opaque() -> None:
     program = check(Residual(), batch(4, 8), batch(4, 8, seed=1))
     assert called(program) == ["first", "second"]
     assert program.effects["first"].writes == (
@@ -716,7 +716,7 @@ def test_evaluation_is_recorded_with_its_own_branches() -> None:
 
 
 class _Parts(nn.Module):
-    """Submodules to be kept whole in front of a boundary; a forward for each case."""
+    """Opaque submodules in front of a boundary; a forward for each case."""
 
     def __init__(self, part: nn.Module | None = None) -> None:
         super().__init__()

@@ -414,7 +414,7 @@ def test_backward_hooks_on_what_is_traced_through_are_refused(register: str, at:
         captured(model)
 
 
-def test_backward_hooks_on_a_module_that_is_kept_whole_run_as_ever() -> None:
+def test_backward_hooks_on_a_leaf_module_run_as_ever() -> None:
     model = Outer()
     model.block.linear.register_full_backward_hook(lambda *_: None)
     assert [n.target for n in captured(model).graph.find_nodes(op="call_module")] == ["block.linear"]
@@ -481,13 +481,13 @@ def activation() -> nn.Module:
 @pytest.mark.parametrize(
     "make", [hooked, hooked_by_an_object, hooked_by_a_part_of_a_function, replaced_forward, activation]
 )
-def test_a_boundary_inside_a_module_that_is_kept_whole_is_refused(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(TraceError, match="is kept whole, so it would cut nothing") as caught:
+def test_a_boundary_inside_a_leaf_module_is_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(TraceError, match="a leaf of the graph, so it would cut nothing") as caught:
         captured(make())
     assert __file__ in str(caught.value)
 
 
-def test_a_hook_without_a_boundary_stays_with_the_module_that_is_kept_whole() -> None:
+def test_a_hook_without_a_boundary_stays_with_a_leaf_module() -> None:
     model = Outer()
     seen: list[Tensor] = []
     model.block.linear.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -949,7 +949,7 @@ def test_containers_of_user_modules_are_traced_through() -> None:
     assert torch.equal(run(program, x), model(x))
 
 
-def test_a_module_of_torch_is_kept_whole() -> None:
+def test_a_module_of_torch_is_a_leaf() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

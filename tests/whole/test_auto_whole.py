@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import FxpipeError, PartitionError, Topology
-from fxpipe.graph.kept import kept_in
+from fxpipe.graph.opaque_call import opaque_calls
 from tests.harness import Run, assert_run, compiled, engine_of, reference, stepped
 from tests.models import WIDTH, Case, linear, vectors
 from tests.thinned import every
@@ -71,7 +71,9 @@ def case(tracer: str = "export") -> Case:
 def _trained(tracer: str, options: dict[str, Any]) -> tuple[Run, list[str]]:
     batches = [case().batch(number) for number in range(2)]
     fb = compiled(case(tracer), boundaries=RULES, tracer=tracer, example_kwargs=batches[0], **options)
-    return stepped(fb, case(), batches), [str([kept.name for kept in kept_in(stage.module)]) for stage in fb.stages]
+    return stepped(fb, case(), batches), [
+        str([kept.name for kept in opaque_calls(stage.module)]) for stage in fb.stages
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_region_that_looks_at_numbers_counts_by_its_parameters_and_that_is_tol
         "boundaries": {"*": "auto", "look": rule},
     }
     told = fxpipe.preview(model, Topology([("pipe", 2)]), **options)
-    assert "look: kept whole, and cannot run without numbers; reckoned as one product" in str(told)
+    assert "look: opaque, and cannot run without numbers; reckoned as one product" in str(told)
     products = 2 * 4 * (4 * WIDTH**2 + 3 * (WIDTH**2 + WIDTH))  # the first layer's input needs no gradient
     assert told.flops == 4 * (3 * products - 2 * 4 * WIDTH**2)
     assert sum(any(name.startswith("region.") for name in stage.parameters) for stage in told.graph) == 1

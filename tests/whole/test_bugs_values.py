@@ -474,7 +474,7 @@ class Fields(nn.Module):
         return self.force(energy, h).square().mean() + energy.mean()
 
 
-def test_a_submodule_that_takes_a_gradient_of_its_own_is_kept_whole() -> None:
+def test_a_submodule_that_takes_a_gradient_of_its_own_is_opaque() -> None:
     torch.manual_seed(0)
     assert_as_plain(Fields(True), {"x": torch.randn(4, 4)}, tracer="record")
 

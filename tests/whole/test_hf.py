@@ -114,7 +114,7 @@ def test_images_by_a_grid_are_refused_with_the_line_that_reads_it() -> None:
 
 
 def test_a_loop_over_the_experts_that_were_chosen_runs_inside_a_block() -> None:
-    """Which experts run depends on the numbers: no graph holds that, but a module kept whole does."""
+    """Which experts run depends on the numbers: no graph holds that, but an opaque module does."""
     looping = replace(MODELS["Mixtral"], build=lambda: mixtral("eager"))
     assert_trained(local(4, train, looping, {"tracer": "record"}), looping)
 
@@ -156,7 +156,7 @@ def test_two_steps_on_processes_equal_plain_pytorch(name: str, pool: Pool) -> No
 
 
 @pytest.mark.parametrize("name", every(4, ["T5", "CLIP", "LLaVA", "Mixtral"]))
-def test_modules_kept_whole_on_two_processes_equal_plain_pytorch(name: str, pool: Pool) -> None:
+def test_opaque_modules_on_two_processes_equal_plain_pytorch(name: str, pool: Pool) -> None:
     assert_trained(pool.run(train_model, name, 2, {"tracer": "record"}, ranks=2, seconds=SECONDS), MODELS[name])
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, TraceError
-from fxpipe.graph.kept import kept_in
 from fxpipe.graph.modes import Autocast, modes_restored, within
+from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.passes.defer_weights import deferred_calls
@@ -102,7 +102,7 @@ class NodeCosts:
     halves: bool = True
     """Whether they give what W keeps: not of stages whose backward runs whole, or is cut by their compiler."""
     guessed: tuple[str, ...] = ()
-    """What is kept whole, and cannot run without numbers."""
+    """Opaque regions that cannot run without numbers."""
 
     @property
     def guesses(self) -> str:
@@ -110,7 +110,7 @@ class NodeCosts:
         if not self.guessed:
             return ""
         return (
-            f"{', '.join(self.guessed)}: kept whole, and cannot run without numbers; reckoned as one product of the "
+            f"{', '.join(self.guessed)}: opaque, and cannot run without numbers; reckoned as one product of the "
             "parameters with each row of what is returned"
         )
 
@@ -334,7 +334,7 @@ class _CostingRun:
                 f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
                 "is not known; balance by hand with boundaries= and placement="
             ) from error
-        self.guessed |= dict.fromkeys(call.name for call in kept_in(self.program.opaque.get(str(node.target))))
+        self.guessed |= dict.fromkeys(call.name for call in opaque_calls(self.program.opaque.get(str(node.target))))
         self.values[node] = faked(node.meta["val"], self.fake)
         made = _tensors(self.values[node])
         rows = max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)

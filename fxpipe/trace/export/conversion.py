@@ -20,8 +20,8 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
-from fxpipe.graph.kept import TENSOR
 from fxpipe.graph.modes import Autocast, Modes
+from fxpipe.graph.opaque_call import TENSOR
 from fxpipe.graph.program import Effects, Program, SizeGuard
 from fxpipe.torch_compat import (
     ASSERTIONS,

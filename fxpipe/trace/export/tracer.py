@@ -17,9 +17,9 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
-from fxpipe.graph.kept import TENSOR, KeptWhole, kept_in
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
+from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, opaque_calls
 from fxpipe.graph.program import Program
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import (
@@ -61,7 +61,7 @@ def export(request: Request) -> Program:
         return made(request)
     try:
         program = made(request)
-        opened = [call for part in program.opaque.values() for call in kept_in(part) if call.opened]
+        opened = [call for part in program.opaque.values() for call in opaque_calls(part) if call.opened]
         counted = _as_large(request, {one.count for call in opened for one in call.opened if not one.unpacked})
         if not counted:
             return program
@@ -116,7 +116,7 @@ def _export_regions(request: Request) -> Program:
 
 def _guards(program: Program) -> list[SizeClauses]:
     """What a program takes for granted of what regions return."""
-    guards = [kept.guard for kept in program.opaque.values() if isinstance(kept, KeptWhole)]
+    guards = [kept.guard for kept in program.opaque.values() if isinstance(kept, OpaqueCall)]
     return [guard for guard in guards if isinstance(guard, SizeClauses)]
 
 
@@ -266,7 +266,7 @@ class ExportedCall:
         other = next((value for value in numbers if not isinstance(value, torch.SymInt)), None)
         if other is not None or call.key not in self._given:
             raise refuse(
-                f"{call.region.name}, which is kept whole, is given {other!r}, a number of no whole kind or "
+                f"{call.region.name}, an opaque region, is given {other!r}, a number of no whole kind or "
                 "called more often than it was seen to be",
                 "give it a tensor",
             )

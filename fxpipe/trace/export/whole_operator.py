@@ -1,4 +1,4 @@
-"""A region that is kept whole as an operator of torch, which is what torch.export can record.
+"""An opaque region as an operator of torch, which is what torch.export can record.
 
 What it returns are inputs of the export, ``stand_ins``, whose sizes are symbolic as those of inputs may be: what the
 code behind a region takes for granted of them is then among the guards of the export.
@@ -62,7 +62,7 @@ class SizeClauses(NamedTuple):
         broken = self.broken(shown | {self.first + place: shape for place, shape in shapes.items()})
         if broken is not None:
             raise RunError(
-                f"{self.name}, which is kept whole, returned tensors of shapes {list(shapes.values())}, and "
+                f"{self.name}, an opaque region, returned tensors of shapes {list(shapes.values())}, and "
                 f"what is behind it was captured for those with {self._in_words(broken)} alone: keep the code whole, "
                 "too, that looks at these sizes, or return tensors of sizes for which the same code runs"
             )

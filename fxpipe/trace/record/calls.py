@@ -34,12 +34,12 @@ from fxpipe.trace.user_line import current_line, definition
 
 
 class Calls:
-    """Patches what calls go through, for the time of a run, and decides which are kept whole.
+    """Patches what calls go through, for the time of a run, and decides which are opaque.
 
-    ``real``: the model's own tensors by name. ``descend``: submodules that are not kept whole. ``limit``: how many
-    bytes of parameters a submodule may hold that is kept whole. ``before``: the plain attributes of the model before
+    ``real``: the model's own tensors by name. ``descend``: submodules that are not opaque. ``limit``: how many
+    bytes of parameters a submodule may hold that is opaque. ``before``: the plain attributes of the model before
     the capture (``plain_attributes``); ``excused``: those that kept calls have changed in an earlier run. ``cuts``:
-    the submodules that are cut from outside. ``methods``: those that are kept whole, and why they cannot be recorded.
+    the submodules that are cut from outside. ``methods``: those that are opaque, and why they cannot be recorded.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Calls:
         self._root, self._cuts, self._methods = module, cuts, methods
         self._before = before
         self.excused = set(excused)
-        """Attributes that were changed inside of calls that are kept whole, which change them in every step."""
+        """Attributes that were changed inside of opaque calls, which change them in every step."""
         self.reset: dict[str, str] = {}
-        """Plain attributes in submodules that are kept whole, as something else has set them, and the lines where."""
+        """Plain attributes in opaque submodules, as something else has set them, and the lines where."""
         self._thread = threading.get_ident()
         self.lines: dict[str, str] = {}
         """Where forward has set an attribute last, by its name in the model."""
@@ -226,12 +226,12 @@ class Calls:
         return error
 
     def rehearses(self) -> bool:
-        """Whether what is called now is run on made-up numbers; what holds a region is not to be kept whole by that."""
+        """Whether what is called now is run on made-up numbers; what holds a region is not to be opaque by that."""
         self._recorder.regions += self._recorder.paused
         return self._recorder.paused
 
     def keep_region(self, call: RegionCall) -> tuple[Tensor, ...]:
-        """What stands for the tensors that a call returns which is kept whole as the user has asked for."""
+        """What stands for the tensors that an opaque call returns, as the user has asked for."""
         recorder, reads = self._recorder, set(call.seen.reads)
         call.kept.of_one_type = True
         frame = enter(recorder, call.region.name, None, tuple(call.values), {}, self._buffers.count)
@@ -284,7 +284,7 @@ class Calls:
         target: str,
         error: NeedsValues,
     ) -> Any:
-        """The result of a call that cannot run on fake tensors; the error where it cannot be kept whole either."""
+        """The result of a call that cannot run on fake tensors; the error where it cannot be opaque either."""
         recorder = self._recorder
         once = error.asked or not error.tried  # an error of the user's would be met again and again
         if (

@@ -29,7 +29,7 @@ class Frame:
     boundaries: int
     """How many had been recorded."""
     regions: int
-    """How many calls that the user has kept whole had been recorded."""
+    """How many calls of the user's opaque regions had been recorded."""
     assigned: int
     """How many buffers had been set."""
     differentiated: int

@@ -77,7 +77,7 @@ _DUAL = "forward enters a level of forward-mode differentiation, which is not re
 def _noted(
     recorder: Recorder, original: Callable[..., Any], is_ours: Callable[[], bool], fact: str
 ) -> Callable[..., Any]:
-    """A function which means something only where what is around it is kept whole."""
+    """A function which means something only where what is around it is opaque."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_ours():

@@ -1,4 +1,4 @@
-"""Methods that are kept whole where their submodule cannot be, since a boundary lies inside of it.
+"""Opaque methods where their submodule cannot be, since a boundary lies inside of it.
 
 A vision-language model's ``get_image_features`` drops the images that are nothing but padding: how many there are is
 known only when it runs. Its cuts are in the text model, which the method does not call.

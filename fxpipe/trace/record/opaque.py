@@ -27,7 +27,7 @@ class Applied(nn.Module):
 
 
 class Method(nn.Module):
-    """A method of a submodule that cannot be kept whole itself: called on a stand-in for it, with these of its parts.
+    """A method of a submodule that cannot be opaque itself: called on a stand-in for it, with these of its parts.
 
     The stand-in has what attributes the submodule has at the time of the call. RunError where the method sets one,
     which the submodule itself would not have.

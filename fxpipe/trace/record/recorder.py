@@ -83,7 +83,7 @@ class Recorder:
         self.changes = changes
         """Which attributes of the model are not as they were before the run."""
         self.excused: frozenset[str] = frozenset()
-        """Those that were changed inside of calls that are kept whole."""
+        """Those that were changed inside of opaque calls."""
         self.hooked: dict[int, Tensor] = {}
         """The tensors that gradient hooks were put on."""
         self.differentiated: list[TapeValue] = []
@@ -92,7 +92,7 @@ class Recorder:
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
         self.regions = 0
-        """How many calls were recorded that the user has kept whole."""
+        """How many calls of the user's opaque regions were recorded."""
         self.touched = TouchedMode()
         self.blocks = AutocastBlocks()
         self.stack: dict[str, type] = {}

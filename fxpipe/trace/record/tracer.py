@@ -36,7 +36,7 @@ from fxpipe.trace.snapshot import Snapshot
 from fxpipe.trace.user_line import definition, line_of
 
 _FINE = 32
-"""Where nothing marks a cut, submodules of up to this part of the model's parameters are kept whole."""
+"""Where nothing marks a cut, submodules of up to this part of the model's parameters are opaque."""
 
 
 def record(request: Request) -> Program:
@@ -60,10 +60,10 @@ def record(request: Request) -> Program:
 class _RunPlan:
     """How to run forward, by what earlier runs have taught.
 
-    ``descend``: submodules that cannot be kept whole. ``limit``: the bytes of parameters in one that can.
+    ``descend``: submodules that cannot be opaque. ``limit``: the bytes of parameters in one that can.
     ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time. ``watch``:
     where it sets them is to be found out, which takes time. ``methods``: those of submodules with a boundary that are
-    kept whole, and why they cannot be recorded.
+    opaque, and why they cannot be recorded.
     """
 
     descend: frozenset[str] = frozenset()
@@ -191,11 +191,11 @@ class _RecordedRun:
 
     @property
     def excused(self) -> frozenset[str]:
-        """Attributes that calls which are kept whole have changed, which they do in every step."""
+        """Attributes that opaque calls have changed, which they do in every step."""
         return frozenset(self._calls.excused) | self._recorder.excused
 
     def _reset(self) -> dict[str, str]:
-        """Plain attributes in calls that are kept whole, as something outside of them has set them: (name, line)."""
+        """Plain attributes in opaque calls, as something outside of them has set them: (name, line)."""
         calls = self._calls
         found, kept = dict(calls.reset), self._kept()
         for path, part in self._request.module.named_modules():
@@ -208,7 +208,7 @@ class _RecordedRun:
         return {str(entry.target) for entry in tape if isinstance(entry, Operation) and entry.kind == "call_module"}
 
     def _lost(self) -> list[str]:
-        """Attributes that forward has changed; not in calls that are kept whole, which change them in every step."""
+        """Attributes that forward has changed; not in opaque calls, which change them in every step."""
         kept = self._kept()
         return [
             name

@@ -217,18 +217,18 @@ class _Tracer(fx.Tracer):
                 )
 
     def _refuse_hidden_cut(self, module: nn.Module) -> None:
-        """A torch.nn module is kept whole: a cut around it is right, one inside it would be lost."""
+        """A torch.nn module is a leaf: a cut around it is right, one inside it would be lost."""
         for path in self.request.cuts:
             inner = self.request.module.get_submodule(path)
             if inner is not module and any(inner is part for part in module.modules()):
                 raise refuse(
                     f"boundaries= names {path}, which is a part of a {type(module).__name__} that a symbolic trace "
-                    "keeps whole",
+                    "takes as a leaf",
                     "name that module itself, or give an example batch, so that another tracer can look inside",
                 )
 
     def _keep_region(self, call: RegionCall) -> list[Any]:
-        """What stands for the tensors of any shape that a call returns which is kept whole."""
+        """What stands for the tensors of any shape that an opaque call returns."""
         returned: Any = self.create_proxy("call_module", call.target, tuple(call.values), {})
         returned.node.meta["val"] = tuple(call.seen.likes)  # by which it is reckoned where it cannot run
         returned.node.meta["nn_module_stack"] = call.stack(returned.node.meta.get("nn_module_stack") or {})
@@ -278,13 +278,13 @@ def _tensors_in(module: nn.Module) -> list[int]:
 
 
 def _refuse_hidden_boundary(module: nn.Module) -> None:
-    """A torch.nn module is kept whole, so a boundary in a hook on it, or in a function given to it, would be lost."""
+    """A torch.nn module is a leaf, so a boundary in a hook on it, or in a function given to it, would be lost."""
     for part in module.modules():
         hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
         for function in [*hooks, *vars(part).values()]:
             if callable(function) and mentions(function, stage_boundary):
                 raise TraceError(
-                    f"stage_boundary is used inside {type(module).__name__}, which is kept whole, so it would cut "
+                    f"stage_boundary is used inside {type(module).__name__}, a leaf of the graph, so it would cut "
                     f"nothing; put it into the forward of your own module\n{definition(function)}"
                 )
 

@@ -1,4 +1,4 @@
-"""Hugging Face models with a region kept whole, whose batches have another number of images, or length, each time."""
+"""Hugging Face models with an opaque region, whose batches have another number of images, or length, each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept whole: code of the user's that runs for real in every step, Python and all, as one call in a stage."""
+"""Opaque call: code of the user's that runs for real in every step, Python and all, as one call in a stage."""
 
 from __future__ import annotations
 
@@ -120,15 +120,15 @@ def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
     return [] if part is leaf or (not isinstance(part, Tensor) and part == leaf) else None
 
 
-def kept_in(module: Any) -> Iterator[KeptWhole]:
-    """The calls of regions kept whole that a module holds, be it in a part that is checkpointed."""
+def opaque_calls(module: Any) -> Iterator[OpaqueCall]:
+    """The calls of opaque regions that a module holds, be it in a part that is checkpointed."""
     parts = module.modules() if isinstance(module, nn.Module) else ()
-    return (part for part in parts if isinstance(part, KeptWhole))
+    return (part for part in parts if isinstance(part, OpaqueCall))
 
 
-def calls_kept(module: Any) -> bool:
-    """Whether a module holds a call of a region that is kept whole."""
-    return any(kept_in(module))
+def has_opaque_calls(module: Any) -> bool:
+    """Whether a module holds a call of an opaque region."""
+    return any(opaque_calls(module))
 
 
 class SizeCheck(Protocol):
@@ -138,8 +138,8 @@ class SizeCheck(Protocol):
         """RunError where it is not so. ``sizes``: of other tensors."""
 
 
-class KeptWhole(nn.Module):
-    """One call of a region that is kept whole: the tensors that it is given, flat, to those that it returns, flat.
+class OpaqueCall(nn.Module):
+    """One call of an opaque region: the tensors that it is given, flat, to those that it returns, flat.
 
     ``owner``, ``method``: what runs. ``parts``: the modules that it uses. ``given``, ``returned``: what the call was
     seen to be given, and to return, a ``TensorLike`` for each tensor; how many, and what beside them, is a part of the
@@ -181,7 +181,7 @@ class KeptWhole(nn.Module):
         found = self._returned.of_another(returned)
         if found is None:
             raise RunError(
-                f"{self.name}, which is opaque, returned {Structure(returned)}, but {self._returned} when the model "
+                f"{self.name}, an opaque region, returned {Structure(returned)}, but {self._returned} when the model "
                 "was captured, and what comes behind it holds for that alone: return the same containers each time, "
                 "and a tensor in place of a number, a word or None that is not always the same; code behind it holds "
                 f"for a list of any length where it concatenates it, torch.cat(list); a list with an entry for "
@@ -225,7 +225,7 @@ class KeptWhole(nn.Module):
             return getattr(self.owner, self.method)(*args, **kwargs)
         except HeldElsewhere as error:
             error.add_note(
-                f"in {self.name}, which is kept whole: a method has the parameters that it was seen to use, and those "
+                f"in {self.name}, an opaque region: a method has the parameters that it was seen to use, and those "
                 "that no other stage uses; pass an example in which it calls the submodules that it needs, or keep a "
                 "submodule whole"
             )
@@ -233,7 +233,7 @@ class KeptWhole(nn.Module):
 
     def _check(self, tensor: Tensor, seen: Any) -> None:
         """``seen``: a ``TensorLike``."""
-        result = f"{self.name}, which is kept whole, returned a tensor of shape {list(tensor.shape)}"
+        result = f"{self.name}, an opaque region, returned a tensor of shape {list(tensor.shape)}"
         if tensor.requires_grad and not seen.requires_grad:
             raise RunError(
                 f"{result} that needs a gradient, but was called without gradients when the model was captured, and "

@@ -1,4 +1,4 @@
-"""Hugging Face's models with a region kept whole; nine of them, at length: ``examples/benchmarks/kept_whole.py``."""
+"""Hugging Face's models with an opaque region; nine of them, at length: ``examples/benchmarks/opaque_regions.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.harness import engine_of
 
 pytest.importorskip("transformers")
 
-from tests.kept_whole import LORA, STUDIES, furthest, plainly, train
+from tests.opaque_regions import LORA, STUDIES, furthest, plainly, train
 from tests.thinned import every
 
 ROUNDING = 1e-5

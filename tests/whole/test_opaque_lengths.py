@@ -1,4 +1,4 @@
-"""Regions kept whole whose inputs have another length each time: a few captures hold for all."""
+"""Opaque regions whose inputs have another length each time: a few captures hold for all."""
 
 from __future__ import annotations
 

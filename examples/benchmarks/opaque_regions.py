@@ -1,6 +1,6 @@
-"""Models with a region kept whole: two optimizer steps on 4 processes beside plain PyTorch.
+"""Models with an opaque region: two optimizer steps on 4 processes beside plain PyTorch.
 
-    python examples/benchmarks/kept_whole.py [model …]
+    python examples/benchmarks/opaque_regions.py [model …]
 
 Each micro-batch has another number of images. They are given to ``step_microbatches``, each of its own length, or as
 one batch that ``batch_dim`` cuts, each row of which has another number of images. ``zero=0`` on pipe 4; ``zero=1`` on
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Packed
-from tests import hf, kept_whole
+from tests import hf, opaque_regions
 from tests.hf import DECODER, IMAGE_TOKEN, IMAGES, PATCHES, SPECIAL, layers
-from tests.kept_whole import GRIDS, THREE, Inputs, Study, by_grid, furthest, plainly, texts, train
+from tests.opaque_regions import GRIDS, THREE, Inputs, Study, by_grid, furthest, plainly, texts, train
 from tests.pool import Pool
 
 # --- batches ---
@@ -85,7 +85,7 @@ def paligemma() -> nn.Module:
 
 
 def retinanet() -> nn.Module:
-    """As a user of torchvision writes it: what looks at values in two methods, to be kept whole. ImportError, or
+    """As a user of torchvision writes it: what looks at values in two methods, which are to be opaque. ImportError, or
     RuntimeError, where torchvision cannot be imported."""
     import torchvision
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
@@ -119,7 +119,7 @@ sys.path.append(str(__import__("pathlib").Path(__file__).parent))
 import architectures  # noqa: E402
 
 STUDIES: dict[str, Study] = {
-    **kept_whole.STUDIES,
+    **opaque_regions.STUDIES,
     "SmolVLM": Study(
         architectures.smolvlm, smol, {"model.get_image_features": "whole", **layers("model.text_model.layers", *THREE)}
     ),

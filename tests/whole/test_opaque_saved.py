@@ -1,4 +1,4 @@
-"""A run with regions kept whole, saved and loaded: it goes on bit for bit, on these ranks, on others, and in plain."""
+"""A run with opaque regions, saved and loaded: it goes on bit for bit, on these ranks, on others, and in plain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Halves(nn.Module):
 
 
 class Whole(nn.Module):
-    """A submodule and a method that are kept whole, amid layers."""
+    """A submodule and a method that are opaque, amid layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Regions kept whole: their Python runs in every step, and the model trains as plain PyTorch does."""
+"""Opaque regions: their Python runs in every step, and the model trains as plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_stage_with_a_region_is_not_compiled_and_that_is_told(capfd: pytest.Ca
     options = {"boundaries": CUTS, "tracer": "symbolic", "example_kwargs": batches[0]}
     assert_run([trained(SELECTING, batches, stage_compiler=compiler, **options)], wanted)
     assert len(compiled_stages) == 3
-    assert "'region' holds what is kept whole" in capfd.readouterr().err
+    assert "'region' holds an opaque region" in capfd.readouterr().err
 
 
 class Frozen(nn.Module):
@@ -148,7 +148,7 @@ class Frozen(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("tracer", "told"), [("export", "size 0 of tensor 0"), ("record", "region, which is kept whole.*was captured with")]
+    ("tracer", "told"), [("export", "size 0 of tensor 0"), ("record", "region, an opaque region.*was captured with")]
 )
 def test_a_size_that_decides_about_code_is_checked_in_each_step(tracer: str, told: str) -> None:
     """Never a result of the other branch."""
@@ -298,11 +298,11 @@ def _judged() -> Any:
 
 
 def test_without_a_batch_the_error_asks_for_one() -> None:
-    with pytest.raises(TraceError, match=r"region is kept whole, and what it returns is not known.*\n?.*example_args="):
+    with pytest.raises(TraceError, match=r"region is opaque, and what it returns is not known.*\n?.*example_args="):
         fxpipe.compile(Selecting(), Topology([("pipe", 4)]), boundaries=CUTS)
 
 
-def test_a_refusal_names_what_could_be_kept_whole() -> None:
+def test_a_refusal_names_what_could_be_opaque() -> None:
     rules = {"behind": "before", "head": "before"}
     with pytest.raises(TraceError, match=r'boundaries=\{"region": "whole"\}'):
         compiled(replace(SELECTING, ranks=3), boundaries=rules, tracer="export", example_kwargs=SELECTING.batch())
@@ -398,7 +398,7 @@ AROUND = {"region": "whole", "head": "before"}
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("writes", "region, which is kept whole, changes region.ema"),
+        ("writes", "region, an opaque region, changes region.ema"),
         ("assigns", r"assigns region.ema.*self.ema.copy_"),
         ("flags", "changes region.flag"),
         ("widens", "of torch.float64, but of torch.float32"),
@@ -569,7 +569,7 @@ def test_what_a_region_keeps_later_between_calls_in_two_stages_is_refused(how: s
     assert len({stage.name for stage in forward_backward.stages if "region.inner.weight" in stage.tensors}) == 2
     forward_backward(**BEFORE_AND_AFTER[0])
     place = {"buffer": "region.last", ".data": "region.inner.weight"}.get(how, "region.kept")
-    with pytest.raises(RunError, match=f"region, which is kept whole, changes {place}"):
+    with pytest.raises(RunError, match=f"region, an opaque region, changes {place}"):
         forward_backward(**NEGATIVE)
 
 
@@ -599,7 +599,7 @@ class Makes(nn.Module):
 @pytest.mark.parametrize("what", ["submodule", "parameter"])
 def test_a_region_that_makes_its_parameters_when_it_runs_is_refused(what: str) -> None:
     case = Case(lambda: Makes(what), vectors, ranks=2, microbatches=1)
-    with pytest.raises(TraceError, match=f"region, which is kept whole, makes or replaces a {what} when it runs"):
+    with pytest.raises(TraceError, match=f"region, an opaque region, makes or replaces a {what} when it runs"):
         compiled(case, boundaries={"region": "whole", "head": "before"}, example_kwargs=POSITIVE)
 
 
@@ -626,12 +626,12 @@ def test_a_region_that_switches_between_training_and_evaluation_is_refused(examp
         )
         forward_backward(NEGATIVE["x"], target=NEGATIVE["y"])
 
-    with pytest.raises(error, match=r"0, which is kept whole, switches 0\.norm between training and evaluation"):
+    with pytest.raises(error, match=r"0, an opaque region, switches 0\.norm between training and evaluation"):
         train()
 
 
 def test_a_function_set_on_one_module_in_place_of_its_method_is_refused() -> None:
-    """It would run in place of the method, and nothing would be kept whole."""
+    """It would run in place of the method, and no region would be opaque."""
 
     def build() -> nn.Module:
         model = Picks()
@@ -1090,5 +1090,5 @@ def test_a_stage_gathers_what_comes_out_of_a_region(tracer: str, runs_on_shapes:
 
 def test_the_symbolic_tracer_says_what_to_write_where_the_rows_of_a_region_are_not_known() -> None:
     case = Case(Contrasts, vectors, ranks=3, microbatches=4)
-    with pytest.raises(TraceError, match=r'gathers getitem, which comes out of what is kept whole .* tracer="export"'):
+    with pytest.raises(TraceError, match=r'gathers getitem, which comes out of an opaque region .* tracer="export"'):
         compiled(case, boundaries={"region": "whole"}, tracer="symbolic", example_kwargs=case.batch())

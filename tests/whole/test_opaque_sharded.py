@@ -1,4 +1,4 @@
-"""Regions kept whole whose parameters are sharded: zero=3 on a data axis."""
+"""Opaque regions whose parameters are sharded: zero=3 on a data axis."""
 
 from __future__ import annotations
 

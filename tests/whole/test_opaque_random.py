@@ -1,4 +1,4 @@
-"""Random numbers of regions kept whole: torch's, Python's and NumPy's follow from step, stage and micro-batch alone."""
+"""Random numbers of opaque regions: torch's, Python's and NumPy's follow from step, stage and micro-batch alone."""
 
 from __future__ import annotations
 
