@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
     from fxpipe.parameters.initialise import init_weights_of, reset_parameters
     from fxpipe.parameters.weights import Weights
-    from fxpipe.plan.previewed import Preview
+    from fxpipe.plan.preview.previewed import Preview
     from fxpipe.precision import Precision
+    from fxpipe.run.checkpoint.loading import load
+    from fxpipe.run.checkpoint.saving import save
     from fxpipe.run.forward_backward import ForwardBackward
-    from fxpipe.run.loading import load
-    from fxpipe.run.saving import save
     from fxpipe.trace import TRACERS
 
 __version__ = "0.1.0"
@@ -92,7 +92,7 @@ _LATER = {
     "ForwardBackward": "run.forward_backward",
     "Hardware": "hardware",
     "Precision": "precision",
-    "Preview": "plan.previewed",
+    "Preview": "plan.preview.previewed",
     "StageGraph": "graph.stage_graph",
     "Sum": "graph.loss",
     "Traffic": "distributed.traffic",
@@ -101,11 +101,11 @@ _LATER = {
     "init": "distributed.processes",
     "init_weights_of": "parameters.initialise",
     "launch": "distributed.launch",
-    "load": "run.loading",
+    "load": "run.checkpoint.loading",
     "passes": "passes",
     "preview": "compiler",
     "reset_parameters": "parameters.initialise",
-    "save": "run.saving",
+    "save": "run.checkpoint.saving",
 }
 
 

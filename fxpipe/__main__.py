@@ -279,7 +279,7 @@ _GIVEN = ("model", "topo", "example_args", "example_kwargs")
 
 
 def _checkpoint(args: argparse.Namespace) -> None:
-    from fxpipe.parameters.saving import commands  # which needs torch
+    from fxpipe.parameters.checkpoint import commands  # which needs torch
 
     path = Path(args.path)
     if (args.what == "export") != (args.out is not None):

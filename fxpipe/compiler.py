@@ -26,11 +26,11 @@ from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
+from fxpipe.plan.agree.together import first_plan_together
 from fxpipe.plan.example import check_model, first_pattern, with_previewed_plan
-from fxpipe.plan.forecast import Stepping, over_the_limit, preview_of
 from fxpipe.plan.planner import Planner
-from fxpipe.plan.previewed import Preview
-from fxpipe.plan.together import first_plan_together
+from fxpipe.plan.preview.forecast import Stepping, over_the_limit, preview_of
+from fxpipe.plan.preview.previewed import Preview
 from fxpipe.precision import Precision
 from fxpipe.progress import log
 from fxpipe.run.forward_backward import ForwardBackward
@@ -39,7 +39,7 @@ from fxpipe.run.user_warning import warn
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
-from fxpipe.trace.cuts_by_name import Boundaries
+from fxpipe.trace.cuts.cuts_by_name import Boundaries
 from fxpipe.validation import shown
 
 if TYPE_CHECKING:

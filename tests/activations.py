@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.graph.deferred import Deferred
-from fxpipe.run.bind import Bound, Call
-from fxpipe.run.executor import Executor
-from fxpipe.run.recompute import Kept
+from fxpipe.run.actions.bind import Bound, Call
+from fxpipe.run.actions.executor import Executor
+from fxpipe.run.actions.recompute import Kept
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import Compute, Instruction
 

@@ -15,9 +15,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fxpipe.plan.batch import describe
+from fxpipe.plan.inputs.batch import describe
 from fxpipe.trace import Request
-from fxpipe.trace.cuts_by_name import Boundaries, resolve
+from fxpipe.trace.cuts.cuts_by_name import Boundaries, resolve
 from tests.harness import Run, accumulate, cut, gradients_of, rows_of
 from tests.models import Case, Inputs
 

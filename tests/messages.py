@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from fxpipe.run.exchange import Exchange
+from fxpipe.run.wire.exchange import Exchange
 from fxpipe.schedules.lower import Message
 
 

@@ -35,7 +35,7 @@ FLOORS = """
     compiler
     __init__ command_line __main__
 """
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS.split("\n")) for room in rooms.split()}
+FLOOR = {package: floor for floor, packages in enumerate(FLOORS.split("\n")) for package in packages.split()}
 SHOWS_ITSELF = "fxpipe/schedules/schedule.py"
 """Its methods import what shows, checks and simulates its values when they are called, from whatever floor."""
 IMPORTS_LAZILY = "fxpipe/__init__.py"
@@ -44,15 +44,15 @@ IMPORTS_LAZILY = "fxpipe/__init__.py"
 PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
-    "fxpipe/trace/snapshot.py": "random states, in memory",
+    "fxpipe/trace/state/snapshot.py": "random states, in memory",
     "fxpipe/distributed/launch.py": "over pipes between a process and its own children",
-    "fxpipe/parameters/saving/reader.py": "torch's .metadata, of which no class is looked up",
+    "fxpipe/parameters/checkpoint/reader.py": "torch's .metadata, of which no class is looked up",
 }
 """And nobody else: what SECURITY.md says of files and of other ranks."""
 MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
 MAY_NAME_IT_TOO = {
     "fxpipe/parameters/dtensors.py",
-    *(f"fxpipe/parameters/saving/{name}.py" for name in ("metadata", "reader", "writer")),
+    *(f"fxpipe/parameters/checkpoint/{name}.py" for name in ("reader", "writer")),
 }
 PYTHONS = set("_replace _fields _getframe _current_frames _exit _SubParsersAction".split())
 """Private by their form; what Python's documentation names."""
@@ -64,7 +64,7 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
         parts = Path(self.path).with_suffix("").parts
-        self.room = parts[0] if parts[0] == "passes" else parts[-1] if len(parts) < 2 else parts[1]
+        self.package = parts[0] if parts[0] == "passes" else parts[-1] if len(parts) < 2 else parts[1]
         """fxpipe/errors.py → errors; fxpipe/trace/record/tape.py → trace; passes/split.py → passes."""
         self.module = ".".join(part for part in ("fxpipe", *parts[parts[0] == "fxpipe" :]) if part != "__init__")
         """fxpipe/trace/fake.py → fxpipe.trace.fake; passes/__init__.py → fxpipe.passes."""
@@ -109,8 +109,8 @@ class File:
         return modules_in(n for n in self.nodes if n not in left_out) & set(BY_MODULE)
 
     @cached_property
-    def rooms_imported(self) -> set[str]:
-        return {BY_MODULE[name].room for name in self.imported & set(BY_MODULE)}
+    def packages_imported(self) -> set[str]:
+        return {BY_MODULE[name].package for name in self.imported & set(BY_MODULE)}
 
     @cached_property
     def names_distributed(self) -> bool:
@@ -175,15 +175,14 @@ BY_PATH = {file.path: file for file in FILES}
 
 def test_there_is_something_to_walk() -> None:
     assert len(FILES) > 30
-    assert "graph" in BY_PATH["passes/split.py"].rooms_imported
-    assert any(file.names_distributed for file in FILES if file.room == "distributed")
+    assert "graph" in BY_PATH["passes/split.py"].packages_imported
+    assert any(file.names_distributed for file in FILES if file.package == "distributed")
     assert "fxpipe.schedules.table" in BY_PATH[SHOWS_ITSELF].imported - BY_PATH[SHOWS_ITSELF].built_on
 
 
-def test_a_room_stands_on_a_floor_and_imports_nothing_from_one_above() -> None:
-    above = {
-        (file.path, name) for file in FILES for name in file.built_on if FLOOR[BY_MODULE[name].room] > FLOOR[file.room]
-    }
+def test_a_package_stands_on_a_floor_and_imports_nothing_from_one_above() -> None:
+    built_on = ((file, name) for file in FILES for name in file.built_on)
+    above = {(file.path, name) for file, name in built_on if FLOOR[BY_MODULE[name].package] > FLOOR[file.package]}
     assert above == set()
 
 
@@ -197,17 +196,17 @@ def test_no_file_imports_in_a_circle() -> None:
 
 
 def test_a_pass_imports_only_what_passes_may() -> None:
-    others = {file.path: file.rooms_imported - PASSES_MAY_IMPORT for file in FILES if file.room == "passes"}
+    others = {file.path: file.packages_imported - PASSES_MAY_IMPORT for file in FILES if file.package == "passes"}
     assert not any(others.values()), others
 
 
 def test_only_who_wires_them_imports_the_passes() -> None:
-    importing = [file for file in FILES if "passes" in file.rooms_imported]
-    assert {file.path for file in importing if file.room not in MAY_IMPORT_PASSES} == set()
+    importing = [file for file in FILES if "passes" in file.packages_imported]
+    assert {file.path for file in importing if file.package not in MAY_IMPORT_PASSES} == set()
 
 
 def test_torch_distributed_is_named_where_processes_meet_and_nowhere_else() -> None:
-    naming = {file.path for file in FILES if file.names_distributed and file.room not in MAY_NAME_DISTRIBUTED}
+    naming = {file.path for file in FILES if file.names_distributed and file.package not in MAY_NAME_DISTRIBUTED}
     assert naming <= MAY_NAME_IT_TOO
 
 
@@ -274,9 +273,9 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert in_python("import fxpipe, sys; print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("room", ["schedules", "formats"])
-def test_what_plans_never_imports_torch(room: str) -> None:
-    modules = [file.module for file in FILES if file.room == room]
+@pytest.mark.parametrize("package", ["schedules", "formats"])
+def test_what_plans_never_imports_torch(package: str) -> None:
+    modules = [file.module for file in FILES if file.package == package]
     modules += ["fxpipe.distributed.topology", "fxpipe.graph.boundary", "fxpipe.__main__"]
     imports = "; ".join(f"import {name}" for name in modules)
     assert in_python(f"{imports}; import sys; print('torch' in sys.modules)") == "False"
@@ -333,7 +332,7 @@ def test_any_name_may_be_the_first_and_is_then_a_plain_look_up(tmp_path: Path, s
 
 def test_no_module_bears_the_name_of_a_public_function() -> None:
     """Importing fxpipe.compile would put a module in the function's place."""
-    files = {file.room for file in FILES if file.module == f"fxpipe.{file.room}"}
+    files = {file.package for file in FILES if file.module == f"fxpipe.{file.package}"}
     functions = {name for name in fxpipe.__all__ if not isinstance(getattr(fxpipe, name), ModuleType)}
     assert files & functions == set()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.plan.batch import cast_batch
+from fxpipe.graph.like import cast_batch
 from fxpipe.precision import Precision, cast_parameters
 from tests.harness import engine_of
 

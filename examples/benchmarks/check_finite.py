@@ -25,7 +25,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.run.finite import Extremes, Watch
+from fxpipe.run.step.finite import Extremes, Watch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 clock = time.process_time if DEVICE.type == "cpu" else time.perf_counter

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.saving import commands
+from fxpipe.parameters.checkpoint import commands
 
 RANKS = 2
 
@@ -79,7 +79,7 @@ def last_told(pipe: Any, known: dict[str, int]) -> None:
 def one_round(number: int, folder: str, draw: random.Random) -> tuple[dict[str, int], bool]:
     """Starts the processes, kills some, ends the rest; what rank 0 has told, and whether it fell into a save."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fxpipe.run.saving", "fxpipe.compiler", "fxpipe.trace.symbolic.tracer"])
+    context.set_forkserver_preload(["fxpipe.run.checkpoint.saving", "fxpipe.compiler", "fxpipe.trace.symbolic.tracer"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -43,17 +43,17 @@ from fxpipe.schedules.lower import lower
 
 Figures = dict[str, float]
 PHASES = {
-    "trace": ("fxpipe.plan.captures", "capture"),
-    "passes": ("fxpipe.plan.captures", "chain"),
+    "trace": ("fxpipe.plan.capture.captures", "capture"),
+    "passes": ("fxpipe.plan.capture.captures", "chain"),
     "cut": ("fxpipe.passes", "split"),
-    "check": ("fxpipe.plan.captures", "check"),
+    "check": ("fxpipe.plan.capture.captures", "check"),
     "costs": ("fxpipe.plan.balance", "costs_from_shapes"),
     "search": ("fxpipe.plan.balance", "place_stages"),
     "table": ("fxpipe.plan.tables", "build"),
     "verify": ("fxpipe.schedules.schedule", "Schedule.verify"),
     "lower": ("fxpipe.plan.planner", "lower"),
     "order": ("fxpipe.plan.planner", "execution_order"),
-    "bind": ("fxpipe.run.step", "bind"),
+    "bind": ("fxpipe.run.step.step", "bind"),
 }
 """Phase → the function whose time it is, without that of other phases in it."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import admitted
+from fxpipe.torch_compat import pytree
 
 ITEMS = "num_items_in_batch"
 """The input that Hugging Face's losses divide by in place of a micro-batch's own labels; float32, 0-dimensional."""
@@ -38,3 +41,14 @@ class TensorLike:
                 "mask or lengths, or packed, with batch_dim={name: fxpipe.Packed(counts)}, and make it in forward"
             )
         return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
+
+
+def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """``batch`` with its floating-point tensors in ``dtype``; everything else, a count of items too, as it is."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return {
+        name: value if name == ITEMS else pytree.tree_map_only(Tensor, cast, value) for name, value in batch.items()
+    }

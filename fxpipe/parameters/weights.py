@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.saving.manifest import MANIFEST, Manifest
+from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest
 from fxpipe.precision import converts
 from fxpipe.small_file import read_small
 from fxpipe.validation import is_text, shown
@@ -174,7 +174,7 @@ class _Distributed:
     """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in, and as data."""
 
     def __init__(self, path: Path) -> None:
-        from fxpipe.parameters.saving.reader import FolderReader  # it imports torch.distributed.checkpoint
+        from fxpipe.parameters.checkpoint.reader import FolderReader  # it imports torch.distributed.checkpoint
 
         self.path, self._reader = path, FolderReader(path)
 
@@ -190,8 +190,8 @@ class _SavedRun:
     what is kept rounded. Of the files' contents what is read is compared with the manifest."""
 
     def __init__(self, path: Path) -> None:
-        from fxpipe.parameters.saving.model_values import ModelValues
-        from fxpipe.parameters.saving.reader import FolderReader
+        from fxpipe.parameters.checkpoint.model_values import ModelValues
+        from fxpipe.parameters.checkpoint.reader import FolderReader
 
         manifest = Manifest.read(path)
         manifest.check_sizes(path)

@@ -14,14 +14,14 @@ from fxpipe.graph.modes import Ambient, evaluating
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.options import Options
 from fxpipe.packed import check_names
-from fxpipe.plan.batch import bind, describe, required_names
-from fxpipe.plan.capture_check import Sample
-from fxpipe.plan.counts import Counts, check_cut, counts_of
-from fxpipe.plan.cuts import split
-from fxpipe.plan.label_count import with_number
-from fxpipe.plan.pattern import Pattern, pattern_of
+from fxpipe.plan.capture.capture_check import Sample
+from fxpipe.plan.inputs.batch import bind, describe, required_names
+from fxpipe.plan.inputs.counts import Counts, check_cut, counts_of
+from fxpipe.plan.inputs.cuts import split
+from fxpipe.plan.inputs.label_count import with_number
+from fxpipe.plan.inputs.pattern import Pattern, pattern_of
+from fxpipe.plan.inputs.rows import row_count, split_rows
 from fxpipe.plan.planner import Planner
-from fxpipe.plan.rows import row_count, split_rows
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
 from fxpipe.validation import shown

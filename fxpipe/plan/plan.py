@@ -9,7 +9,7 @@ from functools import cached_property
 
 from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step

@@ -20,15 +20,15 @@ from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
-from fxpipe.plan.capture_check import Sample
-from fxpipe.plan.captures import LATER, Captured, Captures, Wrong
-from fxpipe.plan.groups import for_groups, places_of_rows
-from fxpipe.plan.label_count import Items
-from fxpipe.plan.pattern import Flags, Pattern, flags_of
+from fxpipe.plan.capture.capture_check import Sample
+from fxpipe.plan.capture.captures import LATER, Captured, Captures, Wrong
+from fxpipe.plan.capture.groups import for_groups, places_of_rows
+from fxpipe.plan.capture.same_stages import called_alike, joint, like
+from fxpipe.plan.capture.sizes import outline
+from fxpipe.plan.inputs.label_count import Items
+from fxpipe.plan.inputs.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import place
 from fxpipe.plan.plan import Plan, values_of
-from fxpipe.plan.same_stages import called_alike, joint, like
-from fxpipe.plan.sizes import outline
 from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily, is_compiled
 from fxpipe.plan.tables import Tables, tells_bytes
 from fxpipe.progress import log, progress

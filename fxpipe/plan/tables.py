@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from fxpipe.errors import PartitionError, ScheduleError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options, Recompute
-from fxpipe.plan.captures import Captures
-from fxpipe.plan.pattern import Pattern
+from fxpipe.plan.capture.captures import Captures
+from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.plan import Plan
 from fxpipe.schedules import Family, Limited, ScheduleName, build
 from fxpipe.schedules.costs import Costs

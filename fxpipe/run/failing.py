@@ -6,7 +6,7 @@ import contextlib
 
 from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.errors import RunError
-from fxpipe.run.exchange import Exchange
+from fxpipe.run.wire.exchange import Exchange
 
 
 class Failing:

@@ -20,18 +20,18 @@ from fxpipe.distributed.traffic import Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
-from fxpipe.parameters.checkpoint import full_state_dict, load_into, tensors_of
 from fxpipe.parameters.ownership import RankModule
-from fxpipe.plan.agreement import Call
-from fxpipe.plan.together import planner_together
+from fxpipe.parameters.state_dicts import full_state_dict, load_into, tensors_of
+from fxpipe.plan.agree.agreement import Call
+from fxpipe.plan.agree.together import planner_together
 from fxpipe.progress import log
 from fxpipe.run.detached import detached
-from fxpipe.run.exchange import Exchange, Mailbox
 from fxpipe.run.failing import Failing
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.settings import settings
-from fxpipe.run.step import Steps
-from fxpipe.run.wire_exchange import WireExchange
+from fxpipe.run.step.step import Steps
+from fxpipe.run.wire.exchange import Exchange, Mailbox
+from fxpipe.run.wire.wire_exchange import WireExchange
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Cost
 from fxpipe.schedules.schedule import Schedule, Timeline

@@ -20,7 +20,7 @@ from fxpipe.parameters.weights import Weights
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.precision import cast_parameters
-from fxpipe.run.group_inputs import SCOPE
+from fxpipe.run.actions.group_inputs import SCOPE
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import check_ties, data_groups, way_of
 from fxpipe.sharding.gradients import Gradients

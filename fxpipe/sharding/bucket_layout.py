@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fxpipe.plan.memory import dealt
+from fxpipe.plan.balance.memory import dealt
 
 ALIGNMENT = 64
 """Bytes. Where a parameter begins decides which kernel runs, and so the last bit: all begin as torch would let them."""

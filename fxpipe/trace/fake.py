@@ -30,7 +30,7 @@ from fxpipe.torch_compat import (
     no_function_modes,
     pytree,
 )
-from fxpipe.trace.contents import is_library, walk
+from fxpipe.trace.state.contents import is_library, walk
 
 _META = torch.device("meta")
 

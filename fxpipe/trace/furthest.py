@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from fxpipe.trace.cuts_by_name import fnmatched
+from fxpipe.trace.cuts.cuts_by_name import fnmatched
 from fxpipe.trace.request import Request
 
 _LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)

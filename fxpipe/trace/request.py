@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
 from fxpipe.graph.modes import Autocast
-from fxpipe.trace.regions import Region, SeenCall
+from fxpipe.trace.opaque.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
 """A dimension of an input: its name, which of its leaves, and which dimension of that."""

@@ -17,7 +17,7 @@ from fxpipe.distributed.activity import Alike, announced
 from fxpipe.distributed.connect import connect
 from fxpipe.distributed.predicted import _KEPT, Predicted, agree, words
 from fxpipe.distributed.topology import Topology
-from fxpipe.run.batch_check import KINDS
+from fxpipe.run.step.batch_check import KINDS
 from tests.harness import compiled
 from tests.models import CASES
 from tests.pool import Pool

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed import torch_transport
-from fxpipe.parameters.saving.writer import RankShare
-from fxpipe.run.actions import BackwardAction, ForwardAction
+from fxpipe.parameters.checkpoint.writer import RankShare
+from fxpipe.run.actions.actions import BackwardAction, ForwardAction
 
 RANKS = 4
 STEPS = 4

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError, stage_boundary
-from fxpipe.plan import capture_check
+from fxpipe.plan.capture import capture_check
 from tests.harness import assert_same, replica_of
 from tests.models import WIDTH, linear, vectors
 from tests.strict_transport import run_strict

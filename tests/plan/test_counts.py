@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import Offsets, Packed, RunError
-from fxpipe.plan.counts import check_cut, counts_of, merge_counts
+from fxpipe.plan.inputs.counts import check_cut, counts_of, merge_counts
 
 RULES: Any = {"patches": Packed(lambda lengths, twice=1: lengths * twice), "words": Packed("cu"), "cu": Offsets()}
 

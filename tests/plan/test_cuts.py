@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import Offsets, Packed, RunError
 from fxpipe.graph.like import TensorLike
-from fxpipe.plan.batch import describe
-from fxpipe.plan.counts import counts_of
-from fxpipe.plan.cuts import joined, joined_description, split, split_description
+from fxpipe.plan.inputs.batch import describe
+from fxpipe.plan.inputs.counts import counts_of
+from fxpipe.plan.inputs.cuts import joined, joined_description, split, split_description
 
 CU = torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32)
 VALUES: dict[str, Any] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import RunError, Topology, stage_boundary
-from fxpipe.plan import row_places
+from fxpipe.plan.capture import row_places
 from tests.harness import gradients_of, replica_of, strict
 from tests.whole.gathered import Contrastive, OverReplicas, batch, model
 from tests.whole.test_gathered import assert_alike, on_the_whole_batch

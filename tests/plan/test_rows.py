@@ -9,9 +9,9 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from fxpipe import Offsets, Packed, RunError
-from fxpipe.plan.batch import describe
-from fxpipe.plan.counts import counts_of
-from fxpipe.plan.rows import pieces_of, row_count, whole_lists
+from fxpipe.plan.inputs.batch import describe
+from fxpipe.plan.inputs.counts import counts_of
+from fxpipe.plan.inputs.rows import pieces_of, row_count, whole_lists
 
 PATCHES: Any = {"grid": Packed("images"), "patches": Packed(lambda grid: grid.prod(1), of="grid")}
 

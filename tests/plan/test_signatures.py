@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-import fxpipe.plan.captures
+import fxpipe.plan.capture.captures
 from fxpipe import stage_boundary
-from fxpipe.plan.pattern import modules_of, parameters_in
+from fxpipe.plan.inputs.pattern import modules_of, parameters_in
 from tests.harness import assert_same, engine_of, gradients_of
 from tests.thinned import every, in_turn
 
@@ -101,13 +101,13 @@ def test_calls_of_any_shape_are_plain_pytorchs(engine: str, tracer: str, request
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that are captured."""
     shapes: list[tuple[int, ...]] = []
-    original = fxpipe.plan.captures.capture
+    original = fxpipe.plan.capture.captures.capture
 
     def counting(request: Any, tracer: str) -> Any:
         shapes.append(request.example["batch"]["x"].shape)
         return original(request, tracer)
 
-    monkeypatch.setattr(fxpipe.plan.captures, "capture", counting)
+    monkeypatch.setattr(fxpipe.plan.capture.captures, "capture", counting)
     return shapes
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.run.batch_check import EVERY, FIRST, KINDS, is_checked
+from fxpipe.run.step.batch_check import EVERY, FIRST, KINDS, is_checked
 from tests.pool import Pool
 from tests.strict_transport import current_seat, run_strict
 
@@ -241,7 +241,7 @@ def test_the_first_three_calls_and_every_hundredth_are_checked() -> None:
 
 
 def test_ranks_that_part_later_are_found_and_the_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.run.batch_check.EVERY", 8)
+    monkeypatch.setattr("fxpipe.run.step.batch_check.EVERY", 8)
     done = [0, 0]
 
     def body() -> None:
@@ -323,7 +323,7 @@ def test_where_every_batch_has_another_number_of_rows_the_first_kinds_are_checke
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of them run one plan; evaluations another."""
-    monkeypatch.setattr("fxpipe.run.batch_check.EVERY", 20)
+    monkeypatch.setattr("fxpipe.run.step.batch_check.EVERY", 20)
     steps = [(4 + number, True) for number in range(KINDS + 16)]
     calls = [*steps, *[(4, True)] * 4, *[(number, False) for number in (5, 6, 5)], (4 + KINDS, True)]
     wanted = [number < KINDS or number == 20 for number in range(KINDS + 16)] + [True, True, False, False]
@@ -338,7 +338,7 @@ def test_where_every_batch_has_another_number_of_rows_the_first_kinds_are_checke
 
 
 def test_what_differs_is_found_by_the_next_call_of_its_plan_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.run.batch_check.EVERY", 16)
+    monkeypatch.setattr("fxpipe.run.step.batch_check.EVERY", 16)
 
     def body() -> None:
         step, _ = compiled(PAIR)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.run.actions import BackwardAction, ForwardAction, LeftOut
-from fxpipe.run.bind import Bound
+from fxpipe.run.actions.actions import BackwardAction, ForwardAction, LeftOut
+from fxpipe.run.actions.bind import Bound
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Receive, Reduce, Release, Send
 from tests.strict_transport import run_strict
@@ -142,7 +142,7 @@ def test_another_table_is_bound_anew() -> None:
 
 
 def test_what_is_not_met_for_long_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fxpipe.run.step, "MOST_BOUND", 2)
+    monkeypatch.setattr(fxpipe.run.step.step, "MOST_BOUND", 2)
     forward_backward = compiled(loss_weight=weight)
 
     def loss(without: int) -> float:

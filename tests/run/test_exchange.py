@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpipe.run.exchange import Mailbox
+from fxpipe.run.wire.exchange import Mailbox
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Message
 from tests.messages import ByMessage

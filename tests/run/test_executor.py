@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-import fxpipe.run.step
-from fxpipe.run.executor import NOT_MADE, Executor, LeftBehind
+import fxpipe.run.step.step
+from fxpipe.run.actions.executor import NOT_MADE, Executor, LeftBehind
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 
@@ -41,7 +41,7 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
         made.append(Executor(*args))
         return made[-1]
 
-    monkeypatch.setattr(fxpipe.run.step, "Executor", make)
+    monkeypatch.setattr(fxpipe.run.step.step, "Executor", make)
     return made
 
 

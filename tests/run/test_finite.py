@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.run.finite import Extremes
+from fxpipe.run.step.finite import Extremes
 from tests.harness import engine_of, replica_of
 from tests.pool import Pool
 from tests.strict_transport import current_seat, run_strict

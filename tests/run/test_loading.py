@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.saving.commands import export
-from fxpipe.parameters.saving.manifest import MANIFEST
+from fxpipe.parameters.checkpoint.commands import export
+from fxpipe.parameters.checkpoint.manifest import MANIFEST
 
 
 class Two(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpipe import RunError
-from fxpipe.run.outputs import OutputRows, RowsOf, join, without_entries
+from fxpipe.run.step.outputs import OutputRows, RowsOf, join, without_entries
 
 LISTS = RowsOf((2, 2), (), in_lists=True)
 TENSORS = RowsOf((2, 2), (0,))

@@ -195,7 +195,7 @@ def test_what_could_not_be_written_later_is_raised_by_the_next_save(
 def test_what_could_not_be_written_later_is_told_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fxpipe.run import save_later
+    from fxpipe.run.checkpoint import save_later
 
     run = Trained()
     monkeypatch.setattr(os, "fsync", full)
@@ -230,7 +230,7 @@ def test_another_model_of_the_process_waits_for_what_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool, then: str
 ) -> None:
     """As where train() returns and evaluate() begins: the one before was loaded, and a save deleted what was there."""
-    from fxpipe.run import save_later
+    from fxpipe.run.checkpoint import save_later
 
     run, waited_for, fsync = Trained(), threading.Event(), os.fsync
     run.save(tmp_path, 1)

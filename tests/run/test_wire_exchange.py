@@ -22,8 +22,8 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.run import wire_exchange
-from fxpipe.run.wire_exchange import HEADER, WireExchange
+from fxpipe.run.wire import wire_exchange
+from fxpipe.run.wire.wire_exchange import HEADER, WireExchange
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import pytree

@@ -21,8 +21,8 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_calls import edges as roots_of
 from fxpipe.graph.stage_graph import Edge, all_tensors
-from fxpipe.parameters.checkpoint import _whole, full_state_dict, load_into
 from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release
+from fxpipe.parameters.state_dicts import _whole, full_state_dict, load_into
 from fxpipe.precision import Precision
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.schedule import Schedule

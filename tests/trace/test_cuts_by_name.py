@@ -12,7 +12,7 @@ import fxpipe
 from fxpipe import PartitionError
 from fxpipe.graph.boundary import Gather
 from fxpipe.trace import Cut
-from fxpipe.trace.cuts_by_name import resolve
+from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.request import GatheredCut
 
 

@@ -18,7 +18,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, is_boundary, where
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Cut, Request, capture
-from fxpipe.trace.cutting import cutting
+from fxpipe.trace.cuts.cutting import cutting
 from tests.capturing import run_stages
 from tests.thinned import pairwise
 

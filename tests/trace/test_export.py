@@ -26,7 +26,7 @@ from fxpipe.passes.analysis import effects
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
 from fxpipe.trace import Request, capture
-from fxpipe.trace.snapshot import Snapshot
+from fxpipe.trace.state.snapshot import Snapshot
 from tests.capturing import run_stages
 
 WIDTH = 6

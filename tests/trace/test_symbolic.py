@@ -513,7 +513,7 @@ def test_a_boundary_that_the_graph_has_lost_is_noticed(monkeypatch: pytest.Monke
         def forward(self, x: Tensor) -> Tensor:
             return stage_boundary(x + 1)
 
-    monkeypatch.setattr(sys.modules["fxpipe.trace.crossing"], "is_boundary", lambda node: False)
+    monkeypatch.setattr(sys.modules["fxpipe.trace.cuts.crossing"], "is_boundary", lambda node: False)
     with pytest.raises(TraceError, match="1 boundaries were executed while tracing, 0 are in the graph"):
         captured(Model())
 
@@ -885,7 +885,7 @@ COMPILED_TWICE = """
 import gc, torch, fxpipe
 from torch import nn
 from fxpipe.trace.symbolic.tracer import Guard
-from fxpipe.trace.snapshot import Snapshot
+from fxpipe.trace.state.snapshot import Snapshot
 
 class Model(nn.Module):
     def __init__(self):

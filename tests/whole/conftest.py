@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.plan.captures import Captures
+from fxpipe.plan.capture.captures import Captures
 
 
 @pytest.fixture

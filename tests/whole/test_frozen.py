@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import StageGraph, Topology
 from fxpipe.errors import PartitionError
-from fxpipe.run import wire_exchange
+from fxpipe.run.wire import wire_exchange
 from fxpipe.schedules.action import Op
 from tests.harness import engine_of
 from tests.pool import Pool

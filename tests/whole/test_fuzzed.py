@@ -34,11 +34,11 @@ import torch.distributed.checkpoint as dcp
 from fxpipe.__main__ import main
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import MOST_TOLD, CheckpointError, FxpipeError, ScheduleError, TopologyError
-from fxpipe.parameters.saving.manifest import MANIFEST, Manifest, Written
-from fxpipe.parameters.saving.plain import tensors_in, to_plain
-from fxpipe.parameters.saving.reader import METADATA, FolderReader
+from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest, Written
+from fxpipe.parameters.checkpoint.plain import tensors_in, to_plain
+from fxpipe.parameters.checkpoint.reader import METADATA, FolderReader
 from fxpipe.parameters.weights import Weights
-from fxpipe.run.run_state import PlainParts, plain_parts, tensors_for, value_of
+from fxpipe.run.checkpoint.run_state import PlainParts, plain_parts, tensors_for, value_of
 from fxpipe.schedules import build
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, chain

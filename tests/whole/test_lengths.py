@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import stage_boundary
-from fxpipe.plan import agreement, captures
-from fxpipe.run.wire_exchange import WireExchange
+from fxpipe.plan.agree import agreement
+from fxpipe.plan.capture import captures
+from fxpipe.run.wire.wire_exchange import WireExchange
 from tests.harness import accumulate, assert_same, current_seat, cut, engine_of, gradients_of, replica_of, strict
 from tests.models import Inputs
 from tests.pool import Pool

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.plan import captures
+from fxpipe.plan.capture import captures
 from tests.harness import assert_same, compiled, engine_of, gradients_of, strict
 from tests.models import WIDTH, Case, linear
 from tests.thinned import every

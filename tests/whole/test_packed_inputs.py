@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import FxpipeError, Packed, RunError, Topology
-from fxpipe.plan.rows import split_rows
+from fxpipe.plan.inputs.rows import split_rows
 from tests import packed_models as packed
 from tests.harness import accumulate, assert_same, current_seat, engine_of, gradients_of, replica_of, strict
 from tests.packed_models import SIX

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fxpipe import Op, Schedule, ScheduleError, Topology
-from fxpipe.run import wire_exchange
-from fxpipe.run.wire_exchange import WireExchange
+from fxpipe.run.wire import wire_exchange
+from fxpipe.run.wire.wire_exchange import WireExchange
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
 from fxpipe.schedules.schedule import Link
 from tests.graphs import FAMILIES, random_bare

@@ -70,7 +70,7 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
     assert missing == []
 
 
-def test_the_readme_names_every_room() -> None:
-    tour = README[README.index("## The rooms") :]
-    rooms = {f"fxpipe/{path.parent.name}/" for path in (ROOT / "fxpipe").glob("*/__init__.py")} - {"fxpipe/passes/"}
-    assert set(re.findall(r"^\| `([\w/]+/)`", tour, re.MULTILINE)) == rooms | {"passes/"}
+def test_the_readme_names_every_package() -> None:
+    tour = README[README.index("## The packages") :]
+    packages = {f"fxpipe/{path.parent.name}/" for path in (ROOT / "fxpipe").glob("*/__init__.py")} - {"fxpipe/passes/"}
+    assert set(re.findall(r"^\| `([\w/]+/)`", tour, re.MULTILINE)) == packages | {"passes/"}

@@ -14,8 +14,8 @@ from functools import cached_property
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import blocks
+from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
-from fxpipe.plan.memory import Account
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.passes.defer_weights import deferred_calls
+from fxpipe.plan.balance.memory import Account, Held, rows_of
 from fxpipe.plan.balance.operator_costs import OperatorMeter, size_in_bytes
-from fxpipe.plan.memory import Account, Held, rows_of
-from fxpipe.plan.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
-from fxpipe.plan.replay import checkpoints_noted, checkpoints_that_keep
+from fxpipe.plan.capture.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import pytree, without_onednn
 from fxpipe.trace.fake import FakeModel, fake_model
+from fxpipe.trace.state.replay import checkpoints_noted, checkpoints_that_keep
 
 
 class CostUnknown(PartitionError, TraceError):

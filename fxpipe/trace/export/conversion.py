@@ -41,9 +41,9 @@ from fxpipe.torch_compat import (
 from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
 from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
 from fxpipe.trace.export.whole_operator import clauses_of, guards_of, sizes_in
-from fxpipe.trace.keeping import RegionCall
+from fxpipe.trace.opaque.region_calls import RegionCall
 from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, patched
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.state.snapshot import storage_of
 from fxpipe.trace.user_line import is_users
 
 _BOUNDARY = torch.ops.fxpipe.boundary.default

@@ -25,9 +25,9 @@ from fxpipe.torch_compat import (
     import_dynamo,
     is_constant,
 )
-from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, no_checkpoints, patched, refuse, refuse_changes
-from fxpipe.trace.snapshot import Snapshot, storage_of
+from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, watching_attributes
+from fxpipe.trace.state.snapshot import Snapshot, storage_of
 from fxpipe.trace.user_line import definition, is_librarys, is_torchs
 
 _ASKED = "_cache_asked"

@@ -29,15 +29,15 @@ from fxpipe.torch_compat import (
     pytree,
     sizes_like_any,
 )
-from fxpipe.trace.crossing import check_boundaries, crossing
-from fxpipe.trace.cutting import cutting
+from fxpipe.trace.cuts.crossing import check_boundaries, crossing
+from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.export.boundary_operator import marked
 from fxpipe.trace.export.conversion import Traced, modes_as_operations
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
 from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, sizes_as_numbers
 from fxpipe.trace.export.whole_operator import SizeClauses, whole
 from fxpipe.trace.fake import fake_model
-from fxpipe.trace.keeping import RegionCall, Regions
+from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import refuse
 from fxpipe.trace.request import Place, Request, named
 from fxpipe.trace.user_line import line_of

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import no_function_modes, pytree
-from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.fake import outside
-from fxpipe.trace.keeping import RegionCall
+from fxpipe.trace.opaque.region_calls import RegionCall
 from fxpipe.trace.patching import patched
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, collapse, enter
@@ -30,6 +29,7 @@ from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
 from fxpipe.trace.record.tape import Touched, tensors
 from fxpipe.trace.record.touched import PythonState
 from fxpipe.trace.record.whole import Wholes, held_by
+from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.user_line import current_line, definition
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fxpipe.trace.record.tape import Obstacle, Operation, TapeValue
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.state.snapshot import storage_of
 
 _DRAWN = (torch.rand, torch.rand_like)
 """Functions whose numbers are in [0, 1)."""

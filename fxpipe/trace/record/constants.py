@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxpipe.trace.fake import is_fake
 from fxpipe.trace.record.tape import NamedSource, Obstacle, Operation, TapeValue, mapped, tensors
 from fxpipe.trace.record.targets import name_of
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.state.snapshot import storage_of
 
 _SELECT = frozenset({"__getitem__", "masked_select"})
 """Functions of which the first tensor's numbers do not decide how many the result has."""

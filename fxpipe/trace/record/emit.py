@@ -17,7 +17,7 @@ from fxpipe.graph.stage_calls import check_shapes, shapes_of
 from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.opaque import Checkpointed
 from fxpipe.trace.record.tape import Checkpoint, NamedSource, Operation, TapeValue, Touched, mapped, tensors
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.state.snapshot import storage_of
 
 Key = tuple[int, tuple[Any, ...]]
 Storages = Mapping[int, tuple[int, str]]

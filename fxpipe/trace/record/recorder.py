@@ -23,7 +23,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import CHECKS, DynamicOutputShapeException, TorchDispatchMode, no_function_modes, pytree
-from fxpipe.trace.crossing import crossing
+from fxpipe.trace.cuts.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
 from fxpipe.trace.record.certain import outcome, passing
@@ -45,7 +45,7 @@ from fxpipe.trace.record.tape import (
 )
 from fxpipe.trace.record.targets import getter_of, name_of, setter_of, target_of
 from fxpipe.trace.record.touched import TouchedMode
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.state.snapshot import storage_of
 from fxpipe.trace.user_line import current_line
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})

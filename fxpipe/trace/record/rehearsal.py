@@ -20,7 +20,7 @@ from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.record.tape import Touched
 from fxpipe.trace.record.touched import TouchedMode
-from fxpipe.trace.snapshot import Snapshot, storage_of
+from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
 @dataclass(frozen=True)

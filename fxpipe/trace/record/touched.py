@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
 from fxpipe.trace.record.tape import Touched
-from fxpipe.trace.snapshot import Attributes, generator_state, storage_of
+from fxpipe.trace.state.snapshot import Attributes, generator_state, storage_of
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 """Arguments that normalisations write although not every schema says so."""

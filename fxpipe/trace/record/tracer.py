@@ -20,10 +20,10 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import import_dynamo, pytree
-from fxpipe.trace.crossing import check_boundaries
-from fxpipe.trace.cutting import cutting
+from fxpipe.trace.cuts.crossing import check_boundaries
+from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.fake import FakeModel, fake_model
-from fxpipe.trace.keeping import Regions
+from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
@@ -32,7 +32,7 @@ from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
 from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
-from fxpipe.trace.snapshot import Snapshot
+from fxpipe.trace.state.snapshot import Snapshot
 from fxpipe.trace.user_line import definition, line_of
 
 _FINE = 32

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.trace.attributes import AssignedBuffers
 from fxpipe.trace.fake import is_fake
 from fxpipe.trace.record.frame import Frame
 from fxpipe.trace.record.recorder import Recorder
 from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, Touched, paths
-from fxpipe.trace.snapshot import storage_of
+from fxpipe.trace.state.attributes import AssignedBuffers
+from fxpipe.trace.state.snapshot import storage_of
 
 
 class Wholes:

@@ -21,10 +21,9 @@ from fxpipe.graph.modes import Modes, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
-from fxpipe.trace.attributes import CallAttributes, watching_attributes
-from fxpipe.trace.crossing import check_boundaries, crossing
-from fxpipe.trace.cutting import cutting
-from fxpipe.trace.keeping import RegionCall, Regions
+from fxpipe.trace.cuts.crossing import check_boundaries, crossing
+from fxpipe.trace.cuts.cutting import cutting
+from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import (
     BACKWARD,
     DRAWN,
@@ -38,7 +37,8 @@ from fxpipe.trace.patching import (
     refuse_changes,
 )
 from fxpipe.trace.request import Request
-from fxpipe.trace.snapshot import Snapshot, storage_of
+from fxpipe.trace.state.attributes import CallAttributes, watching_attributes
+from fxpipe.trace.state.snapshot import Snapshot, storage_of
 from fxpipe.trace.user_line import current_line, definition, line_of, mentions
 
 

@@ -1,0 +1,205 @@
+"""Commands: ``python -m fxpipe checkpoint show|verify|export``, for who has a folder and no model.
+
+The safetensors file of ``export`` is written without the library: 8 bytes with the length of the header, a header in
+JSON, and the bytes of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from fxpipe.errors import CheckpointError
+from fxpipe.parameters.checkpoint import run_folder
+from fxpipe.parameters.checkpoint.manifest import Manifest
+from fxpipe.parameters.checkpoint.model_values import MODEL, ModelValues
+from fxpipe.parameters.checkpoint.reader import FolderReader
+from fxpipe.torch_compat import bytes_of
+
+_SHOWN = 40
+
+
+def found(path: Path) -> list[Path]:
+    """A checkpoint's own folder, or those of a run, the newest first; CheckpointError where there are none."""
+    if run_folder.is_checkpoint(path):
+        return [path]
+    folders = run_folder.checkpoints(path)
+    if not folders:
+        raise CheckpointError(f"{path} has no checkpoint of fxpipe.save")
+    return folders
+
+
+def show(path: Path) -> str:
+    """Of a run, a line for each checkpoint; of one checkpoint, what is in it."""
+    folders = found(path)
+    return _of_one(folders[0]) if folders == [path] else tabulate([_line(folder) for folder in folders], _HEADERS)
+
+
+_HEADERS = ["checkpoint", "step", "saved at", "ranks", "bytes", "files"]
+
+
+def _line(folder: Path) -> list[str]:
+    try:
+        manifest = Manifest.read(folder)
+        manifest.check_sizes(folder)
+    except CheckpointError as error:
+        return [folder.name, "", "", "", "", str(error)[:200]]
+    size = sum(written.size for written in manifest.files.values())
+    return [folder.name, str(manifest.step), manifest.saved_at, _axes(manifest), f"{size:,}", str(len(manifest.files))]
+
+
+def _axes(manifest: Manifest) -> str:
+    return " × ".join(f"{name} {size}" for name, size in manifest.axes)
+
+
+def _of_one(folder: Path) -> str:
+    manifest, reader = Manifest.read(folder), FolderReader(folder)
+    manifest.check_sizes(folder)
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    head = f"step {manifest.step}, saved at {manifest.saved_at} by run {manifest.run}: {_axes(manifest)}; {versions}"
+    model = {name: one for name, one in reader.tensors.items() if name.startswith(MODEL)}
+    numbers = sum(shape.numel() for shape, _ in model.values())
+    rows = [
+        (name.removeprefix(MODEL), str(list(shape)), str(dtype).removeprefix("torch."))
+        for name, (shape, dtype) in sorted(model.items())[:_SHOWN]
+    ]
+    more = f"\n… and {len(model) - _SHOWN} more" if len(model) > _SHOWN else ""
+    written = sorted(manifest.files.items())[:_SHOWN]
+    files = tabulate([(name, f"{size:,} bytes") for name, (size, _) in written], disable_numparse=True)
+    table = tabulate(rows, ["tensor", "shape", "type"], disable_numparse=True)
+    return f"{head}\n{files}\nmodel: {len(model)} tensors, {numbers:,} numbers\n{table}{more}"
+
+
+def verify(path: Path) -> str:
+    """A line for each checkpoint, all of whose bytes are read.
+
+    Raises:
+        CheckpointError: a file of one is cut or altered; with the lines of all.
+    """
+    lines, damaged = [], False
+    for folder in found(path):
+        try:
+            manifest = Manifest.read(folder)
+            manifest.check_sizes(folder)
+            manifest.check_contents(folder)
+            FolderReader(folder)
+            lines.append(f"{folder.name}: whole, step {manifest.step}, {len(manifest.files)} files")
+        except CheckpointError as error:
+            damaged = True
+            lines.append(f"{folder.name}: {error}")
+    if damaged:
+        raise CheckpointError("\n".join(lines))
+    return "\n".join(lines)
+
+
+def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
+    """Writes the plain model's parameters and buffers as ``out/model.safetensors``; of a run, the newest checkpoint's.
+
+    What ``precision`` keeps rounded has its master's values. With ``config``, the model's ``config.json``, the folder
+    is one that ``from_pretrained`` loads.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has no such names, or the file is there already.
+    """
+    folder = found(path)[0]
+    manifest = Manifest.read(folder)
+    manifest.check_sizes(folder)
+    manifest.check_contents(folder)
+    values = ModelValues(FolderReader(folder), manifest.ties)
+    entries = {name.removeprefix(prefix): one for name, one in values.entries().items() if name.startswith(prefix)}
+    if not entries:
+        raise CheckpointError(f"{folder} has no tensor of the model whose name begins with {prefix!r}")
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "model.safetensors"
+    write_safetensors(
+        file, entries, lambda tensors: values.plan({prefix + name: one for name, one in tensors.items()})()
+    )
+    if config is not None:
+        json.loads(config.read_bytes())  # a syntax error is reported here
+        shutil.copyfile(config, out / "config.json")
+    return f"{file}: {len(entries)} tensors of step {manifest.step}"
+
+
+_KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_GROUP = 2**28
+
+Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+def write_safetensors(path: Path, entries: Entries, read: Callable[[dict[str, Tensor]], None]) -> None:
+    """Writes tensors by name, reading some at a time; complete or not at all.
+
+    ``read``: fills tensors of these shapes and types, by name.
+
+    Raises:
+        CheckpointError: the file is there already, or a type is none of the format's.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} is there already; remove it, or name another folder")
+    odd = [f"{name} ({dtype})" for name, (_, dtype) in entries.items() if dtype not in _KINDS]
+    if odd:
+        raise CheckpointError(f"safetensors has no type for {odd[0]}; export the others with --prefix")
+    names = sorted(entries, key=lambda name: (-entries[name][1].itemsize, name))  # so that each is aligned
+    beside = path.with_name(f"{path.name}.partial")
+    with beside.open("wb") as file:
+        file.write(_header(entries, names))
+        for group in _groups(entries, names):
+            tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in group}
+            read(tensors)
+            for tensor in tensors.values():
+                file.write(bytes_of(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(path)
+
+
+def _header(entries: Entries, names: list[str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in names:
+        shape, dtype = entries[name]
+        end = start + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": _KINDS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _groups(entries: Entries, names: list[str]) -> list[list[str]]:
+    """The names, some at a time: as many as are small together."""
+    groups: list[list[str]] = []
+    size = _GROUP
+    for name in names:
+        shape, dtype = entries[name]
+        size += shape.numel() * dtype.itemsize
+        if size > _GROUP:
+            groups.append([])
+            size = shape.numel() * dtype.itemsize
+        groups[-1].append(name)
+    return groups

@@ -1,0 +1,314 @@
+"""Reader: tensors and plain values out of a folder of torch.distributed.checkpoint, by this process alone, as data.
+
+Whatever world it is in, no process asks another, and nothing that was read is run. What is stored
+beside tensors is read by ``torch.load(weights_only=True)``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from fxpipe.errors import CheckpointError, nearest
+from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, pieces_of
+from fxpipe.precision import converts
+from fxpipe.small_file import read_small
+from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, storage_info
+
+
+class FolderReader:
+    """A folder that is read from. ``tensors``: shape and type of each tensor in it, by name. ``asked``: the names that
+    its plans fill. ``manifest``: of what is read the crc32 is compared with it; None where that has been done."""
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.folder, self._manifest = folder, manifest
+        self._checked: set[Piece] = set()
+        if manifest is not None:
+            manifest.check_file(folder, METADATA)
+        self.metadata: Metadata = read_metadata(folder)
+        self.asked: set[str] = set()
+        entries = self.metadata.state_dict_metadata.items()
+        self.tensors = {
+            name: (entry.size, entry.properties.dtype)
+            for name, entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """All that is in it, tensors and plain values."""
+        return list(self.metadata.state_dict_metadata)
+
+    def plan(self, state: dict[str, Any]) -> Callable[[], None]:
+        """Checks that a state dict, nested or flat, can be filled; returns what fills it, in place.
+
+        Raises:
+            CheckpointError: something is missing, or of another shape or kind.
+        """
+        planner = _DataOnlyPlanner()
+        planner.set_up_planner(state, self.metadata)
+        for name, value in planner.state_dict.items():
+            self._check(name, value)
+        self.asked |= planner.state_dict.keys()
+        plan = planner.create_local_plan()
+        reader = FileSystemReader(self.folder)
+        reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+
+        def fill() -> None:
+            if self._manifest is not None:
+                self._check_contents(self._manifest, plan)
+            try:
+                reader.read_data(planner.finish_plan(plan), planner).wait()
+            except Exception as error:  # of torch's unpickler for weights, of its zip reader, of the file
+                raise CheckpointError(f"{self.folder} cannot be read, or was altered: {_line(error)}") from error
+
+        return fill
+
+    def _check_contents(self, manifest: Manifest, plan: LoadPlan) -> None:
+        """CheckpointError where what a plan reads was altered; each piece of a file is looked through once."""
+        places = [self.metadata.storage_data[item.storage_index] for item in plan.items]
+        pieces = {piece for place in places for piece in pieces_of(place.relative_path, place.offset, place.length)}
+        manifest.check_pieces(self.folder, sorted(pieces - self._checked))
+        self._checked |= pieces
+
+    def _check(self, name: str, value: Any) -> None:
+        entry = self.metadata.state_dict_metadata.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.folder} has no {name!r}{nearest(name, self._like(name))}")
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor == isinstance(entry, BytesStorageMetadata):
+            kinds = ("a tensor", "none") if is_tensor else ("no tensor", "one")
+            raise CheckpointError(f"{name} is {kinds[0]}, {self.folder} has {kinds[1]} under this name")
+        if is_tensor and isinstance(entry, TensorStorageMetadata) and value.shape != entry.size:
+            raise CheckpointError(
+                f"{name} has shape {list(value.shape)}, {self.folder} has {list(entry.size)}; build the model with the "
+                "configuration that was saved"
+            )
+        if is_tensor and isinstance(entry, TensorStorageMetadata) and not converts(entry.properties.dtype, value.dtype):
+            raise CheckpointError(
+                f"{name} is {value.dtype}, {self.folder} has it as {entry.properties.dtype}, and only floats of 16 to "
+                "64 bits are converted; build the model with the types that were saved"
+            )
+
+    def _like(self, name: str) -> list[str]:
+        """Names that begin alike: of thousands none would help."""
+        part = name.partition(".")[0]
+        found = [other for other in self.names if other.partition(".")[0] == part]
+        return found if len(found) <= 2000 else found[:5]
+
+
+class _DataOnlyPlanner(DefaultLoadPlanner):
+    """torch's, but for its ``load_bytes``, which unpickles."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        *outer, last = self.mappings[read_item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for key in outer:
+            place = place[key]
+        place[last] = torch.load(value, weights_only=True)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+
+
+METADATA = ".metadata"
+_LARGEST = 2**62
+_MOST = 2**30  # bytes of what is read
+
+_OPCODES = frozenset(
+    """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE GLOBAL
+    STACK_GLOBAL EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS NEWOBJ
+    REDUCE BUILD MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET""".split()
+)
+"""What torch's pickles are made of, of protocols 2 to 5."""
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What a folder holds, and where. Nothing is run, and nothing is read outside of the folder.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, names what torch does not write, or files that are too short.
+    """
+    path = folder / METADATA
+    try:
+        pickled = read_small(path, _MOST)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        _check_opcodes(pickled)
+        return _metadata(_Unpickler(pickled).load(), folder)
+    except Exception as error:  # an altered pickle raises anything
+        text = str(error)[:200] or type(error).__name__
+        raise CheckpointError(f"{path} is not what torch.distributed.checkpoint writes, or was altered: {text}") from (
+            error
+        )
+
+
+def _check_opcodes(pickled: bytes) -> None:
+    """ValueError for what torch does not write: a few bytes could ask for any amount of memory."""
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
+        if opcode.name not in _OPCODES:
+            raise ValueError(f"it has the operation {opcode.name}")
+        if opcode.name == "LONG_BINPUT" and isinstance(argument, int) and argument > number:
+            raise ValueError(f"it counts {argument} values among {number}")
+
+
+class _Record:
+    """Stands in for a class: keeps the state that its instance is given."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes) -> None:
+        super().__init__(io.BytesIO(pickled))
+        # Made anew: whatever a pickle does to them is gone with them.
+        self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in METADATA_CLASSES}
+        self._known |= {key: lambda value: value for key in METADATA_FUNCTIONS}
+        self._known["torch", "Size"] = lambda sizes: tuple(sizes)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.partition(".")[0] == "pathlib":
+            return lambda *parts: None  # where it was saved
+        if (module, name) not in self._known:
+            raise ValueError(f"it names {module}.{name}")
+        return self._known[module, name]
+
+
+# --- checking what was read
+
+
+def _metadata(read: Any, folder: Path) -> Metadata:
+    top = _fields(read, "Metadata")
+    stored = {}
+    length_of = _lengths(folder)
+    for key, place in _mapping(top["storage_data"]).items():
+        stored[_index(key)] = _place(place, length_of)
+    entries = {_text(name): _entry(entry) for name, entry in _mapping(top["state_dict_metadata"]).items()}
+    for name, entry in entries.items():
+        _check_stored(name, entry, stored)
+    return Metadata(entries, storage_data=stored)
+
+
+def _fields(record: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise ValueError(f"a {type(record).__name__} stands where a {name} should")
+    return _mapping({} if record.state is None else record.state)
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"a {type(value).__name__} stands where a dict should")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"a {type(value).__name__} stands where a name should")
+    return value
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"{str(value)[:40]!r} stands where a size should")
+    return value
+
+
+def _sizes(value: Any) -> torch.Size:
+    if type(value) is not tuple:
+        raise ValueError(f"a {type(value).__name__} stands where a shape should")
+    return torch.Size(map(_natural, value))
+
+
+def _index(key: Any) -> MetadataIndex:
+    fields = _fields(key, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _text(fields["fqn"]),
+        None if offset is None else _sizes(offset),
+        None if index is None else _natural(index),
+    )
+
+
+def _lengths(folder: Path) -> Callable[[str], int]:
+    """How long a file of the folder is; asked for once."""
+    known: dict[str, int] = {}
+
+    def length(name: str) -> int:
+        if name not in known:
+            if not name or name in (".", "..") or set(name) & set("/\\\0:"):
+                raise ValueError(f"it names {name[:80]!r}, which is no file of its folder")
+            known[name] = (folder / name).stat().st_size
+        return known[name]
+
+    return length
+
+
+def _place(read: Any, length_of: Callable[[str], int]) -> Any:
+    fields = _fields(read, "_StorageInfo")
+    if fields.get("transform_descriptors"):
+        raise ValueError("its tensors were written through extensions")
+    file, offset, length = _text(fields["relative_path"]), _natural(fields["offset"]), _natural(fields["length"])
+    if offset + length > length_of(file):
+        raise ValueError(f"{file} has {length_of(file)} bytes, and {offset + length} are expected")
+    return storage_info(file, offset, length)
+
+
+def _entry(read: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(read).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _fields(read, "TensorStorageMetadata")
+    properties = fields["properties"]
+    if type(properties).__name__ != "TensorProperties" or not isinstance(properties.state[0], torch.dtype):
+        raise ValueError("a tensor has no type")
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in list(fields["chunks"])]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=properties.state[0]),
+        _sizes(fields["size"]),
+        [ChunkStorageMetadata(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _check_stored(
+    name: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[MetadataIndex, Any]
+) -> None:
+    """ValueError unless each part of a tensor is inside of it and stored, with bytes enough, and together they fill it.
+    So no shape is larger than what is on disk."""
+    if isinstance(entry, BytesStorageMetadata):
+        if MetadataIndex(name) not in stored:
+            raise ValueError(f"{name[:80]} is stored nowhere")
+        return
+    for chunk in entry.chunks:
+        where = stored.get(MetadataIndex(name, chunk.offsets))
+        needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+        ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+        inside = len(chunk.sizes) == len(entry.size) and all(map(int.__le__, ends, entry.size))
+        if where is None or where.length < needed or not inside:
+            raise ValueError(f"a part of {name[:80]} is stored nowhere, or does not fit")
+    volume = sum(map(math.prod, (chunk.sizes for chunk in entry.chunks)))
+    if volume != math.prod(entry.size):
+        raise ValueError(f"parts of {name[:80]} have {volume} elements of {math.prod(entry.size)}")

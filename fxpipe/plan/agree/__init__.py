@@ -1,0 +1,1 @@
+"""Agree: the ranks of a pipe group settle on one plan before each call."""

@@ -1,0 +1,155 @@
+"""Together: a plan is made on every rank, and is the same on all of them, or every rank raises. Replicas of it may run
+tables of their own, unless they meet in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from fxpipe.distributed.transport import Transport, member
+from fxpipe.errors import RunError, ScheduleError
+from fxpipe.options import Options
+from fxpipe.plan.capture.captures import Wrong
+from fxpipe.plan.example import with_first_plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.planner import Planner
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.verify_replicas import verify_replicas
+
+_EVERYONE = ("pipe", "data")
+
+
+def first_plan_together(transport: Transport, planner: Planner, options: Options) -> Planner:
+    """A planner with the plan for ``options``' example, the same on every rank. A collective call of all ranks.
+
+    Where captures are checked, a tracer found wrong on one rank's example is passed over on all.
+    """
+    keeps_part = transport.pipe_rank is not None
+    attempt, agreed = _attempt(partial(with_first_plan, planner, options, keeps_part)), set[Wrong]()
+    while planner.captures is not None:
+        wrong = _of_everyone(transport, planner.captures.wrong)
+        if wrong.keys() == agreed:  # which is the same question on all ranks
+            break
+        agreed = set(wrong)
+        if planner.captures.wrong.keys() != agreed:
+            planner = planner.without_tracers(wrong)
+            attempt = _attempt(partial(with_first_plan, planner, options, keeps_part))
+    planner = planner_together(transport, attempt)
+    if _same_everywhere(transport, [plan.digest for plan in planner.plans.values()]):
+        planner.hold_what_all_use()
+    else:  # an example that only some can evaluate
+        planner.keep(())
+    return planner
+
+
+def _same_everywhere(transport: Transport, mine: list[str]) -> bool:
+    """Whether all ranks have the same, which all of them find out. A collective call of all ranks."""
+    same = True
+    for scope in _EVERYONE:
+        everyone = transport.gather(scope, (same, mine))
+        same = all(one == (True, mine) for one in everyone)
+    return same
+
+
+def _of_everyone(transport: Transport, wrong: Mapping[Wrong, str]) -> Mapping[Wrong, str]:
+    for scope in _EVERYONE:
+        for theirs in transport.gather(scope, wrong):
+            wrong = {**theirs, **wrong}
+    return wrong
+
+
+def _attempt(make: Callable[[], Planner]) -> Callable[[], Planner]:
+    """A function that returns the planner, or raises what making it has raised."""
+    try:
+        planner = make()
+    except Exception as error:
+        return partial(_raise, error)
+    return lambda: planner
+
+
+def _raise(error: Exception) -> Planner:
+    raise error
+
+
+def planner_together(transport: Transport, make: Callable[[], Planner]) -> Planner:
+    """The planner, whose first plan is the same on every rank; or every rank raises. A collective call of all ranks."""
+    attempt = _attempt(make)
+    plan_together(transport, _EVERYONE, lambda: attempt().first)
+    return attempt()
+
+
+def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[], Plan]) -> Plan:
+    """The plan, the same on every rank; where one rank has none, or another, every rank raises. A collective call."""
+    plan, failure, wrong = None, None, ""
+    try:
+        plan = make()
+    except Exception as error:
+        failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
+    for scope in scopes:  # all of them, whatever has been found: others wait in the next one
+        everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
+        problems = [f"{member(transport, scope, rank)} {other}" for rank, (_, other) in enumerate(everyone) if other]
+        digests = [digest for digest, _ in everyone]
+        if problems:
+            wrong = wrong or problems[0]
+        elif len(set(digests)) > 1 and plan is not None:
+            texts = transport.gather(scope, plan.description)
+            odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            wrong = _difference(transport, scope, odd, digests, texts)
+    if failure is not None:
+        raise failure
+    if wrong or plan is None:
+        raise RunError(wrong)
+    return plan
+
+
+def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:
+    ours, theirs = texts[0].splitlines(), texts[odd].splitlines()
+    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        place = min(len(ours), len(theirs))
+    lines = [text[place] if place < len(text) else "(ends)" for text in (ours, theirs)]
+    first, other = member(transport, scope, 0), member(transport, scope, odd)
+    return (
+        f"{first} and {other} have compiled different programs ({digests[0]} and {digests[odd]}); they first differ "
+        f"in\n  {first}: {lines[0]}\n  {other}: {lines[1]}\nbuild the same model and ask for the same schedule on "
+        "every rank"
+    )
+
+
+def check_rows(transport: Transport, plan: Plan, zero: int) -> None:
+    """With zero=2 replicas sum after each micro-batch, with 3 behind each stage, and they gather where a stage sees all
+    replicas' rows: they must run the same row.
+
+    RunError where they do not. A collective call of the data axis.
+    """
+    gathers = plan.graph.sees_replicas
+    if (zero < 2 and not gathers) or transport.data_size == 1:
+        return
+    digests = plan.row_digests if zero == 2 or gathers else plan.pass_digests
+    if len(set(transport.gather_int("data", digests[transport.pipe_rank or 0]))) > 1:
+        what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
+        problems = _replicas_in_question(transport, plan) if gathers else ", or write zero=1"
+        raise RunError(
+            f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
+            f"{len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
+            f"(drop_last=True in a DataLoader){problems}"
+        )
+
+
+def _replicas_in_question(transport: Transport, plan: Plan) -> str:
+    """Where replicas that run these tables would wait for each other; a collective call of the data axis."""
+    mine = (plan.schedule.microbatches, [" ".join(map(str, row)) for row in plan.schedule.rows])
+    tables = [
+        dataclasses.replace(
+            plan.schedule,
+            rows=tuple(tuple(map(Action.parse, row.split())) for row in rows),
+            microbatches=microbatches,
+        )
+        for microbatches, rows in transport.gather("data", mine)
+    ]
+    try:
+        verify_replicas(tables, {stage.index for stage in plan.graph if "global" in stage.ways})
+    except ScheduleError as error:
+        return f"; {error}"
+    return ""

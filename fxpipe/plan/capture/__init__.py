@@ -1,0 +1,1 @@
+"""Capture: from a description of inputs to stages that were checked against the model."""

@@ -1,0 +1,363 @@
+"""Capture check: the stages of a capture are run against the model itself before a training run relies on them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import TopologyError, TraceError
+from fxpipe.graph.gathering import added
+from fxpipe.graph.loss import MicrobatchLoss, read_loss
+from fxpipe.graph.modes import within
+from fxpipe.graph.stage_calls import Saved
+from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
+from fxpipe.packed import BatchDim, counted, rule_at
+from fxpipe.torch_compat import FakeTensor, pytree
+from fxpipe.trace import Request
+from fxpipe.trace.opaque.region_calls import watching
+from fxpipe.trace.opaque.regions import Region
+from fxpipe.trace.patching import LEFT_BEHIND
+from fxpipe.trace.state.closeness import differences, gap, in_double, is_close, largest, unit
+from fxpipe.trace.state.replay import CONSTANT, Batch, Rounding, as_in_a_step, gpus_of, own
+from fxpipe.trace.state.snapshot import State
+
+MOST_PARAMETERS = 2**28
+"""Elements of parameters beyond which nothing is checked: numbers of six times their size are held meanwhile."""
+MOST_WORK = {"cpu": 1e10, "cuda": 1e12}
+"""The same for parameters' elements × a micro-batch's positions (tokens, steps, pixels): about 24 floating-point
+operations for each such pair, 6 for a step and four steps, so some seconds at 50 GFLOP/s."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Micro-batches with their numbers: of the example, or of a batch that came ``later``."""
+
+    batches: Sequence[Batch]
+    batch_dim: BatchDim
+    later: bool = False
+
+    def pairs(self, places: Sequence[int]) -> list[tuple[Batch, Batch]]:
+        """Pairs that differ, the best first; none where all rows are equal.
+
+        The second is the last of these places that is another one, or has rows of the first twice; perturbed, since
+        zeros, and masks that are the same everywhere, hide what is wrong; and unchanged, for a model that allows only
+        some numbers.
+        """
+        first = self.batches[places[0]]
+        others = [*(self.batches[place] for place in reversed(places[1:])), self._repeated(first)]
+        second = next((other for other in others if not _equal(first, other)), first)
+        perturbed = dict(pytree.tree_map_only(Tensor, _perturbed, dict(second)))
+        return [(first, other) for other in (perturbed, second) if not _equal(first, other)]
+
+    def _repeated(self, batch: Batch) -> Batch:
+        """A batch of the same shapes, in which the first half of the rows stands twice; the same one where rows of
+        other inputs are counted, which would not be theirs any more."""
+        if counted(self.batch_dim):
+            return batch
+        return {
+            name: pytree.tree_map_only(Tensor, lambda leaf: _first_half_twice(leaf, along), value)  # noqa: B023
+            for name, value in batch.items()
+            for along in [rule_at(self.batch_dim, name)]
+        }
+
+
+def _perturbed(leaf: Tensor) -> Tensor:
+    """Every third floating-point number scaled towards zero, out of no range; of zeros and ones, the other of the two.
+
+    As masks are, which are added to scores or multiplied.
+    """
+    if not leaf.is_floating_point() or leaf.is_meta or leaf.layout is not torch.strided:
+        return leaf
+    old = leaf.detach()
+    other = 1 - old if ((old == 0) | (old == 1)).all() else old * 0.75
+    third = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) % 3 == 1
+    return torch.where(third, other, old).requires_grad_(leaf.requires_grad)
+
+
+def _first_half_twice(leaf: Tensor, along: Any) -> Tensor:
+    if along is None or not leaf.dim() or leaf.is_meta:
+        return leaf
+    rows = leaf.shape[along]
+    return leaf.index_select(along, torch.arange(rows, device=leaf.device) % max(1, (rows + 1) // 2))
+
+
+def _equal(one: Batch, other: Batch) -> bool:
+    leaves, others = pytree.tree_leaves(dict(one)), pytree.tree_leaves(dict(other))
+    pairs = zip(leaves, others, strict=False)  # lists have as many entries as there are rows
+    return len(leaves) == len(others) and all(
+        torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)
+    )
+
+
+def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[int]) -> str:
+    """Runs stages and model on two micro-batches, and compares losses, gradients and buffers; in evaluation, what they
+    return, and buffers.
+
+    Both begin from the same state, which is put back, and draw the same random numbers. Equal to rounding is equal:
+    within ``CLOSE`` units in the last place of a tensor's largest number, or the ``tolerance`` of ``Rounding``; a
+    gradient also within an eighth of that of the largest gradient: one that is 0 is nothing but rounding.
+
+    Returns what was done, in words, for ``.stages``. TraceError with the first value that differs.
+    """
+    reason = _unfit(request, sample.batches[places[0]])
+    if reason:
+        return f"not checked: {reason}"
+    why = "the example has one row, or rows that are all alike"
+    for batches in sample.pairs(places):
+        trial = _Trial(graph, request, batches)
+        try:
+            wanted = trial.run(trial.model)
+            break
+        except TopologyError:
+            raise
+        except Exception as error:
+            why = f"the model fails on a micro-batch of the example: {_in_a_line(error)}"
+    else:
+        return f"not checked: {why}"
+    try:
+        got = trial.run(trial.stages)
+    except torch.OutOfMemoryError as error:
+        return f"not checked: {_in_a_line(error)}"
+    except Exception as error:
+        raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
+    trial.check_real(wanted)
+    trial.compare(got, wanted)
+    return "checked against the model on 2 micro-batches"
+
+
+def _in_a_line(error: Exception) -> str:
+    texts = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {texts[0] if texts else ''}"
+
+
+def _unfit(request: Request, batch: Batch) -> str:
+    """Why a model cannot be checked, or not cheaply; empty where it can."""
+    given = [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
+    held = all_tensors(request.module).values()
+    if any(tensor.is_meta for tensor in [*held, *given]):
+        return "the model or the example is on the meta device"
+    if any(isinstance(part, nn.SyncBatchNorm) for part in request.module.modules()):
+        return "SyncBatchNorm waits for other ranks in forward"
+    parameters = sum(parameter.numel() for parameter in request.module.parameters())
+    positions = max(map(_positions, given), default=0)
+    most = MOST_WORK["cuda" if any(tensor.is_cuda for tensor in held) else "cpu"]
+    if parameters > MOST_PARAMETERS or parameters * positions > most:
+        return f"{parameters:,} numbers in parameters at {positions:,} positions of a micro-batch take too long"
+    return ""
+
+
+def _positions(given: Tensor) -> int:
+    """How often a parameter is used at most. Integers are tokens; images have channels second, others features last."""
+    if not given.is_floating_point() or given.dim() < 2:
+        return given.numel()
+    features = given.shape[-1] if given.dim() < 4 else given.shape[1]
+    return given.numel() // max(features, 1)
+
+
+class _Called(nn.Module):
+    """Calls what it is given."""
+
+    def forward(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+
+_CALLED = _Called()
+
+
+def _as_a_module(region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The call of a region, of a method, too, as that of a module, which it is in the stages: its draws begin anew."""
+    return _CALLED(inner, args, kwargs)
+
+
+class Fact(NamedTuple):
+    """What is compared: "loss", "count", "metric", "output", "gradient" or "buffer"; of which name, on which
+    micro-batch."""
+
+    kind: str
+    name: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        texts = {"loss": "the loss", "count": "the count of the loss", "metric": f"the loss's {self.name!r}"}
+        texts |= {"output": f"the output {self.name}".rstrip()}
+        texts |= {"gradient": f"the gradient of {self.name}", "buffer": f"the buffer {self.name}"}
+        return f"{texts[self.kind]} on micro-batch {self.microbatch}"
+
+
+Seen = dict[Fact, Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The stages and the model, and the micro-batches that both are given."""
+
+    graph: StageGraph
+    request: Request
+    batches: Sequence[Batch]
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        loss = self.request.loss_module
+        return [self.request.module] if loss is None else [self.request.module, loss]
+
+    @cached_property
+    def _devices(self) -> list[torch.device]:
+        return gpus_of(self._modules)
+
+    @cached_property
+    def _state(self) -> State:
+        """From which every run begins."""
+        return State.of(self._modules, self._devices)
+
+    @cached_property
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.request.module.named_parameters() if p.requires_grad}
+
+    def run(self, call: Callable[[Batch, int], Seen], rounding: Rounding | None = None) -> Seen:
+        """What ``call`` shows on each micro-batch in turn. All that it changes is put back."""
+        state, seen = self._state, Seen()
+        try:
+            draws = any(stage.draws_random for stage in self.graph)
+            with as_in_a_step(self.request, self._devices if draws else None), rounding or contextlib.nullcontext():
+                for place, batch in enumerate(self.batches):
+                    seen |= call(own(self.request, batch), place)
+                    for name, buffer in self.request.module.named_buffers():
+                        seen[Fact("buffer", name, place)] = buffer.detach().clone()
+        finally:
+            state.restore()
+        return seen
+
+    def model(self, batch: Batch, place: int) -> Seen:
+        """What the model shows on a micro-batch."""
+        kept = watching(self.request.module, self.request.whole, _as_a_module)
+        with kept, within(self.request.autocast):
+            result = self.request.call(batch)
+        if not self.request.training:
+            return _outputs(result, place)
+        part = read_loss(result)
+        parameters, gradients = list(self._trainable.values()), None
+        if part.value.requires_grad and parameters:
+            gradients = torch.autograd.grad(part.value, parameters, allow_unused=True)
+        return self._seen(part, gradients or [None] * len(parameters), place)
+
+    def stages(self, batch: Batch, place: int) -> Seen:
+        """What the stages show on a micro-batch."""
+        arrived: dict[Edge, Any] = {}
+        saved: list[Saved] = []
+        result = None
+        for stage in self.graph:
+            given: Batch = {**batch, **{str(size): size.of(batch) for size in stage.sizes}}
+            inputs = [given[entry] if isinstance(entry, str) else arrived[entry] for entry in stage.inputs]
+            arrived = {edge: value for edge, value in arrived.items() if edge not in stage.inputs}
+            with within(self.request.autocast):
+                outputs, kept = stage.forward(*inputs)
+            saved.append(kept)
+            arrived |= dict(zip(stage.outputs, outputs, strict=False))  # the result is no edge's
+            result = outputs[-1] if stage.returns_result else result
+        if not self.request.training:
+            return _outputs(result, place)
+        part = read_loss(result)
+        saved[self.graph.output_stage].take_root(part.value)
+        return self._seen(part, self._backward(saved), place)
+
+    def _backward(self, saved: Sequence[Saved]) -> list[Tensor | None]:
+        """The gradient of each trainable parameter, summed over the stages."""
+        parameters = list(self._trainable.values())
+        found: list[Tensor | None] = [None] * len(parameters)
+        returned: dict[Edge, Any] = {}
+        for stage, kept in reversed(list(zip(self.graph, saved, strict=True))):
+            given = [returned.pop(edge, None) for edge in stage.outputs] + [True] * stage.returns_result
+            arrivals, gradients = stage.backward.apart(kept, given, parameters)
+            for entry, gradient in zip(stage.inputs, arrivals, strict=True):
+                if isinstance(entry, Edge):  # it may come in two ways, as a value gathered as "batch" and as "global"
+                    returned[entry] = added(returned[entry], gradient) if entry in returned else gradient
+            found = [b if a is None else a if b is None else a + b for a, b in zip(found, gradients, strict=True)]
+        return found
+
+    def _seen(self, part: MicrobatchLoss, gradients: Sequence[Tensor | None], place: int) -> Seen:
+        seen = Seen({Fact("loss", "", place): part.value.detach()})
+        numbers = {"count": {"": part.count} if part.count is not None else {}, "metric": part.metrics}
+        for kind, named in numbers.items():
+            for name, value in named.items():
+                seen[Fact(kind, name, place)] = torch.as_tensor(value).detach().clone()
+        named_gradients = zip(self._trainable, gradients, strict=True)
+        return seen | {Fact("gradient", name, place): gradient for name, gradient in named_gradients}
+
+    # comparing
+
+    def check_real(self, wanted: Seen) -> None:
+        """TraceError where the model computes with what it has made while it was captured."""
+        if any(isinstance(value, FakeTensor) for value in wanted.values()):
+            raise TraceError(LEFT_BEHIND)
+
+    def compare(self, got: Seen, wanted: Seen) -> None:
+        """TraceError where the stages' values are not the model's, or the model's not its own when it runs again."""
+        suspects = [fact for fact in wanted if not is_close(got.get(fact), wanted[fact])]
+        if not suspects:
+            return
+        tolerance = self._check_repeatable(wanted)
+        gradients = max((largest(value) for fact, value in wanted.items() if fact.kind == "gradient"), default=0.0)
+        for fact in suspects:
+            scale = max(largest(wanted[fact]), gradients / CONSTANT if fact.kind == "gradient" else 0.0)
+            if gap(got.get(fact), wanted[fact]) > tolerance * scale:
+                raise TraceError(f"{_WRONG}: {self._difference(fact, got.get(fact), wanted[fact])}; {_INSTEAD}")
+
+    def _check_repeatable(self, wanted: Seen) -> float:
+        """By the norm of all gradients and losses: kernels on a GPU may round otherwise each time. The tolerance."""
+        again = self.run(self.model, rounding := Rounding())
+        facts = [fact for fact in wanted if fact.kind in ("loss", "output", "gradient")] or list(wanted)
+        pairs = [(gap(again.get(fact), wanted[fact]), largest(wanted[fact])) for fact in facts]
+        loosest = max(unit(wanted[fact]) for fact in facts)
+        off, size = (math.hypot(*column) for column in zip(*pairs, strict=True))
+        if off > math.sqrt(loosest) * size:
+            fact = max(facts, key=lambda fact: gap(again.get(fact), wanted[fact]))
+            raise TraceError(
+                f"the model computes something else each time it runs on the same micro-batch from the same state: "
+                f"{_told(fact, again.get(fact), wanted[fact], 'the second time', 'the first time')}. It depends on "
+                "Python values outside of the model's modules (a global, a closure, a class), which a capture would "
+                "hold as they are; keep them in attributes or buffers of a submodule, pass them as inputs, or, where "
+                "this is meant, write check_capture=False"
+            )
+        return rounding.tolerance
+
+    def _difference(self, fact: Fact, got: Tensor | None, wanted: Tensor | None) -> str:
+        owners = [stage.name for stage in self.graph if fact.name in stage.tensors]
+        if fact.kind not in ("gradient", "buffer"):
+            owners = [self.graph[self.graph.output_stage].name]
+        inside = f"in stage {', '.join(map(repr, owners))}" if owners else "in the stages"
+        return _told(fact, got, wanted, inside, "in the model")
+
+
+def _outputs(result: Any, place: int) -> Seen:
+    """The tensors and numbers that evaluation returns, by where they are in it."""
+    leaves, _ = pytree.tree_flatten_with_path(result)
+    numbers = [(path, leaf) for path, leaf in leaves if isinstance(leaf, (Tensor, int, float))]
+    return {Fact("output", pytree.keystr(path), place): torch.as_tensor(leaf).detach() for path, leaf in numbers}
+
+
+def _told(fact: Fact, got: Tensor | None, wanted: Tensor | None, ours: str, theirs: str) -> str:
+    one, other = in_double(got, wanted), in_double(wanted, got)
+    if one.shape != other.shape:
+        return f"{fact} has shape {list(one.shape)} {ours} and {list(other.shape)} {theirs}"
+    apart = differences(one, other)
+    place = int(apart.argmax())
+    where = f", at {list(map(int, torch.unravel_index(apart.argmax(), one.shape)))}" if one.dim() else ""
+    relative = apart.max().item() / largest(wanted) if largest(wanted) else math.inf
+    return (
+        f"{fact} is {one.flatten()[place].item():.6g} {ours} and {other.flatten()[place].item():.6g} {theirs}{where}, "
+        f"off by {relative:.2g} of its largest number"
+    )
+
+
+_WRONG = "the captured stages do not compute what the model does"
+_INSTEAD = (
+    "what forward depends on beside its inputs, parameters and buffers is not in the capture: use another tracer=, or "
+    "pass it as an input; check_capture=False leaves out this check"
+)

@@ -1,0 +1,173 @@
+"""Sizes: in what micro-batches of one kind differ, and for which of them a capture holds."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.like import TensorLike
+from fxpipe.graph.program import SizeGuard
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.plan.inputs.batch import Description, InputDescription
+from fxpipe.precision import Precision
+from fxpipe.trace.request import Place
+from fxpipe.validation import is_list
+
+
+class _Sized(NamedTuple):
+    """Answers what a guard asks of a tensor."""
+
+    like: TensorLike
+
+    def size(self) -> tuple[int, ...]:
+        return self.like.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return self.like.stride
+
+    def storage_offset(self) -> int:
+        return 0
+
+
+def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
+    """Each tensor among the inputs: the input, which of its leaves, and what it is."""
+    return [
+        (name, place, leaf)
+        for name, given in description
+        if given.kind == "input"
+        for place, leaf in enumerate(given.detail[1])
+        if isinstance(leaf, TensorLike)
+    ]
+
+
+def sizes_between(then: Description, now: Description, or_same: bool = False) -> dict[int, int]:
+    """Sizes of the inputs of one micro-batch, and what they are in another one; where one size has become several, it
+    is left out. ``or_same``: but not where it is the same in some inputs, as a width is, and one other in the rest."""
+    before = {(name, place): leaf for name, place, leaf in tensors_of(then)}
+    found: dict[int, set[int]] = {}
+    for name, place, leaf in tensors_of(now):
+        for old, new in zip(before[name, place].shape if (name, place) in before else (), leaf.shape, strict=False):
+            found.setdefault(old, set()).add(new)
+    if or_same:
+        found = {old: new - {old} or new for old, new in found.items()}
+    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+
+
+def entries_between(then: Description, now: Description) -> dict[int, int]:
+    """How many entries the lists among the inputs have had, and how many they have now, as ``sizes_between``."""
+    before, found = dict(then), dict[int, set[int]]()
+    for name, given in now:
+        if is_list(given.like) and name in before and is_list(before[name].like):
+            found.setdefault(len(before[name].like), set()).add(len(given.like))
+    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+
+
+def unlike(then: Description, now: Description) -> tuple[int, int]:
+    """How little one micro-batch shows of another: how many of its sizes are several there, and how many others."""
+    several, sizes = sizes_between(then, now), {size for _, _, leaf in tensors_of(then) for size in leaf.shape}
+    return len(sizes - several.keys()), sum(old != new for old, new in several.items())
+
+
+def outline(description: Description) -> Hashable:
+    """What micro-batches that differ in sizes alone have in common."""
+    return tuple(
+        (name, given.kind, given.detail)
+        if given.kind != "input"
+        else (name, given.detail[0], tuple(_without_sizes(leaf) for leaf in given.detail[1]))
+        for name, given in description
+    )
+
+
+def _without_sizes(leaf: object) -> object:
+    if not isinstance(leaf, TensorLike):
+        return leaf
+    return len(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+
+
+def varying(description: Description, others: Iterable[Description]) -> frozenset[Place]:
+    """The dimensions that have another size in some of the others, which have the same outline.
+
+    A size of 1 is none of them: what a dimension of 1 means, such as to be expanded, is another program.
+    """
+    found = set()
+    for (name, place, mine), *rest in zip(*map(tensors_of, [description, *others]), strict=True):
+        for dim, size in enumerate(mine.shape):
+            if size > 1 and any(other.shape[dim] not in (1, size) for _, _, other in rest):
+                found.add((name, place, dim))
+    return frozenset(found)
+
+
+def differences(shapes: Iterable[Description]) -> str:
+    """Which inputs differ between micro-batches, and in which dimensions, in words."""
+    found: dict[str, list[InputDescription | None]] = {}
+    described = [dict(shape) for shape in shapes]
+    for name in dict.fromkeys(name for one in described for name in one):
+        found[name] = [one.get(name) for one in described]
+    return ", ".join(_in_words(name, given) for name, given in found.items() if len(set(given)) > 1)
+
+
+def _in_words(name: str, given: Sequence[InputDescription | None]) -> str:
+    """An input, and the dimensions in which it varies, where nothing else does."""
+    if None in given or len({outline(((name, one),)) for one in given if one is not None}) > 1:
+        return f"{name!r}"
+    shapes = zip(*(one.shapes for one in given if one is not None), strict=True)
+    dims = {dim for leaf in shapes for dim, sizes in enumerate(zip(*leaf, strict=True)) if len(set(sizes)) > 1}
+    return f"{name!r} in dimension {' and '.join(map(str, sorted(dims)))}"
+
+
+def size_at(description: Description, place: Place) -> int:
+    """The size of a dimension of an input."""
+    name, leaf, dim = place
+    return next(like.shape[dim] for one, number, like in tensors_of(description) if (one, number) == (name, leaf))
+
+
+def holds(guard: SizeGuard, description: Description) -> bool:
+    """Whether a capture with this guard holds for such micro-batches, whose outline is that of its own."""
+    return guard([_Sized(tensor) for _, _, tensor in tensors_of(description)])
+
+
+@contextlib.contextmanager
+def naming_what_is_absent(description: Description) -> Iterator[None]:
+    """A TraceError names the inputs of which a micro-batch has nothing, where it has of others."""
+    try:
+        yield
+    except TraceError as error:
+        nothing = [
+            f"{name!r} has shape {list(like.shape)}" for name, _, like in tensors_of(description) if 0 in like.shape
+        ]
+        if not nothing:
+            raise
+        raise TraceError(
+            f"{error}\nthis is a micro-batch in which {' and '.join(nothing)}; where the model cannot take that, as "
+            ".view(..., -1) of nothing cannot, give each micro-batch some: order the rows so, or write fewer "
+            "microbatches=, or add what counts for nothing, such as an image whose words have no labels"
+        ) from error
+
+
+def with_sizes(
+    batches: Sequence[dict[str, Any]], graphs: Sequence[StageGraph], shapes: Sequence[Description]
+) -> list[dict[str, Any]]:
+    """The micro-batches, with the sizes that stages are given of inputs: all ranks know them, by the descriptions."""
+    if not any(graph.sizes for graph in graphs):
+        return list(batches)
+    likes = [{name: given.like for name, given in shape} for shape in shapes]
+    return [
+        batch | {size: size.of(like) for size in graph.sizes}
+        for batch, like, graph in zip(batches, likes, graphs, strict=True)
+    ]
+
+
+def bytes_of_inputs(shapes: Iterable[Description], precision: Precision | None = None) -> dict[str, int]:
+    """Input → the bytes of its tensors, in all of these micro-batches, with the copies that a step computes with where
+    ``precision`` changes their type."""
+    found: dict[str, int] = {}
+    for shape in shapes:
+        for name, _, leaf in tensors_of(shape):
+            each = leaf.dtype.itemsize
+            if precision is not None and leaf.dtype.is_floating_point and leaf.dtype != precision.compute:
+                each += precision.compute.itemsize
+            found[name] = found.get(name, 0) + math.prod(leaf.shape) * each
+    return found

@@ -1,0 +1,1 @@
+"""Inputs: what a call was given, described, and cut into micro-batches."""

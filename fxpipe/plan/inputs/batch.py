@@ -1,0 +1,216 @@
+"""Batch: what one call was given, described, and agreed on between ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.graph.like import TensorLike
+from fxpipe.graph.plain_data import admitted, encode
+from fxpipe.torch_compat import pytree
+from fxpipe.validation import is_list, is_mapping, shown
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+"""Of what lies in a container beside tensors, what a capture can hold for alone."""
+_FIXED = (bool, str, bytes, torch.dtype, torch.device)
+
+
+@admitted
+@dataclass(frozen=True)
+class InputDescription:
+    """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
+
+    ``detail``: the fixed value; or the container, and for each leaf a ``TensorLike``, or the Python value that it is.
+    ``like``: an input with a ``TensorLike`` in place of each tensor.
+    """
+
+    kind: str
+    detail: Any = None
+    like: Any = field(default=None, compare=False)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tensor.shape for tensor in self._tensors]
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(tensor.requires_grad for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> list[TensorLike]:
+        leaves = self.detail[1] if self.kind == "input" else ()
+        return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
+
+
+Description = tuple[tuple[str, InputDescription], ...]
+
+
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it.
+
+    What ``*args`` takes has no name: TypeError where it is given any.
+    """
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    values: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise TypeError(
+                f"forward takes *{name}, and {len(value)} inputs were given by place, which have no name by which "
+                "stages could ask for them; pass every input by its name, as in input_ids=..."
+            )
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            values |= dict(sorted(value.items()))
+        else:
+            values[name] = value
+    required = required_names(signature)
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise TypeError(f"missing inputs: {', '.join(missing)}")
+    return values
+
+
+def check_calls(calls: Any) -> None:
+    """TypeError unless these are micro-batches that are split already, (args, kwargs) each."""
+    if not is_list(calls):
+        raise TypeError(f"microbatches is {shown(calls)}; it is a list of (args, kwargs)")
+    for call in calls:
+        if not (isinstance(call, (tuple, list)) and len(call) == 2 and is_list(call[0]) and is_mapping(call[1])):
+            raise TypeError(f"a micro-batch is (args, kwargs), as in ((x, y), {{}}), and this one is {shown(call)}")
+
+
+def required_names(signature: inspect.Signature) -> list[str]:
+    """The inputs that every call must give."""
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def describe(values: Mapping[str, Any], exact: bool = False) -> Description:
+    """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on."""
+    return tuple((name, described(value, exact)) for name, value in values.items())
+
+
+def described(value: Any, exact: bool) -> InputDescription:
+    """One input; its tensors may be ``TensorLike`` already."""
+    if value is None:
+        return InputDescription("none")
+    if isinstance(value, _FIXED):
+        return InputDescription("fixed", value)
+    leaves, spec = pytree.tree_flatten(value)
+    likes = [TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    described = tuple(leaf if isinstance(leaf, TensorLike) else _described(leaf, exact) for leaf in likes)
+    return InputDescription("input", ("" if spec.is_leaf() else str(spec), described), _made_of(likes, spec, value))
+
+
+def _made_of(likes: list[Any], spec: pytree.TreeSpec, value: Any) -> Any:
+    try:
+        return pytree.tree_unflatten(likes, spec)
+    except Exception as error:  # a container that looks at what it is made of, such as PackedSequence
+        raise RunError(
+            f"an input is a {type(value).__name__}, which cannot be made of anything but true tensors; pass its "
+            f"tensors, and make it of them in forward ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _described(leaf: Any, exact: bool) -> Any:
+    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ."""
+    name = leaf.kind if isinstance(leaf, NotSent) else type(leaf).__name__
+    return (name, repr(leaf)) if exact and isinstance(leaf, _PLAIN) else name
+
+
+@admitted
+@dataclass(frozen=True, repr=False)
+class NotSent:
+    """Stands for an object that is no plain data, on ranks that were not given it; or for an input whose containers are
+    none. ``kind``: the name of its class."""
+
+    what: str
+    kind: str
+
+    def __repr__(self) -> str:
+        return f"what this rank was not given and cannot be sent: {self.what}"
+
+
+def sendable(description: Description) -> Description:
+    """The description as other ranks may be sent it."""
+    return tuple((name, replace(given, like=_sent(given.like))) for name, given in description)
+
+
+def _sent(like: Any) -> Any:
+    """With ``NotSent`` in place of objects that are no plain data, or of all of it where its containers are none."""
+    if _not_sent(like) is like:
+        return like
+    return _not_sent(pytree.tree_map(_not_sent, like))
+
+
+def _not_sent(value: Any) -> Any:
+    try:
+        encode(value)
+    except RunError as error:
+        return NotSent(str(error), type(value).__name__)
+    return value
+
+
+def with_own(merged: Description, mine: Description) -> Description:
+    """What ranks were given together, with this rank's own objects in place of those that could not be sent."""
+    own = {name: given.like for name, given in mine if given.kind != "none"}
+    return tuple(
+        (name, replace(given, like=pytree.tree_map(_own, given.like, own[name])) if name in own else given)
+        for name, given in merged
+    )
+
+
+def _own(described: Any, own: Any) -> Any:
+    return own if isinstance(described, NotSent) else described
+
+
+def untold(description: Description) -> Iterator[tuple[str, Any]]:
+    """(input, leaf) for each leaf beside tensors of which the description gives the type alone."""
+    for name, given in description:
+        if isinstance(given.like, NotSent):
+            yield name, given.like
+        elif given.kind == "input":
+            leaves = pytree.tree_leaves(given.like, is_leaf=lambda leaf: leaf is None)
+            yield from (
+                (name, leaf) for leaf, described in zip(leaves, given.detail[1], strict=True) if type(described) is str
+            )
+
+
+def merge(descriptions: Sequence[Description]) -> Description:
+    """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
+    merged: dict[str, tuple[int, InputDescription]] = {}
+    for rank, description in enumerate(descriptions):
+        for name, given in description:
+            known = merged.get(name)
+            if known is None or known[1].kind == "none":
+                merged[name] = rank, given
+            elif given.kind != "none" and _kind(given) != _kind(known[1]):
+                raise RunError(
+                    f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
+                    f"{_show(known[1])}, rank {rank} has {_show(given)}; all of them pass the same batch"
+                )
+    return tuple((name, given) for name, (_, given) in merged.items())
+
+
+def _kind(given: InputDescription) -> Any:
+    """What must be the same on all ranks: anything but where a tensor is and how it lies there."""
+    if given.kind != "input":
+        return given
+    container, leaves = given.detail
+    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
+
+
+def _show(given: InputDescription) -> str:
+    if given.kind != "input":
+        return repr(given.detail)
+    return ", ".join(str(list(shape)) for shape in given.shapes) or "no tensor"

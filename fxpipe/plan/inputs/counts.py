@@ -1,0 +1,151 @@
+"""Counts: of packed inputs, how many of their rows go with each row of the batch, as a rank reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
+from fxpipe.torch_compat import pytree
+from fxpipe.trace.state.contents import walk
+from fxpipe.validation import is_mapping, shown
+
+Counts = Mapping[str, tuple[int, ...]]
+"""Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple[int, ...]]:
+    """The counts of which this rank was given what they are read from. RunError for numbers that are no counts."""
+    read = {path: _read(path, rule, values, batch_dim) for path, rule in counted(batch_dim).items()}
+    return {path: numbers for path, numbers in read.items() if numbers is not None}
+
+
+def check_cut(values: Mapping[str, Any], batch_dim: BatchDim) -> None:
+    """RunError for tensors in what torch's pytree sees as one object, and for arrays: each micro-batch would be given
+    them whole."""
+    for name, value in values.items():
+        if not isinstance(value, (Tensor, *_PLAIN)):
+            _check_known(name, value, rule_at(batch_dim, name))
+
+
+def _check_known(name: str, value: Any, rule: Rule) -> None:
+    if rule is None or isinstance(rule, Packed):  # whole, or by its entries, whatever they are
+        return
+    if is_mapping(value) and not pytree.tree_structure(value).is_leaf():
+        for entry, inside in value.items():
+            _check_known(f"{name}.{entry}", inside, rule.get(entry, 0) if isinstance(rule, Mapping) else rule)
+        return
+    is_list = isinstance(value, list | tuple)
+    of_dicts = is_list and all(map(is_mapping, value))  # which is refused where its rows are counted
+    each = f", {written(name, 'fxpipe.Packed(1)')} where it has one for each row" if is_list else ""
+    whole = f"or write {written(name, 'None')} where each micro-batch takes all of it{each}"
+    for leaf in (leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, Tensor)):
+        if _is_array(leaf):
+            raise RunError(
+                f"input {name!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass "
+                f"torch.as_tensor of it; {whole}"
+            )
+        inside = (part.value for part in walk(list(leaf.values()) if is_mapping(leaf) else leaf))
+        if (is_mapping(leaf) or not of_dicts) and any(isinstance(one, Tensor) and one.dim() for one in inside):
+            instead = (
+                f"pass it as **{name}, where forward takes its entries, or as dict({name})"
+                if is_mapping(leaf)
+                else "pass them in a dict or a tuple, or register a dataclass by torch.export.register_dataclass"
+            )
+            raise RunError(
+                f"input {name!r} is or holds a {type(leaf).__name__}, in which torch's pytree finds no tensors to be "
+                f"cut; {instead}; {whole}"
+            )
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether it has numbers in dimensions, as NumPy's and pandas' arrays and tables have."""
+    if not hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
+        return False
+    return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
+
+
+def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> tuple[int, ...] | None:
+    if isinstance(rule, Offsets):
+        return _lengths(path, _at(values, path))
+    if isinstance(rule.counts, int):
+        return None
+    if isinstance(rule.counts, str):
+        given, source = _at(values, rule.counts), rule_at(batch_dim, rule.counts)
+        if isinstance(source, Offsets):
+            return _lengths(rule.counts, given)
+        if isinstance(given, list | tuple) and not isinstance(source, Packed):
+            raise RunError(
+                f"the counts of {path!r} are in {rule.counts!r}, a {type(given).__name__} of Python's, of which each "
+                f"micro-batch would be given all; pass a tensor, or write {written(rule.counts, 'fxpipe.Packed(1)')}"
+            )
+        return None if given is None else _numbers(path, given)
+    given = {name: values[name] for name in read_by(rule) if values.get(name) is not None}
+    if any(needed and name not in given for name, needed in read_by(rule).items()):
+        return None
+    try:
+        numbers = rule.counts(**given)
+    except Exception as error:
+        raise RunError(f"what counts {path!r} failed: {type(error).__name__}: {error}") from error
+    return _numbers(path, numbers)
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    """An input, or what a dict input has at "batch.images"; None where there is none."""
+    found: Any = values
+    for name in path.split("."):
+        found = found.get(name) if is_mapping(found) else None
+    return found
+
+
+def _numbers(path: str, given: Any) -> tuple[int, ...]:
+    """What was counted, as numbers of Python's: waits for a GPU."""
+    try:
+        tensor = torch.as_tensor(given).detach()
+    except Exception:  # whatever it is, it is no numbers
+        raise RunError(f"the counts of {path!r} are {shown(given)}; they are a tensor or a list of numbers") from None
+    if tensor.is_meta:
+        raise RunError(f"the counts of {path!r} are on the meta device, without numbers; give what they are read from")
+    whole = not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel()
+    if tensor.dim() != 1 or not whole:
+        raise RunError(
+            f"the counts of {path!r} are {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; they are "
+            "whole numbers in one dimension, one for each row"
+        )
+    numbers = tuple(map(int, tensor.tolist()))
+    if any(number < 0 for number in numbers):
+        raise RunError(f"the counts of {path!r} are {shown(numbers)}; no count is below 0")
+    return numbers
+
+
+def _lengths(path: str, offsets: Any) -> tuple[int, ...] | None:
+    """The lengths of the sequences between offsets."""
+    if offsets is None:
+        return None
+    if not isinstance(offsets, Tensor):
+        raise RunError(f"input {path!r} is {shown(offsets)}; offsets are a 1-dimensional tensor of integers")
+    numbers = _numbers(path, offsets) if offsets.numel() else ()
+    lengths = tuple(after - before for before, after in pairwise(numbers))
+    if not numbers or numbers[0] != 0 or any(length < 0 for length in lengths):
+        raise RunError(f"input {path!r} is {shown(numbers)}; offsets begin with 0, and none is below the one before it")
+    return lengths
+
+
+def merge_counts(everyone: Sequence[Counts]) -> Counts:
+    """What the ranks of a pipe group have counted, taken together; RunError where they differ."""
+    merged: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for rank, counts in enumerate(everyone):
+        for path, numbers in counts.items():
+            known, mine = merged.setdefault(path, (rank, numbers))
+            if numbers != mine:
+                raise RunError(
+                    f"the counts of {path!r} differ between the ranks of a pipe group: rank {known} counts "
+                    f"{shown(mine)}, rank {rank} {shown(numbers)}; all of them pass the same batch"
+                )
+    return {path: numbers for path, (_, numbers) in merged.items()}

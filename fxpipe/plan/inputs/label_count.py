@@ -1,0 +1,121 @@
+"""Label count: ``num_items_in_batch``, which Hugging Face's losses divide by in place of a micro-batch's own labels.
+
+With N labels in the whole batch, over all micro-batches and replicas, micro-batch i is given N·wᵢ, wᵢ being the share
+by which its loss is weighted: Σ wᵢ · (totalᵢ / (N·wᵢ)) = Σ totalᵢ / N, the whole batch's mean, wherever its padding is.
+What is not divided by the number (a mean over rows, an auxiliary loss, all of a model that ignores the number) is the
+mean over the micro-batches, so that nobody needs to know what the model does with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.graph.like import ITEMS, TensorLike
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.plan.inputs.batch import Description, InputDescription
+from fxpipe.torch_compat import pytree
+from fxpipe.validation import is_list
+
+IGNORED = -100
+"""The label that no loss counts."""
+_LIKE = TensorLike((), torch.float32, (), "cpu", False)
+_GIVEN = InputDescription("input", ("", (_LIKE,)), _LIKE)
+
+
+@dataclass(frozen=True)
+class Items:
+    """How a model's labels are counted. ``shifts``: its loss predicts each label from the one before. ``uncounted``:
+    why nobody counts them; a number that the call gives is dealt out all the same."""
+
+    shifts: bool
+    uncounted: str = ""
+
+    @staticmethod
+    def of(model: nn.Module | StageGraph, uncounted: str = "") -> Items | None:
+        """None where a call cannot give the number: ``forward`` takes neither it nor ``**kwargs``."""
+        if isinstance(model, StageGraph):
+            return Items(False, "the stages are given") if ITEMS in model.inputs else None
+        # of adapters around a model (PEFT), it is the model that says what it takes, as the Trainer asks, too
+        base: Any = getattr(model, "get_base_model", lambda: model)()
+        parameters = inspect.signature(base.forward).parameters
+        if ITEMS not in parameters:
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                return None
+            if not hasattr(model, "loss_function"):
+                uncounted = uncounted or f"forward does not name {ITEMS}"
+            elif not getattr(model, "accepts_loss_kwargs", True):
+                uncounted = uncounted or "the model has accepts_loss_kwargs = False"
+        is_causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+        encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        return Items(is_causal and not encoder_decoder, uncounted)
+
+    @property
+    def counts(self) -> bool:
+        """Whether labels are counted where the call does not give the number."""
+        return not self.uncounted
+
+    def note(self, inputs: Collection[str], read: Collection[str]) -> str:
+        """Whether the labels of such a batch are counted. ``read``: the inputs that stages read."""
+        if "labels" not in inputs:
+            return ""
+        if ITEMS in read and self.counts:
+            return f"labels are counted: the loss reads {ITEMS} of the whole batch"
+        given = f"{ITEMS} is what the call gives" if ITEMS in read else ""
+        why = given or self.uncounted or f"the loss does not read {ITEMS}"
+        return f"labels are not counted: {why}"
+
+    def described(self, batch: Description) -> Description:
+        """The batch, with the number of its items, where it has labels and the user has not given the number."""
+        given = dict(batch)
+        wanted = self.counts and "labels" in given and are_counted(given["labels"].like) and ITEMS not in given
+        return (*batch, (ITEMS, _GIVEN)) if wanted else batch
+
+    def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches, with the number of their items, where ``described`` has it."""
+        numbered = [with_number(dict(batch)) for batch in batches]
+        if not self.counts or not all(are_counted(batch.get("labels")) and ITEMS not in batch for batch in numbered):
+            return numbered
+        count = as_number(self.count(batches).clamp(min=1))
+        return [{**batch, ITEMS: count} for batch in numbered]
+
+    def count(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """The labels in these micro-batches that a loss counts: 0-dimensional, int64."""
+        return torch.stack([(self._labels(batch) != IGNORED).sum() for batch in batches]).sum()
+
+    def counts_of(self, batches: Sequence[Mapping[str, Any]]) -> list[int]:
+        """How many labels these micro-batches have that a loss counts, and how many with the first of each row; of
+        micro-batches without labels nothing."""
+        if not all(are_counted(batch.get("labels")) for batch in batches):
+            return []
+        return [int(self.count(batches)), int(replace(self, shifts=False).count(batches))]
+
+    def _labels(self, batch: Mapping[str, Any]) -> Tensor:
+        if batch.get("shift_labels") is not None:
+            return torch.as_tensor(batch["shift_labels"])
+        labels = torch.as_tensor(batch["labels"])
+        return labels[..., 1:] if self.shifts else labels
+
+
+def are_counted(labels: Any) -> bool:
+    """Whether these are labels: a tensor, or something that stands for one, or numbers in lists. A detector's, a dict
+    for each image, are not counted, by transformers' Trainer, either."""
+    if is_list(labels):
+        return all(isinstance(leaf, Real) for leaf in pytree.tree_leaves(labels))
+    return isinstance(labels, (Tensor, TensorLike))
+
+
+def with_number(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, a number of items among them as a tensor of the one type that captures hold for."""
+    number = inputs.get(ITEMS)
+    return inputs | {ITEMS: as_number(number)} if isinstance(number, (Tensor, Real)) else inputs
+
+
+def as_number(number: Tensor | Real) -> Tensor:
+    return torch.as_tensor(number).to(torch.float32)

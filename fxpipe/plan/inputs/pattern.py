@@ -1,0 +1,129 @@
+"""Pattern: what a capture, and with it a plan, depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxpipe.graph.modes import Ambient
+from fxpipe.graph.plain_data import admitted
+from fxpipe.plan.inputs.batch import Description
+
+
+@admitted
+@dataclass(frozen=True)
+class Flags:
+    """What a capture depends on of a model: each module's training flag, each parameter's requires_grad, and the number
+    of the state that what it reads beside them is in: see ``Reads``."""
+
+    training: bytes
+    trainable: bytes
+    state: int = 0
+
+
+def flags_of(model: nn.Module, state: int = 0) -> Flags:
+    """The flags of a model as it is now."""
+    modules = modules_of(model)
+    return Flags(
+        training=bytes([module.training for module in modules]),
+        trainable=bytes([parameter.requires_grad for parameter in parameters_in(modules)]),
+        state=state,
+    )
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """``model.modules()``, in its order, without the names that torch makes for each: every step asks."""
+    found = {id(model): model}
+    waiting = [iter(model._modules.values())]
+    while waiting:
+        module = next(waiting[-1], waiting)
+        if module is waiting:
+            waiting.pop()
+        elif isinstance(module, nn.Module) and id(module) not in found:
+            found[id(module)] = module
+            waiting.append(iter(module._modules.values()))
+    return list(found.values())
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
+    """``model.parameters()`` for the modules of a model, in its order."""
+    return {id(one): one for module in modules for one in module._parameters.values() if one is not None}.values()
+
+
+Inputs = tuple[str, ...]
+Fixed = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a capture depends on: which inputs there are, the values fixed in it, the flags of the model."""
+
+    inputs: Inputs
+    """Those that any micro-batch has."""
+    fixed: Fixed
+    """Of all micro-batches; () where they differ."""
+    microbatches: int
+    with_loss: bool
+    flags: Flags
+    training: bool = True
+    """Whether it is for a step; else for a forward-only run, where the user's own table need not fit."""
+    shapes: tuple[Description, ...] = ()
+    """Each micro-batch, described, for tracers that need it; () where no batch has been seen yet."""
+    ambient: Ambient = Ambient()  # noqa: RUF009  (it is frozen)
+    everyone: tuple[int, ...] = ()
+    """The rows of each micro-batch on all replicas together, where stages see them; () where that is not known yet."""
+
+    mixed: tuple[tuple[Inputs, Fixed], ...] = ()
+    """What each micro-batch has, where they differ: one may lack an input that another has."""
+
+    def each(self) -> list[Pattern]:
+        """For each micro-batch what the capture for it alone depends on."""
+        kinds = self.mixed or ((self.inputs, self.fixed),) * self.microbatches
+        shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
+        one = dataclasses.replace(self, microbatches=1, everyone=(), mixed=())
+        return [
+            dataclasses.replace(one, inputs=inputs, fixed=fixed, shapes=shape)
+            for (inputs, fixed), shape in zip(kinds, shapes, strict=True)
+        ]
+
+    @property
+    def shape(self) -> Description | None:
+        """That of the first micro-batch, where one has been seen."""
+        return self.shapes[0] if self.shapes else None
+
+    def for_any_shape(self) -> Pattern:
+        """The pattern without what only tracers that need shapes depend on."""
+        return dataclasses.replace(self, shapes=(), everyone=())
+
+
+def pattern_of(
+    microbatches: Sequence[Description],
+    training: bool,
+    loss_fn: Callable[..., Any] | None,
+    flags: Flags,
+    ambient: Ambient,
+) -> Pattern:
+    """The captures that micro-batches like these need."""
+    has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
+    with_loss = loss_fn is not None and (training or has_target)
+    shapes = tuple(
+        tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
+        for description in microbatches
+    )
+    kinds = [(_inputs(one), _fixed(one)) for one in shapes]
+    same = len(set(kinds)) == 1
+    inputs, fixed = kinds[0] if same else (tuple(dict.fromkeys(name for given, _ in kinds for name in given)), ())
+    mixed = () if same else tuple(kinds)
+    return Pattern(inputs, fixed, len(shapes), with_loss, flags, training, shapes, ambient, mixed=mixed)
+
+
+def _inputs(shape: Description) -> Inputs:
+    return tuple(name for name, given in shape if given.kind == "input")
+
+
+def _fixed(shape: Description) -> Fixed:
+    return tuple((name, given.detail) for name, given in shape if given.kind != "input")

@@ -1,0 +1,1 @@
+"""Preview: what a plan holds and takes, without running it."""

@@ -1,0 +1,1 @@
+"""Actions: a rank's instructions as prepared calls."""

@@ -1,0 +1,261 @@
+"""Executor: what one pipe rank holds while it runs its row of a table, bound for one plan: see ``bind``.
+
+What a step leaves in it is let go of at the step's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxpipe.distributed.activity import here
+from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.graph.deferred import Deferred
+from fxpipe.graph.loss import StepLoss
+from fxpipe.graph.modes import Autocast
+from fxpipe.graph.stage_calls import Saved
+from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
+from fxpipe.plan.plan import Plan, values_of
+from fxpipe.precision import other_types
+from fxpipe.run.actions.group_inputs import GroupInputs, Joined
+from fxpipe.run.actions.recompute import Kept
+from fxpipe.run.actions.side_effects import EffectsOf
+from fxpipe.run.step.finite import Extremes
+from fxpipe.run.wire.exchange import Exchange, Port
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.dependency import Half
+from fxpipe.schedules.lower import Message, alike
+from fxpipe.sharding.gradients import Gradients
+from fxpipe.torch_compat import pytree
+from fxpipe.validation import shown
+
+Fetch = Callable[[], Any]
+"""Gives what an action needs of others, once; waits for it where it is on its way."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
+    micro-batch's part of the step's weight, or that of its group, where the loss is of a group.
+    ``groups``: what makes the inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first) → seed.
+    ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite. ``proves``: whether
+    it is looked at that what is recomputed is what was computed, and how large values are."""
+
+    batches: Sequence[Mapping[str, Any]]
+    shares: Sequence[float]
+    groups: GroupInputs
+    seed: Callable[[int, int], int]
+    number: int = 0
+    extremes: Extremes | None = None
+    proves: bool = False
+
+    def extremes_of(self, microbatch: int) -> Extremes | None:
+        """What looks at a micro-batch; of one without weight nothing counts."""
+        return self.extremes if self.shares[microbatch] else None
+
+
+@dataclass
+class StepResult:
+    """What one rank makes in a step."""
+
+    rank: int
+    stopwatch: Stopwatch
+    loss: StepLoss = field(default_factory=StepLoss)
+    results: dict[int, Any] = field(default_factory=dict)
+    """Micro-batch → the model's output, when not training."""
+    bytes_of: dict[Edge, int] = field(default_factory=dict)
+    """What its edges carry, where that is looked at."""
+
+
+@dataclass(frozen=True)
+class BoundFor:
+    """What rows are bound for: all that steps of one plan have in common, whatever the sizes of their batches.
+
+    ``runs``: which micro-batches get a backward: those whose share is not 0, here or, where a stage sees their rows, on
+    another replica. ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward
+    is inside.
+    """
+
+    plan: Plan
+    runs: tuple[bool, ...]
+    training: bool
+    autocast: tuple[Autocast, ...] = ()
+
+
+@dataclass(slots=True)
+class LeftBehind:
+    """What a stage's actions of one micro-batch, or of a group, leave for those behind them."""
+
+    saved: Saved | None = None
+    """What a forward leaves for its backward."""
+    joined: list[Joined | None] | None = None
+    """How a group's inputs were put together."""
+    kept: Kept | None = None
+    """What is still to be recomputed."""
+    later: Deferred | None = None
+    """What I has left for W."""
+
+
+@dataclass(eq=False)
+class Executor:
+    """One rank's part of the steps of a plan."""
+
+    kind: BoundFor
+    rank: int
+    exchange: Exchange
+    device: torch.device
+    parameters: Gradients
+    """What has to know when this rank uses its parameters."""
+    effects: EffectsOf
+    step: StepInput = field(init=False)
+    """While one runs; ``made`` and ``stopwatch``, too."""
+    made: StepResult = field(init=False)
+    stopwatch: Stopwatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.graph, self.table = self.kind.plan.graph, self.kind.plan.schedule.dependencies
+        self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
+        edges = self.graph.edges
+        shared = alike(edges, self.graph.placement, values_of(self.kind.plan.graphs))
+        self._shared = {edges[one]: [edges[other] for other in group] for one, group in shared.items()}
+        self._arrives: set[tuple[Edge, int]] = set()  # what is shared, by the first edge, and taken from its message
+        self.slots: list[Any] = []
+        """What was made here and not used yet."""
+        self._slot_of: dict[tuple[Edge, Op, int], int] = {}
+        self.held: dict[Half, LeftBehind] = {}
+
+    def begin(self, step: StepInput, stopwatch: Stopwatch) -> None:
+        self.step, self.stopwatch, self.made = step, stopwatch, StepResult(self.rank, stopwatch)
+
+    def end(self) -> StepResult:
+        """A step has run; what it was given and has made is the caller's alone."""
+        made = self.made
+        del self.step, self.stopwatch, self.made
+        return made
+
+    def drop(self) -> None:
+        """A step has failed: lets go of all that it was given and had made."""
+        self.end()
+        self.exchange.drop()
+        self.slots[:] = [NOT_MADE] * len(self.slots)
+        for held in self.held.values():
+            held.saved = held.joined = held.kept = held.later = None
+
+    # what actions are bound to
+
+    def stage(self, action: Action) -> Stage:
+        return self.kind.plan.graphs[action.microbatch].stages[action.stage]
+
+    def runs(self, op: Op, microbatch: int) -> bool:
+        return op is Op.F or self.kind.runs[microbatch]
+
+    def has_backward(self, action: Action) -> bool:
+        """Whether what an action makes is for a backward."""
+        return self.kind.training and self.stage(action).has_backward and self.runs(Op.B, action.microbatch)
+
+    def held_by(self, action: Action) -> LeftBehind:
+        return self.held.setdefault((action.stage, action.microbatch), LeftBehind())
+
+    def places(self, action: Action, edge: Edge) -> Sequence[int]:
+        """The micro-batches that an edge's values and gradients are numbered by, of those of an action."""
+        return action.microbatches[:1] if self.graph.stages[edge.source].gathered else action.microbatches
+
+    def slot(self, edge: Edge, op: Op, microbatch: int) -> int:
+        """Where a value, or where ``op`` is B its gradient, lies from when it is made until it is used or sent."""
+        if op is Op.F and edge in self._shared and self.graph.placement[edge.source] == self.rank:
+            edge = self._shared[edge][0]  # it is sent once
+        slot = self._slot_of.setdefault((edge, op, microbatch), len(self.slots))
+        if slot == len(self.slots):
+            self.slots.append(NOT_MADE)
+        return slot
+
+    def port(self, message: Message) -> Port:
+        varies = self.graph.stages[self.graph.edges[message.edge].source].varies
+        return self.exchange.port(message, varies)
+
+    def take_input(self, name: str, microbatch: int) -> Fetch:
+        return lambda: self.step.batches[microbatch][name]
+
+    def take(self, edge: Edge, op: Op, microbatch: int) -> Fetch:
+        """Takes a value or gradient, from this rank or another."""
+        maker = self.graph.placement[edge.source if op is Op.F else edge.target]
+        if maker == self.rank:
+            return partial(take_out, self.slots, self.slot(edge, op, microbatch))
+        shared = self._shared.get(edge, ()) if op is Op.F else ()
+        if shared and (shared[0], microbatch) in self._arrives:
+            return partial(take_out, self.slots, self.slot(edge, op, microbatch))
+        maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
+        made_by = partial(_in_words, self.graph, edge, maker_op, microbatch)
+        port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
+        take = partial(_await, port.take, made_by)
+        if not shared:
+            return take
+        self._arrives.add((shared[0], microbatch))  # the first one that is bound is the first that runs
+        return partial(_hand_on, take, self.slots, [self.slot(e, op, microbatch) for e in shared if e != edge])
+
+    def report(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
+        """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
+        stage, what = self.stage(action), _WORDS.get(action.op, "backward")
+        with contextlib.suppress(Exception):  # some let nothing be added; the error itself is what counts
+            given = zip(stage.input_names, inputs, strict=False)
+            error.add_note(
+                f"in the {what} of stage {stage.index} `{stage.name}`, {_named(action)}, "
+                + (f"step {self.step.number}" if self.kind.training else "in evaluate")
+                + "".join(f"\n  {name}: {_told(value)}" for name, value in given)
+                + other_types(error, stage.tensors)
+            )
+
+
+NOT_MADE: Any = object()
+"""Lies in a slot before a value does, and after it; None is a gradient that did not come."""
+
+
+def take_out(slots: list[Any], slot: int) -> Any:
+    """The value in a slot, which is empty then."""
+    value, slots[slot] = slots[slot], NOT_MADE
+    if value is NOT_MADE:
+        raise LookupError(f"slot {slot} is used before it is made")
+    return value
+
+
+def _hand_on(take: Fetch, slots: list[Any], others: Sequence[int]) -> Any:
+    """Takes a value, for others on this rank, too."""
+    value = take()
+    for slot in others:
+        slots[slot] = value
+    return value
+
+
+def _await(take: Fetch, made_by: Callable[[], str]) -> Any:
+    here.awaited = made_by
+    try:
+        return take()
+    finally:
+        here.awaited = None
+
+
+def _named(action: Action) -> str:
+    """An action's micro-batches, in words."""
+    first, last = action.microbatch, action.microbatches[-1]
+    return f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
+
+
+_WORDS = {Op.F: "forward", Op.R: "recomputation", Op.W: "weight gradients"}
+
+
+def _in_words(graph: StageGraph, edge: Edge, op: Op, microbatch: int) -> str:
+    """What makes a message, as the table has it: "2F5 of stage `text`"."""
+    stage = edge.source if op is Op.F else edge.target
+    return f"{Action(stage, op, microbatch)} of stage `{graph.names[stage]}`"
+
+
+def _told(value: Any) -> str:
+    """What a stage was given, without its numbers."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    return shown(pytree.tree_map_only(torch.Tensor, lambda tensor: list(tensor.shape), value))

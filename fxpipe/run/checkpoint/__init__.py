@@ -1,0 +1,1 @@
+"""Checkpoint: a run saved and loaded."""

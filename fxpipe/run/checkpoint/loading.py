@@ -1,0 +1,359 @@
+"""Loading: the newest whole checkpoint of a run into a model and its optimizer, on any layout of ranks.
+
+1. The first rank says which checkpoints there are; the ranks look through the files of the newest, each a share, and go
+   back to the one before it where a file was cut or altered.
+2. Each rank checks that what it has can be filled, and only then fills it, in place.
+
+An optimizer's state dict is brought into the form that a checkpoint can fill, or refused in the optimizer's words.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.activity import announced
+from fxpipe.distributed.gathering import TransportGathering, agreed
+from fxpipe.errors import CheckpointError, describe_error
+from fxpipe.parameters.checkpoint import run_folder
+from fxpipe.parameters.checkpoint.manifest import Manifest
+from fxpipe.parameters.checkpoint.model_values import ModelValues
+from fxpipe.parameters.checkpoint.reader import FolderReader
+from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.own_buffers import own_buffers
+from fxpipe.parameters.state_dicts import tensors_of
+from fxpipe.precision import converts
+from fxpipe.run.checkpoint.run_state import (
+    BUFFERS,
+    Layout,
+    PlainParts,
+    Savable,
+    check_place,
+    savable,
+    tensors_for,
+    value_of,
+)
+from fxpipe.run.checkpoint.save_job import STATE
+from fxpipe.run.checkpoint.save_later import wait_for_writes
+from fxpipe.run.checkpoint.saving import continues, path_of, wait_for_saves
+from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
+from fxpipe.schedules.costs import Costs
+from fxpipe.seeds import RandomState, seed_all, seed_of
+from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+from fxpipe.sharding.optimizer_state import MASTER
+
+
+def load(
+    folder: str | os.PathLike[str],
+    forward_backward: ForwardBackward,
+    optimizer: Any = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    required: bool = True,
+) -> dict[str, Any]:
+    """Goes on from what ``fxpipe.save`` wrote, on any ranks, cut and ``zero``. A collective call of all ranks.
+
+    Nothing that is read is run. Before anything is changed, sizes and checksums of all files are compared with the
+    manifest's, and names and shapes with the model's. Where the same ranks lie as they lay, the run goes on with the
+    same bits. Elsewhere the random state is that of the same replica; ``loader``, ``scheduler`` and ``extra`` are taken
+    where they were the same on all ranks, or on all ranks of a replica and there are as many of these.
+
+    Args:
+        folder: of the run, for the checkpoint that was written last and is whole; or a checkpoint's own, for that one.
+        forward_backward: what ``fxpipe.compile`` returned.
+        optimizer: as it was saved; None: the model alone is read, to evaluate it, say.
+        scheduler: its ``load_state_dict`` is called with what was saved.
+        loader: likewise; on another number of replicas only one that says ``any_replicas = True``.
+        required: whether it is an error where nothing was saved yet. False: then nothing is loaded, and the step is 0,
+            so that a program which is started again after it failed is the same one.
+
+    Returns:
+        ``extra``, with the number of steps that were made under "step".
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or none that fits; on all ranks alike.
+    """
+    parts = inside(forward_backward)
+    gathering = TransportGathering(parts.transport)
+    with (
+        announced("load", extends=True),
+        parts.failing.together(Exception),  # which all ranks raise alike, with nothing under way
+        torch.inference_mode(False),  # or what is made for the optimizer could never be stepped
+        torch.no_grad(),
+    ):
+        parts.failing.check_open()
+        wait_for_saves(forward_backward)
+        path = path_of(folder)
+        newest = _newest_whole(path, gathering, parts, required)
+        if newest is None:
+            if gathering.rank == 0:  # who alone looks at what is in the folder
+                continues(forward_backward, path.absolute())
+            return {"step": 0}
+        path, manifest = newest
+        loading = _Loading(path, manifest, parts, gathering.rank)
+        prepared: list[_Prepared] = []
+        agreed(gathering, lambda: prepared.append(loading.prepare(optimizer, scheduler, loader)))
+        asked = {name for names in gathering.gather(prepared[0].asked) for name in names}
+        loading.warn_of_what_is_left(prepared[0], asked)
+        extra: list[dict[str, Any]] = []
+        agreed(gathering, lambda: extra.append(prepared[0].finish(bool(asked))))
+        if gathering.rank == 0:
+            continues(forward_backward, path.parent)
+        return extra[0]
+
+
+def _newest_whole(
+    folder: Path, gathering: TransportGathering, parts: Inside, required: bool
+) -> tuple[Path, Manifest] | None:
+    """The checkpoint to load; None where there is none. One that is asked for by its own name is loaded or refused."""
+    ranks = 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all"))
+    found = agreed(gathering, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
+    if not found:
+        return None
+    refused: list[CheckpointError] = []
+    for path in map(Path, found):
+        try:
+            agreed(gathering, partial(_check, path, gathering.rank, ranks))
+        except CheckpointError as error:
+            refused.append(error)
+            continue
+        if refused and gathering.rank == 0:
+            why = "; ".join(map(str, refused))
+            warnings.warn(f"{why}. Going on from the one before: {path}", RuntimeWarning, stacklevel=4)
+        return path, Manifest.read(path)
+    raise (
+        refused[0]
+        if len(refused) == 1
+        else CheckpointError(f"{folder} has no whole checkpoint: " + "; ".join(map(str, refused)))
+    )
+
+
+def _candidates(folder: Path, required: bool) -> list[str]:
+    """A checkpoint's own folder, or those of a run, the newest first."""
+    wait_for_writes(folder)
+    if folder.name == run_folder.LATEST:
+        folder = folder.parent
+    if run_folder.is_checkpoint(folder):
+        return [str(folder.absolute())]
+    found = [str(path) for path in run_folder.checkpoints(folder.absolute())]
+    if required and not found:
+        raise CheckpointError(
+            f"{folder} has no checkpoint of fxpipe.save; where that may be, write load(..., required=False)"
+            + (", and what dcp.save has written is read by dcp.load" if (folder / ".metadata").exists() else "")
+        )
+    return found
+
+
+def _check(path: Path, rank: int, ranks: int) -> None:
+    """CheckpointError where a file was cut or altered; of the contents a rank reads its share."""
+    try:
+        manifest = Manifest.read(path)
+        manifest.check_sizes(path)
+        manifest.check_contents(path, rank, ranks)
+    except CheckpointError:
+        raise
+    except Exception as error:  # so that all ranks go on to the next one alike
+        raise CheckpointError(f"{path} could not be looked through: {describe_error(error)}") from error
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """``asked``, ``saved``: the names of optimizers' values that this rank takes, and of all that there are.
+    ``left``: what was saved beside, and is not taken here. ``finish(goes_on)``: loads it and gives back ``extra``;
+    ``goes_on``: whether any rank has optimizers, for one without parameters may have none."""
+
+    asked: list[str]
+    saved: list[str]
+    left: list[str]
+    finish: Callable[[bool], dict[str, Any]]
+
+
+class _Loading:
+    """One checkpoint on its way into one rank."""
+
+    def __init__(self, path: Path, manifest: Manifest, parts: Inside, rank: int) -> None:
+        self._path, self._manifest, self._parts, self._rank = path, manifest, parts, rank
+
+    def prepare(self, optimizer: Any, scheduler: Any, loader: Any) -> _Prepared:
+        """Checks that everything fits."""
+        parts, reader = self._parts, FolderReader(self._path)
+        plain = PlainParts.read(self._path / STATE)
+        saved = Layout(self._manifest.axes, len(plain.of_rank))
+        now = Layout(parts.axes, 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all")))
+        self._check_names(reader)
+        optimizers = savable(optimizer, parts.module)
+        states: dict[str, Any] = {name: fitted(name, one, reader) for name, one in optimizers.items()}
+        takers = {"scheduler": scheduler, "loader": loader}
+        wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
+        trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
+        if loader is not None:
+            check_place(loader, saved, now)
+        if saved == now and BUFFERS in plain.of_rank[self._rank]:
+            trees[BUFFERS] = plain.trees[plain.of_rank[self._rank][BUFFERS]]
+        run = _next_step(value_of(trees.pop("run"), {}))
+        tensors = tensors_for(list(trees.values()), reader.tensors)
+        fill = reader.plan({**states, "plain": tensors} if tensors else states)
+        saved_names, own = (
+            {name for name in names if name.startswith("optim.")} for names in (reader.names, reader.asked)
+        )
+        values = ModelValues(reader, self._manifest.ties, leave=own)
+        model = _unrounded(parts.module.state_dict(), values)
+        fill_model = values.plan(model)
+        random = _random_state(plain, saved, now, self._rank)
+
+        def finish(goes_on: bool) -> dict[str, Any]:
+            fill()
+            fill_model()
+            given = {part: value_of(tree, tensors) for part, tree in trees.items()}
+            buffers = given.get(BUFFERS)
+            if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module, model):  # it is cut as it was
+                model.update(buffers)
+            parts.load_model(model)
+            for name, one in sorted(optimizers.items()):
+                one.load_state_dict(states[name])
+            for name, taker in takers.items():
+                if taker is not None:
+                    taker.load_state_dict(given[name])
+            if goes_on:
+                self._go_on(run, random, now.replica(self._rank))
+            return {**dict(given["extra"] or {}), "step": self._manifest.step}
+
+        left = [name for name, one in takers.items() if one is None and any(name in part for part in plain.of_rank)]
+        saved_names -= set(values.masters.values())  # what no optimizer asks for of these is in the model
+        return _Prepared(sorted(own), sorted(saved_names), left, finish)
+
+    def _check_names(self, reader: FolderReader) -> None:
+        """CheckpointError where the checkpoint is another model's: what it has beyond this one would be lost."""
+        saved = {name.removeprefix("model.") for name in reader.names if name.startswith("model.")}
+        more = sorted(saved - tensors_of(self._parts.model).keys())
+        if more:
+            raise CheckpointError(
+                f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
+                "model with the configuration that was saved"
+            )
+
+    def warn_of_what_is_left(self, prepared: _Prepared, asked: Set[str]) -> None:
+        """``asked``: of all ranks; nothing where the model alone is loaded."""
+        if not asked or self._rank:
+            return
+        if left := prepared.left:
+            self._warn(f"the state of the {' and '.join(left)}, which nobody has asked for; give load() {left[0]}=")
+        if more := [name for name in prepared.saved if name not in asked and not name.endswith(".initial_lr")]:
+            self._warn(
+                f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
+                "optimizers that were saved, made of the same parameters, and none of these frozen since"
+            )
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"{self._path} has {what}", RuntimeWarning, stacklevel=4)
+
+    def _go_on(self, run: Any, random: Any, replica: int) -> None:
+        """The number of the next step, seeds, costs and random state: what a next step depends on beside tensors."""
+        steps, device = self._parts.steps, self._parts.device
+        steps.number, steps.seed = run["number"], run["seed"]
+        if run["costs"] is not None and tuple(run["stages"]) == self._parts.stages:
+            steps.recorder.loaded = Costs(**run["costs"])
+        if random is not None:
+            RandomState([device], random).restore()
+        else:
+            seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
+
+
+def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
+    """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not; and one
+    of its own for what repeats its memory."""
+    saved = values.entries()
+    wide = {name: saved.get(name, (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()}
+    return {
+        name: torch.empty_like(tensor, dtype=wide[name])
+        if not is_dtensor(tensor)
+        and (
+            0 in tensor.stride() or (converts(wide[name], tensor.dtype) and wide[name].itemsize > tensor.dtype.itemsize)
+        )
+        else tensor
+        for name, tensor in state.items()
+    }
+
+
+def _next_step(run: Any) -> Any:
+    """What is stored of the next step; CheckpointError where it was altered."""
+    kinds: dict[str, Any] = {"number": int, "seed": int, "stages": list, "costs": dict | None}
+    if type(run) is not dict or not all(isinstance(run.get(key, ...), kind) for key, kind in kinds.items()):
+        raise CheckpointError("the checkpoint's plain data was altered: it does not hold the next step")
+    return run
+
+
+def _random_state(plain: PlainParts, saved: Layout, now: Layout, rank: int) -> Any:
+    """The random state that a rank goes on from: its own, or that of its replica's first rank; None for a replica that
+    nobody has saved."""
+    if saved == now:
+        source = rank
+    elif now.replica(rank) < saved.replicas:
+        source = saved.ranks_of(now.replica(rank))[0]
+    else:
+        return None
+    return value_of(plain.trees[plain.of_rank[source]["random"]], {})
+
+
+_NEW = "initial_lr"  # what a scheduler that was not saved has put into the groups
+
+
+def fitted(name: str, optimizer: Savable, reader: FolderReader) -> dict[str, Any]:
+    """The optimizer's state dict, with what the checkpoint has under ``name`` to be read into it.
+
+    Options come as they were saved, a number where there is a tensor now and a tensor where there is a number. What was
+    frozen has no state in it, and begins anew; what was kept in full precision has no master, which then follows the
+    model.
+
+    Raises:
+        CheckpointError: it was saved without this optimizer, or with one of another kind.
+    """
+    state = optimizer.state_dict()
+    known = set(reader.names)  # and what they are in
+    known |= {part for saved in reader.names if saved.startswith(f"{name}.") for part in _parents(saved)}
+    if f"{name}.param_groups" not in known:
+        raise CheckpointError(f"{reader.folder} has no state of optimizer= ({name}): it was saved without it")
+    for key, group in _groups(state["param_groups"]):
+        _fit_options(f"{name}.param_groups.{key}", group, reader, known)
+    entries: dict[str, dict[str, Any]] = state["state"]
+    for parameter in [one for one in entries if f"{name}.state.{one}" not in known]:
+        del entries[parameter]
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, entry in entries.items():
+            if f"{name}.state.{parameter}.{MASTER}" not in known:
+                entry.pop(MASTER, None)
+    return state
+
+
+def _parents(name: str) -> Iterator[str]:
+    """ "a.b.c" → "a.b", "a"."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _groups(groups: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    yield from groups.items() if isinstance(groups, Mapping) else enumerate(groups)
+
+
+def _fit_options(name: str, group: dict[str, Any], reader: FolderReader, known: set[str]) -> None:
+    if f"{name}.{_NEW}" not in known:
+        group.pop(_NEW, None)
+    for option, value in group.items():
+        there = f"{name}.{option}"
+        if there not in known:
+            raise CheckpointError(
+                f"{reader.folder} has no {there!r}: the optimizer that was saved is of another class, has other "
+                "groups, or one is torch's own and the other of forward_backward.optimizer(...); make it as it was"
+            )
+        is_tensor = there in reader.tensors
+        if is_tensor != isinstance(value, Tensor):
+            group[option] = torch.empty(reader.tensors[there][0], dtype=reader.tensors[there][1]) if is_tensor else 0.0

@@ -1,0 +1,206 @@
+"""Run state: what of a run is in a checkpoint, and which rank's part another layout of ranks takes.
+
+Tensors of the model and the optimizers have one name over all ranks, and are resharded. All else is plain data of each
+rank: the random state, and what the user gives. Equal values are kept once; what differs between ranks comes back where
+it is told who gets it, and is refused otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.grid import shape
+from fxpipe.distributed.topology import Topology
+from fxpipe.errors import CheckpointError
+from fxpipe.parameters.checkpoint.plain import Tree, from_plain, tensors_in, to_plain
+from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+from fxpipe.sharding.parameter_groups import first_names
+from fxpipe.sharding.plain_optimizer import PlainOptimizer
+from fxpipe.small_file import read_small
+
+PLAIN = "plain"
+"""Under which name tensors of plain data are in a checkpoint."""
+BUFFERS = "buffers"
+"""Under which name plain data has the buffers of a replica that is not the first."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run lies over processes: one that plays every rank, or one a rank."""
+
+    axes: tuple[tuple[str, int], ...]
+    processes: int
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.processes == 1 else Topology(self.axes).size("data")
+
+    def replica(self, rank: int) -> int:
+        """Whose data a process works on."""
+        if self.processes == 1:
+            return 0
+        topology = Topology(self.axes)
+        return next(place for group in topology.groups("data") for place, one in enumerate(group) if one == rank)
+
+    def ranks_of(self, replica: int) -> list[int]:
+        """The processes that work on a replica's data."""
+        return [0] if self.processes == 1 else Topology(self.axes).groups("model")[replica]
+
+    def __str__(self) -> str:
+        return f"{shape(self.axes)} in {self.processes} processes"
+
+
+@dataclass(frozen=True)
+class PlainParts:
+    """All ranks' plain data: for each rank, part → digest of its value; and digest → value."""
+
+    of_rank: Sequence[Mapping[str, str]]
+    trees: Mapping[str, Tree]
+
+    @staticmethod
+    def read(path: Path) -> PlainParts:
+        """Out of their file; CheckpointError where that was altered."""
+        try:
+            read = json.loads(read_small(path, 2**40))
+            ranks: Sequence[dict[str, str]] = read["ranks"]
+            trees = dict(read["trees"])
+            whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read, or was altered: {str(error)[:100]}") from error
+        if not whole:
+            raise CheckpointError(f"{path} was altered: it does not have what it names")
+        return PlainParts(ranks, trees)
+
+    def source(self, part: str, saved: Layout, now: Layout, rank: int) -> int | None:
+        """The saved rank whose part a rank takes; None where that is not known."""
+        if saved == now:
+            return rank
+        digests = [one.get(part) for one in self.of_rank]
+        if len(set(digests)) == 1:
+            return 0
+        if saved.replicas == now.replicas:
+            ranks = saved.ranks_of(now.replica(rank))
+            if len({digests[one] for one in ranks}) == 1:
+                return ranks[0]
+        return None
+
+    def tree(self, part: str, saved: Layout, now: Layout, rank: int) -> Tree:
+        """A rank's value of a part, as JSON.
+
+        Raises:
+            CheckpointError: nothing was saved under this name, or it differs by rank, and ranks lie otherwise now.
+        """
+        if not any(part in one for one in self.of_rank):
+            raise CheckpointError(f"the checkpoint has no state of {part}: it was saved without {part}=")
+        source = self.source(part, saved, now, rank)
+        if source is None:
+            raise CheckpointError(
+                f"the {part} that was saved differs between ranks, which lay as {saved}, and lie as {now} now: who "
+                f"gets which part is not known. Load it in that layout, or save the same {part} on all ranks"
+            )
+        return self.trees[self.of_rank[source][part]]
+
+
+def check_place(loader: Any, saved: Layout, now: Layout) -> None:
+    """CheckpointError where a loader's place may be counted in a replica's rows, and as many replicas are no longer.
+
+    A loader says by ``any_replicas = True`` that it is not: counted in batches of the whole run, say.
+    """
+    if saved.replicas == now.replicas or getattr(loader, "any_replicas", False) is True:
+        return
+    raise CheckpointError(
+        f"the state of loader= was saved on {saved.replicas} replicas, and there are {now.replicas} now: what counts "
+        "a replica's own rows would go on at others. Count batches of the whole run, as Feed in "
+        f"examples/training_loop.py does, and write any_replicas = True in the class {type(loader).__name__}; or load "
+        f"on {saved.replicas} replicas"
+    )
+
+
+def plain_parts(parts: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tree], dict[str, Tensor]]:
+    """A rank's plain data: part → digest, digest → JSON, and the tensors in it by name.
+
+    Raises:
+        CheckpointError: something is not plain data.
+    """
+    digests, trees, tensors = {}, {}, {}
+    for part, value in parts.items():
+        tree, inside = to_plain(value, part)
+        digest = hashlib.blake2b(json.dumps(tree).encode(), digest_size=16).hexdigest()
+        digests[part], trees[digest] = digest, tree
+        tensors.update(inside)
+    return digests, trees, tensors
+
+
+def tensors_for(tree: Tree, known: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Empty tensors for those that a value has, to be read; CheckpointError where they are not there."""
+    try:
+        names = tensors_in(tree)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
+    lost = [name for name in names if f"{PLAIN}.{name}" not in known]
+    if lost:
+        raise CheckpointError(f"the checkpoint lacks the tensor {PLAIN}.{lost[0]}, which its plain data names")
+    found = {name: known[f"{PLAIN}.{name}"] for name in names}
+    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
+
+
+def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """The value again; CheckpointError where it was altered."""
+    try:
+        return from_plain(tree, tensors)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
+
+
+def ties_of(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters → the first, under which optimizers have what belongs to them."""
+    firsts = first_names(dict(model.named_parameters(remove_duplicate=False)))
+    return {name: first for name, first in firsts.items() if name != first}
+
+
+# --- optimizers
+
+
+Savable = DistributedOptimizer | PlainOptimizer
+
+
+def _check_own(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    """CheckpointError where it steps another model's parameters, whose state would go by this one's names."""
+    own = set(map(id, module.parameters()))
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise CheckpointError(
+            "optimizer= steps parameters that are none of this forward_backward's; give what "
+            "forward_backward.optimizer(...) returned"
+        )
+
+
+def savable(optimizer: Any, module: torch.nn.Module) -> dict[str, Savable]:
+    """Optimizers by the names that they have in a checkpoint: "optim", or "optim.NAME" for each of a dict.
+
+    Raises:
+        CheckpointError: it is neither an optimizer, nor a dict of some, nor None.
+    """
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_own(optimizer, module)
+    if isinstance(optimizer, DistributedOptimizer):
+        return {"optim": optimizer}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {"optim": PlainOptimizer(module, optimizer)}
+    if isinstance(optimizer, dict) and optimizer:
+        found = {f"optim.{name}": savable(one, module).get("optim") for name, one in optimizer.items()}
+        if all(type(name) is str for name in optimizer) and None not in found.values():
+            return {name: one for name, one in found.items() if one is not None}
+    raise CheckpointError(
+        f"optimizer= is a {type(optimizer).__name__}; give what forward_backward.optimizer(...) returned, a dict "
+        "name → optimizer where there are several, or None"
+    )

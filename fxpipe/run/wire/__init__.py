@@ -1,0 +1,1 @@
+"""Wire: the messages of a step."""

@@ -1,0 +1,1 @@
+"""Cuts: where a model is cut, by markers or by names."""

@@ -1,0 +1,218 @@
+"""Keeping: while a model is captured, each call of an opaque region becomes one node."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.listed import with_tensors
+from fxpipe.graph.opaque_call import TENSOR, Asked, OpaqueCall, Structure
+from fxpipe.graph.program import Effects
+from fxpipe.trace.opaque.regions import Region, SeenCall
+from fxpipe.trace.patching import aside, patched, refuse
+from fxpipe.trace.request import Request
+from fxpipe.trace.user_line import current_line, is_users
+
+
+@dataclass
+class RegionCall:
+    """One call of a region in a capture."""
+
+    region: Region
+    number: int
+    target: str
+    """Under which name the graph calls it."""
+    seen: SeenCall
+    kept: OpaqueCall
+    values: list[Any]
+    """What stands for the tensors, and for what else is computed, that it is given."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Which call it is."""
+        return self.region.name, self.number
+
+    def stack(self, around: Mapping[str, Any]) -> dict[str, Any]:
+        """The submodules that it is called in, and it itself, as a node names them."""
+        return {**around, self.region.path: (self.region.path, nn.Module)}
+
+    @property
+    def effects(self) -> Effects:
+        """It may return what it is given, and may draw random numbers another time."""
+        shares, seen = tuple(range(len(self.values))), self.seen
+        return Effects(seen.reads, seen.writes, shares, draws_random=True, is_rehearsed=True)
+
+
+@dataclass
+class Regions:
+    """The regions of a capture, and the calls of them that it has met.
+
+    ``carry``: makes a node of a call, and gives what stands for the tensors that it returns; ``is_value``: says what
+    stands for one.
+    """
+
+    request: Request
+    is_value: Callable[[Any], bool]
+    carry: Callable[[RegionCall], Sequence[Any]]
+    runs: Callable[[], bool] = lambda: False
+    """Whether a call is to run now in place of becoming a node."""
+    calls: list[RegionCall] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """While it is open, each call of a region becomes one node."""
+        self.calls.clear()
+        with watching(self.request.module, self.request.whole, self._call), self._unread(), self._asked():
+            yield
+
+    @property
+    def opaque(self) -> dict[str, nn.Module]:
+        """For ``Program.opaque``."""
+        return {call.target: call.kept for call in self.calls}
+
+    @property
+    def effects(self) -> dict[str, Effects]:
+        """By target."""
+        return {call.target: call.effects for call in self.calls}
+
+    def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.runs():
+            with aside():
+                return inner(*args, **kwargs)
+        given = Structure((args, kwargs), self.is_value)
+        if given.foreign is not TENSOR:
+            raise refuse(
+                f"{region.name}, an opaque region, is given a {type(given.foreign).__name__}, which cannot stand in "
+                "a graph",
+                "keep a larger part of the model whole, in which it is made",
+            )
+        seen = self._seen(region, number)
+        module = self.request.module
+        returned = Structure.described(seen.returned, current_line)
+        parts = {str(place): module.get_submodule(path) for place, path in enumerate(seen.parts)}
+        kept = OpaqueCall(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
+        kept.attributes = seen.sets | seen.asks
+        place = self.request.whole.index(region)  # enc.proj and enc_proj are two
+        target = f"whole_{region.name.replace('.', '_')}_{place}_{number}"
+        call = RegionCall(region, number, target, seen, kept, list(given.tensors))
+        self.calls.append(call)
+        return returned.filled(self.carry(call))
+
+    def _seen(self, region: Region, number: int) -> SeenCall:
+        seen = self.request.seen.get((region.name, number)) or self.request.seen.get((region.name, 0))
+        if seen is not None:
+            return seen
+        raise TraceError(
+            f"{region.name} is opaque, and what it returns is not known, since it has not run on a batch: pass "
+            "example_args= or example_kwargs=, a batch with numbers in which it is called; or, for a model on "
+            f'the meta device, say what: boundaries={{"{region.name}": {{"whole": torch.empty(8, 16, device="meta")}}}}'
+        )
+
+    def _asked(self) -> contextlib.AbstractContextManager[Any]:
+        """While it is open, what the code behind a call asks of tensors is a part of the capture."""
+
+        def note(asked: Asked, line: str) -> None:
+            for call in self.calls:
+                call.kept.asked.setdefault(asked, line)
+
+        return Asking(note) if self.request.whole else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _unread(self) -> Iterator[None]:
+        """While it is open, no other code reads the attributes that regions set, since they are set in a step only."""
+        sets = {pair for seen in self.request.seen.values() for pair in seen.sets}
+        owners: dict[type, set[tuple[int, str]]] = {}
+        for path, name in sets:
+            module = self.request.module.get_submodule(path)
+            owners.setdefault(type(module), set()).add((id(vars(module)), name))
+        with contextlib.ExitStack() as stack:
+            for kind, names in owners.items():
+                stack.enter_context(patched(kind, "__getattribute__", _guarded(kind, names)))
+            yield
+
+
+def _guarded(kind: type, names: set[tuple[int, str]]) -> Callable[[Any, str], Any]:
+    words, plain = {name for _, name in names}, kind.__getattribute__
+
+    def read(module: Any, name: str) -> Any:
+        mine = name in words and (id(object.__getattribute__(module, "__dict__")), name) in names
+        if mine and is_users(sys._getframe(1).f_code.co_filename):  # torch.export looks at all buffers
+            raise refuse(
+                f"forward reads .{name} of a {kind.__name__}, which an opaque region sets when it runs",
+                "return it from there, or keep what reads it whole with it",
+            )
+        return plain(module, name)  # type: ignore[call-arg]
+
+    return read
+
+
+Handler = Callable[[Region, int, Callable[..., Any], Any, Any], Any]
+"""(the region, which of its calls, what it does by itself, args, kwargs) → what the call returns."""
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, regions: Sequence[Region], handle: Handler) -> Iterator[None]:
+    """While it is open, each call of a region is handed to ``handle``. It belongs inside of ``cutting``."""
+    numbers: Counter[str] = Counter()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    by_place = {(id(vars(modules[region.path])), region.method): region for region in regions}
+    places = dict.fromkeys((type(modules[region.path]), region.method) for region in regions)
+
+    def patch(owner: type, method: str) -> Callable[..., Any]:
+        own = vars(owner).get(method)
+        plain = getattr(owner, method)
+
+        @functools.wraps(plain)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
+            inner = getattr(super(owner, module), method) if own is None else own.__get__(module)
+            region = by_place.get((id(vars(module)), method))
+            if region is None:
+                return inner(*args, **kwargs)
+            numbers[region.name] += 1
+            return handle(region, numbers[region.name] - 1, inner, args, kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, method in places:
+            stack.enter_context(patched(owner, method, patch(owner, method)))
+        yield
+
+
+_ASKS: dict[str, Asked] = {
+    **dict.fromkeys(("requires_grad", "grad_fn", "is_leaf"), "whether it needs a gradient"),
+    **dict.fromkeys(("is_contiguous", "stride", "storage_offset"), "how it lies in memory"),
+}
+
+
+class Asking(TorchFunctionMode):
+    """Gives ``note`` what the user's code asks of a tensor that it has computed, and at which line."""
+
+    def __init__(self, note: Callable[[Asked, str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = with_tensors(function, args, kwargs or {})
+        name = str(getattr(function, "__name__", ""))
+        asked = _ASKS.get(str(function.__self__.__name__) if name == "__get__" else name)
+        if asked is not None and _is_computed(args[0], asked) and is_users(sys._getframe(1).f_code.co_filename):
+            self._note(asked, current_line())
+        return function(*args, **kwargs)
+
+
+def _is_computed(tensor: Tensor, asked: Asked) -> bool:
+    """What needs no gradient in a capture is behind no region, or is detached: what such a one returns needs one."""
+    return (
+        tensor.grad_fn is not None if asked == "whether it needs a gradient" else not isinstance(tensor, nn.Parameter)
+    )

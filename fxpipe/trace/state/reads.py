@@ -1,0 +1,230 @@
+"""Reads: what of a model's Python a capture has read (attributes, submodules, hooks), and whether it is still that.
+
+A capture holds it as it was. So every call asks for the number of the state that the model is in: it is another one
+where something that was read has changed since, and what a state has not captured yet is captured in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+from fxpipe.errors import RunError, TraceError
+from fxpipe.trace.patching import ASIDE, patched
+from fxpipe.trace.state.contents import alike, contents
+
+MOST = 16
+"""States that a model may be in: what changes with every step would be captured with every step."""
+
+Key = tuple[int, str]
+"""The identity of a module's ``__dict__``, and a name that was asked for."""
+
+_OWN = frozenset({"training", "_parameters", "_buffers"})
+"""What a pattern has by itself, or a stage follows."""
+
+
+class Reads:
+    """What captures have read, for each state that the model was captured in."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, tuple[str, nn.Module]] = {}
+        self._states: list[dict[Key, Any]] = [{}]
+        self._buffers: dict[Key, Any] = {}
+        """What captures of any state hold by a name, where it is a buffer's; None where there was none."""
+        self._set: frozenset[Key] = frozenset()
+        """What forward sets before it reads it, in captures of any state."""
+        self._now = 0
+        self._glance: _Glance | None = None
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[set[Key]]:
+        """What is read of any module while it is open, by what is not ``aside``."""
+        noted: set[Key] = set()
+        original = nn.Module.__getattribute__
+
+        def note(module: nn.Module, name: str) -> Any:
+            if name not in _OWN and not name.startswith("__") and not ASIDE.get():
+                noted.add((id(object.__getattribute__(module, "__dict__")), name))
+            return original(module, name)
+
+        with patched(nn.Module, "__getattribute__", note):
+            yield noted
+
+    def keep(
+        self,
+        noted: Iterable[Key],
+        roots: Iterable[nn.Module],
+        live: Iterable[nn.Module],
+        sets: frozenset[Key] = frozenset(),
+    ) -> None:
+        """A capture of the present state has read this of ``roots``. ``live``: submodules that stages call whole;
+        ``sets``: what forward sets before it reads it. TraceError for what is set in some captures and read in others.
+        """
+        for root in roots:
+            for path, module in root.named_modules():
+                self._modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
+        follows = {id(vars(part)) for module in live for part in module.modules()}
+        wanted = [key for key in noted if key[0] in self._modules and key[0] not in follows and key not in sets]
+        self._set |= {key for key in sets if key[0] not in follows}
+        self._check_not_carried(wanted)
+        self._states[self._now] |= {key: self._value(key) for key in wanted}
+        self._buffers |= {key: self._buffer(key) for key in (*wanted, *self._saved(live))}
+        self._glance = None
+
+    def _check_not_carried(self, wanted: Iterable[Key]) -> None:
+        carried = next((key for key in (*self._states[self._now], *wanted) if key in self._set), None)
+        if carried is not None:
+            raise TraceError(
+                f"forward sets {self._modules[carried[0]][0]}.{carried[1]} in one kind of batch, or mode, and reads in "
+                "another what a call before has set, which stages and micro-batches in flight do not see; keep it in a "
+                "buffer (register_buffer), and write into it in place"
+            )
+
+    def _saved(self, live: Iterable[nn.Module]) -> Iterator[Key]:
+        """The buffers of these that a state dict has: a stage saves the tensors that were there."""
+        for part in (part for module in live for part in module.modules()):
+            if id(vars(part)) in self._modules:
+                names = part._buffers.keys() - part._non_persistent_buffers_set
+                yield from ((id(vars(part)), name) for name in names)
+
+    @contextlib.contextmanager
+    def rolled_back_on_error(self) -> Iterator[None]:
+        """Where what is inside fails, nothing counts that was read in it: other ranks may not have come so far."""
+        states, buffers, now = [dict(state) for state in self._states], dict(self._buffers), self._now
+        sets = self._set
+        try:
+            yield
+        except BaseException:
+            self._states, self._buffers, self._now, self._glance = states, buffers, now, None
+            self._set = sets
+            raise
+
+    def begin(self) -> None:
+        """The model is as captures shall find it: what compile itself has changed is no change."""
+        self._states[self._now] = {key: self._value(key) for key in self._states[self._now]}
+        self._buffers = {key: self._buffer(key) for key in self._buffers}
+
+    def state(self) -> int:
+        """The number of the state that the model is in; RunError where it has been in too many, or has other buffers
+        than captures hold."""
+        state = self._states[self._now]
+        if self._glance is not None and self._glance.state is state and self._glance.finds_nothing():
+            return self._now
+        self._check_buffers()
+        changed = self._changed(state)
+        if changed is None:
+            self._glance = _Glance(state, self._buffers, self._modules)
+            return self._now
+        known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
+        number = next(known, len(self._states))
+        if number == MOST:
+            path, _ = self._modules[changed[0]]
+            raise RunError(
+                f"{path}.{changed[1]}, which the model reads, has changed {MOST} times since it was compiled, and with "
+                "every change it is captured anew; give what changes from step to step to forward as an input, as a "
+                "0-dimensional tensor"
+            )
+        if number == len(self._states):
+            self._states.append({key: self._value(key) for key in self._states[self._now]})
+        self._now = number
+        return number
+
+    def changed(self) -> str | None:
+        """The name of what has changed since the state was last asked for."""
+        state = self._states[self._now]
+        if self._glance is not None and self._glance.state is state and self._glance.finds_nothing():
+            return None
+        key = self._changed(state)
+        return None if key is None else f"{self._modules[key[0]][0]}.{key[1]}"
+
+    def _changed(self, state: dict[Key, Any]) -> Key | None:
+        for key, value in state.items():
+            now = self._held(key)
+            if now is not value and not alike(value, contents(now)):
+                return key
+        return None
+
+    def _check_buffers(self) -> None:
+        for key, held in self._buffers.items():
+            if self._buffer(key) is not held:
+                path, _ = self._modules[key[0]]
+                raise RunError(
+                    f"{path}.{key[1]} is another buffer than when the model was captured, and the pipeline would go on "
+                    "with the old one; write values into what there is, as buffer.copy_() does, and load_state_dict() "
+                    "without assign=True, or change the model before fxpipe.compile"
+                )
+
+    def _buffer(self, key: Key) -> Any:
+        return self._modules[key[0]][1]._buffers.get(key[1])
+
+    def _held(self, key: Key) -> Any:
+        """What a module has by a name: itself, as a submodule, or by its class; None where that is nothing."""
+        place, name = key
+        homes = _homes(self._modules[place][1])
+        return next((home[name] for _, home in homes if name in home), None)
+
+    def _value(self, key: Key) -> Any:
+        return contents(self._held(key))
+
+
+class _Glance:
+    """Whether all is as it is now, where a state has just been found to be the present one: in a few calls for each
+    module, since every step asks. It may find something where nothing that matters has changed.
+    """
+
+    def __init__(
+        self, state: dict[Key, Any], buffers: Iterable[Key], modules: dict[int, tuple[str, nn.Module]]
+    ) -> None:
+        self.state = state
+        names_of: dict[int, set[str]] = {}
+        for place, name in (*state, *buffers):
+            names_of.setdefault(place, set()).add(name)
+        wanted: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by where it may stand, each once
+        for place, names in names_of.items():
+            module = modules[place][1]
+            wanted[place] = vars(module), {"_modules", "_buffers"}
+            for key, home in (*_homes(module), (id(module._buffers), module._buffers)):
+                wanted.setdefault(key, (home, set()))[1].update(names)
+                names = names.difference(home)
+        self._held: list[tuple[Mapping[str, Any], Callable[..., Any], tuple[Any, ...]]] = []
+        self._absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
+        changeable: dict[int, Any] = {}  # what may be changed in place, each once
+        for home, names in wanted.values():
+            there = sorted(names.intersection(home))
+            self._absent += [(home, absent)] if (absent := frozenset(names.difference(home))) else []
+            changeable |= {id(home[name]): home[name] for name in there if name not in ("_modules", "_buffers")}
+            if there:
+                held = tuple(home[name] for name in there)
+                self._held.append((home, itemgetter(*there, there[0]), (*held, held[0])))
+        insides = [(value, contents(value)) for value in changeable.values()]
+        mutable = [(value, inside) for value, inside in insides if inside is not value]
+        self._empty = [value for value, inside in mutable if _is_empty(value)]
+        self._filled = [(value, inside) for value, inside in mutable if not _is_empty(value)]
+
+    def finds_nothing(self) -> bool:
+        try:
+            held = all(all(map(is_, getter(table), values)) for table, getter, values in self._held)
+        except KeyError:  # one is no longer there
+            return False
+        return (
+            held
+            and all(absent.isdisjoint(home) for home, absent in self._absent)
+            and not any(self._empty)
+            and all(alike(inside, contents(value)) for value, inside in self._filled)
+        )
+
+
+def _homes(module: nn.Module) -> list[tuple[int, Mapping[str, Any]]]:
+    """Where what a module has by a name stands, with an identity each: the first of these that has it."""
+    classes = ((id(cls), vars(cls)) for cls in type(module).__mro__)  # a new view of the class's table each time
+    return [(id(vars(module)), vars(module)), (id(module._modules), module._modules), *classes]
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a container holds nothing, as most tables of hooks: to ask that is cheaper than for its contents."""
+    return type(value) in (dict, list, OrderedDict) and not value

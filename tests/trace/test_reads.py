@@ -1,0 +1,380 @@
+"""What of a model's Python changes between steps counts from then on, as in plain PyTorch, whatever has captured it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import fxpipe
+from fxpipe.errors import RunError
+from fxpipe.plan.capture import captures
+from fxpipe.trace.state.reads import MOST, Reads
+from tests.harness import assert_same, current_seat, strict
+from tests.thinned import in_turn
+
+TRACERS = ["symbolic", "export", "record"]
+
+
+class Schedule:
+    """An object of the user's own."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        self.weight, self.rate, self.power, self.tensor = 1.0, [1.0], 1, torch.ones(())
+
+    @property
+    def doubled(self) -> float:
+        return self.rate[0] * 2
+
+    def __call__(self) -> float:
+        return 2.0**self.power
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Attributes(dict[str, Any]):
+    """A mapping whose attributes are its items, so that to ask for one that it lacks is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+    def __deepcopy__(self, memo: Any) -> Attributes:
+        return Attributes(self)
+
+
+class Unsized(tuple[float, ...]):
+    """A sequence that has no length, as e3nn's representations have none."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Model(nn.Module):
+    """It reads numbers, flags, containers, objects of settings, and objects of the user's own."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.norm, self.above = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.dropout, self.act = nn.Dropout(0.0), nn.ReLU()
+        self.beta, self.halved, self.weights, self.settings = 1.0, False, {"loss": [1.0]}, SimpleNamespace(shift=0.0)
+        self.schedule, self.slotted, self.named = Schedule(), [Slotted()], Attributes(bias=0.0)
+        self.array, self.unsized = np.ones(3), Unsized((1.0,))
+        self.seen = 0
+
+    def factor(self) -> Any:
+        schedule = self.schedule
+        own = schedule.weight * schedule.doubled * schedule() * schedule.shared * schedule.tensor
+        return own * self.slotted[0].scale * float(self.array[1]) * self.gain
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.act(self.norm(self.below(x))))
+        loss = F.cross_entropy(self.above(self.dropout(h)), y) * self.beta * self.weights["loss"][0]
+        return (loss * 0.5 if self.halved else loss) * self.factor() + self.settings.shift + self.named.bias
+
+
+def compiled(tracer: Any = "symbolic") -> tuple[Model, Model, fxpipe.ForwardBackward]:
+    torch.manual_seed(0)
+    plain = type("Model", (Model,), {})()
+    type(plain.schedule).shared = 1.0
+    model, example = copy.deepcopy(plain), None if tracer == "symbolic" else batch(0)
+    topology = fxpipe.Topology([("pipe", 2)])
+    return plain, model, fxpipe.compile(model, topology, microbatches=2, tracer=tracer, example_args=example)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 3, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def step(plain: Model, x: Tensor, y: Tensor, train: bool = True) -> Tensor:
+    losses = [plain(*part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True)]
+    for loss in losses if train else ():
+        loss.backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def another_forward(model: Model) -> None:
+    inner = model.above.forward
+    model.above.forward = lambda h: inner(h) * 2  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "a number": lambda model: setattr(model, "beta", 0.3),
+    "a flag": lambda model: setattr(model, "halved", True),
+    "a number in containers": lambda model: model.weights["loss"].__setitem__(0, 0.2),
+    "a number in an object of settings": lambda model: setattr(model.settings, "shift", 2.0),
+    "an option of a layer": lambda model: setattr(model.norm, "eps", 0.5),
+    "what a layer writes": lambda model: setattr(model.norm, "momentum", 0.5),
+    "dropout": lambda model: setattr(model.dropout, "p", 1.0),
+    "a layer without parameters": lambda model: setattr(model, "act", nn.Tanh()),
+    "an attribute of an object": lambda model: setattr(model.schedule, "weight", 0.5),
+    "what a property of an object reads": lambda model: model.schedule.rate.__setitem__(0, 0.5),
+    "what an object reads when it is called": lambda model: setattr(model.schedule, "power", -1),
+    "an attribute of an object's class": lambda model: setattr(type(model.schedule), "shared", 0.5),
+    "a tensor in an object": lambda model: setattr(model.schedule, "tensor", torch.tensor(0.5)),
+    "the numbers of a tensor in an object": lambda model: model.schedule.tensor.fill_(0.5),
+    "a slot of an object in a list": lambda model: setattr(model.slotted[0], "scale", 0.5),
+    "an item that is an attribute": lambda model: model.named.update(bias=2.0),
+    "an item of an array": lambda model: model.array.__setitem__(1, 0.5),
+    "an attribute of the class": lambda model: setattr(type(model), "gain", 0.5),
+    "a hook of a layer": lambda model: model.above.register_forward_hook(lambda _, given, output: output * 2),
+    "a hook of the model": lambda model: model.register_forward_hook(lambda _, given, output: output * 2),
+    "a hook in front": lambda model: model.below.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
+    "forward of a layer": another_forward,
+}
+
+
+@pytest.mark.parametrize(("tracer", "change"), in_turn(TRACERS, list(CHANGES)))
+def test_what_changes_between_steps_counts_as_in_plain_pytorch(change: str, tracer: str) -> None:
+    plain, model, forward_backward = compiled(tracer)
+    for number in range(2):
+        plain.zero_grad()
+        forward_backward.zero_grad()
+        assert torch.equal(forward_backward(*batch(number)), step(plain, *batch(number)))
+        for part, plain_part in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_same(part.grad, plain_part.grad, change)
+        for name, value in model.state_dict().items():
+            assert_same(value, plain.state_dict()[name], name)
+        with torch.no_grad():
+            wanted = step(copy.deepcopy(plain).eval(), *batch(9), train=False)
+        assert torch.equal(forward_backward.evaluate(*batch(9)), wanted)
+        if number == 0:
+            CHANGES[change](plain)
+            CHANGES[change](model)
+
+
+def test_a_model_that_goes_back_and_forth_is_captured_once_for_each(capfd: pytest.CaptureFixture[str]) -> None:
+    _, model, forward_backward = compiled()
+    plans = forward_backward._planner.plans  # one for each capture that was made
+    losses = []
+    for number in range(6):
+        model.beta = (1.0, 0.25)[number % 2]
+        losses.append(forward_backward(*batch(0)))
+    assert len(plans) == 2
+    assert all(torch.equal(loss, losses[0] * (1.0, 0.25)[number % 2]) for number, loss in enumerate(losses))
+
+
+class KeepsTheMean(nn.Module):
+    """Sets in training what it reads in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.mean = nn.Linear(3, 4), nn.Linear(4, 3), torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = x.mean(0)
+        return self.b(fxpipe.stage_boundary(self.a(x - self.mean))).square().mean()
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_what_one_kind_of_batch_sets_and_another_reads_is_refused(tracer: Any) -> None:
+    x, _ = batch(0)
+    topology = fxpipe.Topology([("pipe", 2)])
+    forward_backward = fxpipe.compile(KeepsTheMean(), topology, microbatches=2, tracer=tracer, example_args=(x,))
+    assert torch.isfinite(forward_backward(x))
+    with pytest.raises(fxpipe.FxpipeError, match=r"sets KeepsTheMean\.mean in one kind .* in a buffer"):
+        forward_backward.evaluate(x)
+
+
+def test_what_is_not_read_may_change_with_every_step() -> None:
+    _, model, forward_backward = compiled()
+    for number in range(MOST + 1):
+        model.seen = number
+        forward_backward(*batch(number))
+    assert len(forward_backward._planner.plans) == 1
+
+
+def test_what_changes_with_every_step_is_refused_with_what_to_write() -> None:
+    _, model, forward_backward = compiled()
+    for number in range(MOST):
+        model.beta = 1.0 + number
+        forward_backward(*batch(0))
+    model.beta = 0.0
+    with pytest.raises(RunError, match=r"Model\.beta, which the model reads, .* give what changes .* as an input"):
+        forward_backward(*batch(0))
+    model.beta = 2.0  # which it has seen
+    forward_backward(*batch(0))
+
+
+def assign_all(model: Model) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+OTHERS: dict[str, Callable[[Model], Any]] = {
+    "below.weight": assign_all,
+    "above.weight": lambda model: setattr(model, "above", nn.Linear(4, 3)),
+    "above.bias": lambda model: setattr(model.above, "bias", nn.Parameter(torch.ones(3))),
+    "above.parametrizations.weight.original0": lambda model: parametrizations.weight_norm(model.above),
+}
+
+
+@pytest.mark.parametrize(("tracer", "name"), in_turn(TRACERS, list(OTHERS)))
+def test_other_parameters_than_were_compiled_are_refused(name: str, tracer: str) -> None:
+    _, model, forward_backward = compiled(tracer)
+    forward_backward(*batch(0))
+    OTHERS[name](model)
+    with pytest.raises(RunError, match=rf"the model's {name} is another parameter than when it was compiled"):
+        forward_backward(*batch(1))
+
+
+class Buffered(nn.Module):
+    """It reads a buffer of its own, one that may be there or not, and counts its calls in one that forward sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("mask", None)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        h = fxpipe.stage_boundary(self.below(x) * self.scale)
+        return F.cross_entropy(self.above(h) if self.mask is None else self.above(h) * self.mask, y)
+
+
+OTHER_BUFFERS: dict[str, Callable[[Buffered], Any]] = {
+    "scale": lambda model: setattr(model, "scale", torch.full((4,), 3.0)),
+    "mask": lambda model: setattr(model, "mask", torch.zeros(3)),
+    "calls": lambda model: vars(model).update(_buffers={**model._buffers, "calls": torch.ones(())}),
+}
+
+
+@pytest.mark.parametrize(("tracer", "name"), in_turn(["export", "record"], list(OTHER_BUFFERS)))
+def test_other_buffers_than_were_captured_are_refused(name: str, tracer: str) -> None:
+    torch.manual_seed(0)
+    model = Buffered()
+    forward_backward = fxpipe.compile(
+        model, fxpipe.Topology([("pipe", 2)]), microbatches=2, tracer=tracer, example_args=batch(0)
+    )
+    forward_backward(*batch(0))
+    model.scale.fill_(2.0)  # what there is may be written
+    forward_backward(*batch(1))
+    forward_backward.evaluate(*batch(1))
+    assert model.calls == 6  # two micro-batches a call
+    OTHER_BUFFERS[name](model)
+    with pytest.raises(RunError, match=rf"Buffered\.{name} is another buffer than when the model was captured"):
+        forward_backward(*batch(1))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.norm, self.above = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.above(fxpipe.stage_boundary(self.norm(self.below(x)))), y)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+def test_another_buffer_of_a_submodule_that_is_called_as_it_is_is_refused(tracer: str) -> None:
+    """The step would write the new one, and a state dict would have the old one."""
+    model = Normed()
+    options: Any = {"microbatches": 2, "tracer": tracer, "example_args": batch(0)}
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), **options)
+    for number in range(2):
+        forward_backward(*batch(number))
+        forward_backward.evaluate(*batch(number))
+    model.norm.running_mean = torch.ones(4)
+    with pytest.raises(RunError, match=r"norm\.running_mean is another buffer than when the model was captured"):
+        forward_backward(*batch(0))
+
+
+def other_forward(x: Tensor) -> Tensor:
+    return x
+
+
+CHANGES_OF_WHAT_IS_READ: dict[str, Callable[[Model], object]] = {
+    "a number": lambda model: setattr(model, "beta", 2.0),
+    "a flag": lambda model: setattr(model, "halved", True),
+    "what is in a container": lambda model: model.weights["loss"].append(2.0),
+    "an item more": lambda model: model.weights.update(more=[]),
+    "settings": lambda model: setattr(model.settings, "shift", 1.0),
+    "one that is gone": lambda model: delattr(model, "halved"),
+    "a submodule": lambda model: setattr(model, "act", nn.Tanh()),
+    "one that is none": lambda model: model._modules.update(act=None),
+    "the table of submodules": lambda model: vars(model).update(_modules={**model._modules, "act": nn.Tanh()}),
+    "a hook": lambda model: model.above.register_forward_hook(lambda *_: None),
+    "what was a method": lambda model: setattr(model.norm, "forward", other_forward),
+    "what was a submodule": lambda model: vars(model).update(act=other_forward),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES_OF_WHAT_IS_READ)
+def test_any_change_between_steps_that_found_none_is_another_state(what: str) -> None:
+    model, reads = Model(), Reads()
+    with reads.noting() as noted:
+        model(torch.randn(2, 3), torch.tensor([0, 1]))
+    reads.keep(noted, [model], [])
+    reads.begin()
+    assert [reads.state() for _ in range(3)] == [0, 0, 0]
+    model.seen += 1  # which it does not read
+    model.beta = float("1.0")  # the same, and another object
+    assert [reads.state() for _ in range(2)] == [0, 0]
+    CHANGES_OF_WHAT_IS_READ[what](model)
+    assert [reads.state() for _ in range(3)] == [1, 1, 1]
+
+
+class ReadsLater(nn.Module):
+    """Reads a number in batches of one kind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.late = nn.Linear(3, 4), nn.Linear(4, 3), 1.0
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        h = self.b(fxpipe.stage_boundary(torch.tanh(self.a(x))))
+        return (h if more is None else h * self.late + more).square().mean()
+
+
+def test_what_a_capture_has_read_that_another_rank_could_not_make_tells_no_ranks_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture, failed = captures.capture, list[str]()
+
+    def failing(request: Any, tracer: str) -> Any:
+        seat = current_seat()
+        if "more" in request.inputs and seat is not None and seat.rank == 1 and not failed:
+            failed.append("once")
+            raise fxpipe.TraceError("no luck on this rank")
+        return capture(request, tracer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(captures, "capture", failing)
+    torch.manual_seed(0)
+    plain = ReadsLater()
+    wanted = [plain(batch(0)[0])]
+    plain.late = 3.0
+    wanted += [plain(batch(0)[0]), plain(*2 * [batch(0)[0]])]
+    for losses in strict(1)(2, one_capture_fails, plain.state_dict()):
+        for got, loss in zip(losses, wanted, strict=True):
+            assert_same(got, loss.detach(), "loss")
+
+
+def one_capture_fails(state: dict[str, Tensor]) -> list[Tensor]:
+    model, (x, _) = ReadsLater(), batch(0)
+    model.load_state_dict(state)
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=1)
+    losses = [forward_backward(x)]
+    with pytest.raises(fxpipe.FxpipeError, match="no luck"):
+        forward_backward(x, x)
+    model.late = 3.0
+    return [*losses, forward_backward(x), forward_backward(x, x)]
