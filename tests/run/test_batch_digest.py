@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxpipe.run.step import batch_digest
 from fxpipe.run.step.batch_digest import Digest
-from fxpipe.run.step.step import batch_digest
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64, torch.bool)
