@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import inspect
 import sys
@@ -85,6 +86,20 @@ FOREACH_NORM: Any = torch._foreach_norm
 
 plain_results: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
+
+
+def recast(tensor: Tensor, kind: type[Tensor]) -> Any:
+    """The tensor, in the same memory, as one of a subclass; a DTensor as one of a subclass of both."""
+    spec: Any = getattr(tensor, "_spec", None)
+    shard: Any = getattr(tensor, "_local_tensor", None)
+    return tensor.as_subclass(kind) if spec is None else _spread(kind)(shard, spec, requires_grad=False)
+
+
+@functools.cache
+def _spread(kind: type[Tensor]) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor if kind is Tensor else type(kind.__name__, (kind, DTensor), {})
 
 
 def wrapper(

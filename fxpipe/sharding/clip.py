@@ -12,7 +12,8 @@ from torch import Tensor
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
-from fxpipe.sharding.flat_bucket import HeldGradient, Piece
+from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.held_gradient import plain
 from fxpipe.validation import is_flag, shown
 
 
@@ -71,8 +72,7 @@ def gradient_of(piece: Piece) -> Tensor | None:
     gradient = piece.gradient() if piece.parameter.grad is not None else None
     if gradient is None:
         return None
-    gradient = gradient if piece.is_whole else local(gradient)
-    return (gradient.as_subclass(Tensor) if isinstance(gradient, HeldGradient) else gradient).detach()
+    return plain(gradient if piece.is_whole else local(gradient)).detach()
 
 
 def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:

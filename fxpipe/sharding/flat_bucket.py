@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,8 @@ from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
 from fxpipe.sharding.bucket_layout import BucketLayout, Slot
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.torch_compat import FOREACH_NORM, ZERO, plain_results, pytree, version_of
+from fxpipe.sharding.held_gradient import held
+from fxpipe.torch_compat import ZERO, version_of
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class FlatBucket:
         view = self._views[place]
         if view is None:
             view = view_of(self._flat, self.layout.slots[place], self.parameters[place])
-            view = self._views[place] = view.as_subclass(HeldGradient) if self._is_part else view
+            view = self._views[place] = held(view) if self._is_part else view
         return view
 
     def _collected(self) -> Tensor:
@@ -388,52 +388,6 @@ TORCHS_CLIP = (
     "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients alone; write "
     "forward_backward.clip_grad_norm_(max_norm), which counts the whole model's"
 )
-_NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
-_MULTIPLES = {Tensor.data.__get__, Tensor.detach, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}  # type: ignore[attr-defined]
-
-
-class HeldGradient(Tensor):
-    """A gradient on one of several pipe ranks. A norm over several of them (torch's ``clip_grad_norm_``, SAM) is a
-    RunError; everything else that is computed with one is a plain tensor."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = plain_results(func, types, args, kwargs or {})
-        if func in _NORMS:
-            given = args[0] if args else next(iter(kwargs.values()))
-            if isinstance(given, Tensor):
-                return _HeldNorm.of(found, given)
-            return [_HeldNorm.of(norm, gradient) for norm, gradient in zip(found, given, strict=True)]
-        return found.as_subclass(HeldGradient) if func in _MULTIPLES else found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self.as_subclass(Tensor), memo)
-
-
-class _HeldNorm(Tensor):
-    """The norm of a gradient that this rank holds, or a number computed from it."""
-
-    gradient: Tensor
-
-    @classmethod
-    def of(cls, norm: Tensor, gradient: Tensor) -> _HeldNorm:
-        made = norm.as_subclass(cls)
-        made.gradient = gradient
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gradients = {id(one.gradient): one.gradient for one in pytree.tree_leaves(args) if isinstance(one, cls)}
-        if len(gradients) > 1:
-            raise RunError(
-                "a norm over several gradients (torch.nn.utils.clip_grad_norm_, SAM) would count this rank's alone; "
-                "forward_backward.clip_grad_norm_(max_norm) clips by the whole model's, and returns it"
-            )
-        found = plain_results(func, types, args, kwargs or {})
-        return cls.of(found, *gradients.values()) if isinstance(found, Tensor) and not found.ndim else found
 
 
 class _Across:

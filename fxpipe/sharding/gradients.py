@@ -25,6 +25,7 @@ from fxpipe.parameters.dtensors import local
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.held_gradient import held
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,9 @@ class Gradients(ABC):
                 local(earlier).add_(local(parameter.grad))
             parameter.grad = earlier
         self._earlier, self._is_aside = {}, False
+        for parameter in self._own.values() if len(self._transport.ranks("pipe")) > 1 else ():
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                parameter.grad = held(parameter.grad)
 
     def _scale(self, factor: Tensor | None) -> None:
         if factor is None:

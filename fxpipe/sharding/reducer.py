@@ -31,7 +31,7 @@ from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.bucket_layout import Item, Kind, lay_out
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.flat_bucket import FlatBucket, HeldGradient, Piece
+from fxpipe.sharding.flat_bucket import FlatBucket, Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, WhoUsed, last_backwards
 
 FIRST_BUCKET_MB = 1.0
@@ -247,9 +247,6 @@ class Reducer(Gradients):
         self._complete.clear()
         self._scale(factor)
         self._add_earlier()
-        for parameter in self._own.values() if len(self._transport.ranks("pipe")) > 1 else ():
-            if type(parameter.grad) is Tensor:
-                parameter.grad = parameter.grad.as_subclass(HeldGradient)
 
     def _hear(self) -> None:
         """Waits only where this rank has not used all."""

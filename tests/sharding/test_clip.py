@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxpipe
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import RunError
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.flat_bucket import Piece
+from tests.pool import Pool
 from tests.strict_transport import run_strict
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
@@ -260,3 +263,42 @@ def test_torchs_own_is_refused_where_a_rank_has_a_part_of_the_model(data: int, f
     whole = nn.utils.clip_grad_norm_(gradients(1)[1].parameters(), 1.0)  # one process has all of it
     for norm in run_strict(body, 2 * data):
         torch.testing.assert_close(norm, whole)
+
+
+def columns(stage: nn.Module, mesh: Any) -> None:
+    for part in stage.modules():
+        if isinstance(part, nn.Linear):
+            parallelize_module(part, mesh["tensor"], ColwiseParallel(output_layouts=Replicate()))
+
+
+SPREAD = {"zero=3": ("data", {"zero": 3}), "tensor": ("tensor", {"parallelize": columns})}
+
+
+def norm_of_spread(how: str) -> float:
+    axis, options = SPREAD[how]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    batch = {"input": torch.ones(2, 4), "target": torch.zeros(2, 2)}
+    forward_backward = fxpipe.compile(
+        model,
+        fxpipe.Topology([("pipe", 2), (axis, 2)]),
+        boundaries=["1"],
+        microbatches=1,
+        loss_fn=nn.functional.mse_loss,
+        example_kwargs=batch,
+        **options,  # type: ignore[arg-type]
+    )
+    forward_backward(**batch)
+    for foreach in (None, False):
+        with pytest.raises(RunError, match=r"clip_grad_norm_\(max_norm\)"):
+            nn.utils.clip_grad_norm_(list(forward_backward.parameters()), 1.0, foreach=foreach)
+    return forward_backward.clip_grad_norm_(1.0).item()
+
+
+@pytest.mark.parametrize("how", SPREAD)
+def test_torchs_own_is_refused_of_what_is_spread_over_a_mesh(how: str, pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    nn.functional.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 2)).backward()
+    whole = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    assert pool.run(norm_of_spread, how, ranks=4) == pytest.approx([whole] * 4)
