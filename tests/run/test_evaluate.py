@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Topology, stage_boundary
 from tests.harness import Engine, engine_of, replica_of
+from tests.replicas import refusals
 from tests.strict_transport import run_strict
 from tests.thinned import every, in_turn
-from tests.whole.test_bugs_data_axis import refusals
 
 IGNORED = -100
 CLASSES, LENGTH, WIDTH = 5, 3, 4

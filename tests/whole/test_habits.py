@@ -1,4 +1,4 @@
-"""Bugs of capture and of its kinds of batch that once bit."""
+"""Habits of real models: Python values as inputs, types that forward asks for, layers that are used twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong with an optimizer's state on its way through torch's distributed checkpoint, without a word."""
+"""Optimizer state through checkpoints: of any optimizer, by torch's helpers, with groups and masters."""
 
 from __future__ import annotations
 

@@ -1,0 +1,323 @@
+"""Replicas whose calls differ: in what they use, in weights, in how many micro-batches, in what a loss is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import Topology, stage_boundary
+from tests.harness import replica_of
+from tests.replicas import (
+    PAIR,
+    SQUARE,
+    Kinds,
+    Parts,
+    assert_parts,
+    compiled_alone,
+    every_zero,
+    gradients,
+    linear,
+    parts,
+    refusals,
+)
+from tests.strict_transport import run_strict
+from tests.thinned import every, in_turn, pairwise
+
+COUNT = 4  # parameters that data may use; the column behind theirs is a micro-batch's weight
+
+
+class Choosing(nn.Module):
+    """Uses the parameters that the data names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes: list[tuple[int, ...]] = [(3,), (20,), (), (2, 5)]
+        self.chosen = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes)
+        self.always = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[:, 0] * self.always
+        for place, parameter in enumerate(self.chosen):
+            if bool(x[:, 1 + place].any()):
+                y = y + parameter.sum() * x[:, 0] * x[:, 1 + place]
+        return y
+
+
+class Again(nn.Module):
+    """Uses them once more, those that the data names from the other end."""
+
+    def __init__(self, first: Choosing) -> None:
+        super().__init__()
+        self.own = Choosing()
+        self.own.chosen, self.own.always = nn.ParameterList(first.chosen), first.always
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        value, uses, weight = x.split([1, COUNT, 1], 1)
+        return y + self.own(torch.cat([value, uses.flip(1), weight], 1))
+
+
+def choice(value: float, uses: Sequence[bool], weight: float) -> Tensor:
+    """A micro-batch of one row."""
+    return torch.tensor([[value, *map(float, uses), weight]])
+
+
+def weight_of(x: Tensor) -> float:
+    return float(x[0, 1 + COUNT])
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.square().sum() / 10
+
+
+Move = tuple[str, Any]
+"""("call" or "later", each replica's batch), ("clear" or "clear to zero", None) or ("drop", which parameter)."""
+
+
+def accumulate(model: Choosing, batches: Sequence[Tensor], total: bool, tied: bool) -> None:
+    """Plain PyTorch's gradients of all replicas' batches, row by row."""
+    rows = [row for batch in batches for row in batch.split(1) if weight_of(row)]
+    for row in rows:
+        share = 1 / (3.0 * len(rows)) if total else weight_of(row) / sum(weight_of(row) for row in rows)
+        y = model(row)
+        (loss_of(Again(model)(row, y) if tied else y) * share).backward()
+
+
+def walked(moves: Sequence[Move], topology: Topology, total: bool, tied: bool, seed: int, **options: Any) -> None:
+    """After each synchronised call of the walk every rank has its part of what plain PyTorch has. ``tied``: two stages
+    share the parameters."""
+
+    def body(rank: int) -> list[Parts]:
+        def loss(y: Tensor) -> Any:
+            return fxpipe.Sum(loss_of(y), 3.0) if total else loss_of(y)
+
+        first, last = Choosing(), topology.size("pipe") - 1
+        if tied:
+            stages: dict[str, Any] = {"module": first, "again": Again(first), "loss": loss}
+            edges, inputs = [("module", "again"), ("again", "loss")], {"module": ["x"], "again": ["x"]}
+        else:
+            stages, edges, inputs = {"module": first, "loss": loss}, [("module", "loss")], {"module": ["x"]}
+        graph = fxpipe.StageGraph.from_callables(stages, edges, inputs)
+        placement = {name: 0 if name == "module" else last for name in stages}
+        step = fxpipe.compile(graph, topology, placement=placement, loss_weight=weight_of, **options)
+        replica = topology.coordinate(rank)["data"]
+        seen = []
+        for what, given in moves:
+            if what.startswith("clear"):
+                step.zero_grad(set_to_none=what == "clear")
+            elif what == "drop":
+                for name, parameter in step.named_parameters():
+                    if name.endswith(f".chosen.{given}"):
+                        parameter.grad = None
+            else:
+                step.set_requires_gradient_sync(what == "call")
+                step(given[replica])
+                if what == "call":
+                    seen.append(
+                        {
+                            name.removeprefix("again.own.").removeprefix("module."): had
+                            for name, had in parts(step).items()
+                        }
+                    )
+        return seen
+
+    every = run_strict(body, topology.world_size, seed)
+    model, count = Choosing(), 0
+    for place, (what, given) in enumerate(moves):
+        if what.startswith("clear"):
+            model.zero_grad(set_to_none=what == "clear" or options["zero"] > 0)
+        elif what == "drop":
+            model.chosen[given].grad = None
+        else:
+            accumulate(model, given, total, tied)
+            if what == "call":
+                names = [name for name, _ in moves[: place + 1]]
+                assert_parts([seen[count] for seen in every], gradients(model), f"after {names}")
+                count += 1
+
+
+NONE, ALL, FIRST = [False] * COUNT, [True] * COUNT, [True] + [False] * (COUNT - 1)
+
+SPOILED = {
+    "a parameter unused": choice(2.0, FIRST, 1.0),
+    "all of them unused": choice(2.0, NONE, 1.0),
+    "no weight": choice(2.0, ALL, 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("total", "before", "victim", "zero", "spoiled"),
+    every(4, list(product([False, True], [[], ["call"]], [0, 1], [0, 1, 2], SPOILED))),  # the victim by the last two
+    ids=str,
+)
+def test_what_one_rank_has_not_used_in_an_unsynchronised_call_is_summed_in_the_next(
+    zero: int, victim: int, spoiled: str, total: bool, before: list[str]
+) -> None:
+    full, quiet = choice(3.0, ALL, 1.0), choice(1.0, NONE, 1.0)
+    unequal = [SPOILED[spoiled] if rank == victim else full for rank in range(2)]
+    moves: list[Move] = [*((what, [full, full]) for what in before), ("later", unequal), ("call", [quiet, quiet])]
+    walked(moves, PAIR, total, tied=False, seed=0, zero=zero, microbatches=1)
+
+
+def random_walk(draw: random.Random, replicas: int, rows: int) -> list[Move]:
+    def batch() -> Tensor:
+        drawn = [
+            choice(draw.choice([1.0, 2.0, 3.0]), [draw.random() < 0.4 for _ in ALL], draw.choice([0.0, 1.0, 1.0, 2.0]))
+            for _ in range(rows)
+        ]
+        return torch.cat(drawn)
+
+    moves: list[Move] = []
+    for _ in range(8):
+        what = draw.choice(["call", "call", "later", "later", "clear", "clear to zero", "drop"])
+        given: Any = draw.randrange(COUNT) if what == "drop" else None
+        moves.append((what, [batch() for _ in range(replicas)] if what in ("call", "later") else given))
+    nobody = choice(1.0, NONE, 1.0).expand(rows, -1)  # so that what is there must be from earlier
+    return [*moves, ("call", [nobody] * replicas)]
+
+
+@pytest.mark.parametrize(
+    ("zero", "total", "pipe", "seed"), pairwise([0, 1, 2], [False, True], [1, 2], every(5, range(10))), ids=str
+)
+def test_any_walk_of_calls_in_which_replicas_use_different_parameters_and_weights_of_zero(
+    zero: int, total: bool, pipe: int, seed: int
+) -> None:
+    draw = random.Random(f"{zero} {total} {pipe} {seed}")
+    replicas, per_node = draw.choice([(2, None), (4, 2), *([(2, 1), (3, None)] if pipe == 1 else [])])
+    rows = draw.choice([1, 2])
+    walked(
+        random_walk(draw, replicas, rows),
+        Topology([("pipe", pipe), ("data", replicas)], per_node),
+        total,
+        pipe == 2 or draw.random() < 0.3,
+        seed,
+        zero=zero,
+        zero_scope=draw.choice(["node", "data"]),
+        bucket_cap_mb=draw.choice([1e-6, 1e-4, 25.0]),
+        microbatches=rows,
+    )
+
+
+@every_zero
+def test_an_optimizers_step_behind_an_unsummed_call_is_told_or_refused(
+    zero: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole parameters drift apart, as in DDP; of parts each rank would step its own by its own gradients."""
+
+    def body(rank: int) -> str:
+        step = compiled_alone(linear(), PAIR, microbatches=1, zero=zero)
+        optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
+        step.set_requires_gradient_sync(False)
+        step(torch.full((2, 4), rank + 1.0))
+        try:
+            optimizer.step()
+        except fxpipe.RunError as error:
+            return str(error)
+        optimizer.zero_grad()
+        optimizer.step()  # nothing is left that was not summed
+        return ""
+
+    told = run_strict(body, 2)
+    fact = "optimizer.step() comes behind a call that has not summed its gradients over the replicas"
+    assert [fact in each for each in told] == [zero > 0] * 2
+    assert (fact in capsys.readouterr().err) == (zero == 0)
+
+
+class Parallel(nn.Module):
+    """Three stages side by side, and one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sides = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.last = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = (stage_boundary(side(x * (place + 1))) for place, side in enumerate(self.sides))
+        return self.last((a * b + c).tanh()).square().mean()
+
+
+def of_replica(replica: int, count: int) -> list[Tensor]:
+    """Its micro-batches, one row each."""
+    return list(torch.randn(count, 4, generator=torch.Generator().manual_seed(replica)).split(1))
+
+
+BESIDE = {"sides.0": 0, "sides.1": 0, "sides.2": 0, "last": 1}
+
+
+def stepped_unevenly(counts: Sequence[int], rank: int, zero: int) -> Parts:
+    topology = SQUARE
+    step = fxpipe.compile(
+        Parallel(),
+        topology,
+        microbatches=2,
+        schedule="interleaved_1f1b",
+        bucket_cap_mb=1e-6,
+        placement=BESIDE,
+        zero=zero,
+    )
+    replica = replica_of(topology)
+    step.step_microbatches([((x,), {}) for x in of_replica(replica, counts[replica])])
+    return parts(step)
+
+
+UNEVEN = [(2, 2), (1, 2), (3, 1), (1, 4)]
+
+
+@pytest.mark.parametrize(("zero", "counts"), in_turn([0, 1], UNEVEN), ids=str)
+def test_replicas_may_have_different_numbers_of_micro_batches(zero: int, counts: tuple[int, int]) -> None:
+    """Stages that run side by side on a rank end in another order then: replicas must start their sums in one."""
+    model = Parallel()
+    for replica, count in enumerate(counts):
+        for x in of_replica(replica, count):
+            (model(x) / sum(counts)).backward()
+    assert_parts(run_strict(lambda rank: stepped_unevenly(counts, rank, zero), 4), gradients(model))
+
+
+def test_replicas_must_have_as_many_micro_batches_where_each_is_summed() -> None:
+    for text in refusals(lambda rank: stepped_unevenly((1, 2), rank, 2), 4):
+        assert text.startswith(
+            "RunError: zero=2 sums gradients in the order of the table, but the replicas run tables of their own"
+        )
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["mean first", "sum first"])
+def test_a_mean_for_one_kind_of_batch_and_a_sum_for_another_is_refused_on_all_ranks(first: bool) -> None:
+    x = torch.ones(4, 4)
+
+    def body(rank: int) -> None:
+        step = fxpipe.compile(Kinds(), SQUARE, microbatches=2)
+        step(x, total=first)
+        step(x, total=first)
+        step(x, total=not first)
+
+    for text in refusals(body, 4):
+        assert text.startswith("RunError: ")
+        assert "the loss is a fxpipe.Sum in one step and a mean in another" in text
+
+
+def test_a_sum_on_one_replica_and_a_mean_on_another_is_refused_on_all_ranks() -> None:
+    def body(rank: int) -> None:
+        fxpipe.compile(Kinds(), SQUARE, microbatches=2)(torch.ones(4, 4), total=replica_of(SQUARE) == 0)
+
+    for text in refusals(body, 4):
+        assert text.startswith("RunError: ")
+        assert "fxpipe.Sum" in text
+
+
+@pytest.mark.parametrize("metrics", [("accuracy", ""), ("accuracy", "largest")], ids=str)
+def test_losses_that_come_with_different_metrics_are_refused_on_all_ranks(metrics: tuple[str, str]) -> None:
+    def body(rank: int) -> None:
+        fxpipe.compile(Kinds(), SQUARE, microbatches=2)(torch.ones(4, 4), metric=metrics[replica_of(SQUARE)])
+
+    for text in refusals(body, 4):
+        assert text.startswith("RunError: ")
+        assert all(repr(metric) in text for metric in metrics if metric)
+        assert "different metrics" in text
