@@ -83,16 +83,16 @@ def compile(
 
     Args:
         model: a module whose cuts are marked with ``fxpipe.stage_boundary``, or a ``StageGraph`` of callables.
-        topo: the grid of ranks; a DeviceMesh whose dimension names include "pipe" or "pp" will do.
+        topo: the grid of ranks; a DeviceMesh whose dimension names include "pipe" or "pp" serves, too.
         loss_fn: called on the model's output and the call's ``target``; None: the model returns the loss.
-        boundaries: submodules that are cut, from outside: names or patterns, of which each is cut before; a dict name →
+        boundaries: submodules that are cut, from outside: names or patterns, each cut before it; a dict name →
             "before", "after", "both", {"every": n}, {"cut": "after", "gather": "batch"} or, of a method, too, "whole"
             (its Python runs for real, as one call in one stage) or {"whole": what it returns}; or a function of
             dict(model.named_modules()) that returns either.
             "auto": the cut and the placement that simulate best; beside what is "whole", {"*": "auto", name: "whole"}.
         microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
         batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension, None
-            (given whole), ``fxpipe.Packed`` (so many rows or list entries for each row of the batch),
+            (not split), ``fxpipe.Packed`` (so many rows or list entries for each row of the batch),
             ``fxpipe.Offsets`` (where packed sequences begin), or such a dict for a dict input; 0 for inputs not in it.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
         placement: stage name → pipe rank; None: where stages outnumber ranks, what simulates best at costs by shapes;
@@ -118,7 +118,7 @@ def compile(
         hardware: what balance and ``preview`` reckon with: the name of a GPU, such as "h100", or ``fxpipe.Hardware``.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once they
             have memory; with a seed by the submodule's name, so that values depend on no placement.
-        checkpoint: a file or folder, safetensors or torch's, of which this rank reads its own part.
+        checkpoint: a file or folder, safetensors or torch's; this rank reads its own part.
         parallelize: ``(stage_module, mesh) -> None``, applied to this rank's stages: FSDP2, tensor parallelism, ...
         stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``; under a table
             with I and W to its forward, I and W, as graphs of operators.
@@ -133,10 +133,10 @@ def compile(
             in one process, each kind of batch that comes later, on its own numbers. Forward hooks of the model run
             then, too; module attributes and containers in them, buffers and random state are put back, Python values
             elsewhere are not. It is left out, as ``print`` of ``.stages`` shows: without an example's numbers, on the
-            meta device, with rows that are all alike, where a rank holds a part of the model, and where it would not be
+            meta device, with rows that are all equal, where a rank holds a part of the model, and where it would not be
             cheap: from 2^28 numbers in parameters, or from 1e10 (1e12 on a GPU) for these times the tokens, steps or
             pixels of a micro-batch.
-        error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks alike and before
+        error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks and before
             an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
             step, micro-batch and stage.
         timeout: seconds that any wait may take, on the CPU, before this rank says what it waits for, warns all others,
@@ -146,7 +146,7 @@ def compile(
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
 
     Raises:
-        TraceError, PartitionError, ScheduleError, TopologyError: what cannot be done, on all ranks alike.
+        TraceError, PartitionError, ScheduleError, TopologyError: what cannot be done, on all ranks.
         RunError: the ranks run different versions, or were given different options or models; or another rank has
             failed, or does not come.
     """

@@ -103,7 +103,7 @@ class Hardware:
         """That of the device at hand, measured once in some seconds and kept in a file, which is read from then on.
 
         Products, memory and launches are measured, on a GPU if there is one. Links are not, which takes two processes:
-        give them, as in ``measured("here.json", link=450e9, link_between=50e9)``. Random state stays as it is.
+        give them, as in ``measured("here.json", link=450e9, link_between=50e9)``. Random state stays unchanged.
 
         Raises:
             RunError: the file is none of these, or was measured on another device than that at hand; or a figure is

@@ -133,7 +133,7 @@ class Options:
 
     @property
     def in_common(self) -> str:
-        """What, beside the program and its schedule, all ranks must have been given alike, in words."""
+        """What, beside the program and its schedule, must be the same on all ranks, in words."""
         return (
             f"batch_dim={describe_value(self.batch_dim)}, loss_weight {'given' if self.loss_weight else 'not given'}, "
             f"zero={self.zero}, zero_scope={self.zero_scope}, bucket_cap_mb={self.bucket_cap_mb}, {self.precision}, "
@@ -142,7 +142,7 @@ class Options:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Option → its value in words, of those that all ranks must have been given alike. Of functions names and code
+        """Option → its value in words, of those that must be the same on all ranks. Of functions names and code
         are compared, and not what they close over; the programs that come of all this are compared later."""
         fields = [field for field in dataclasses.fields(self) if field.name not in _OF_ONE_RANK]
         return {field.name: describe_value(getattr(self, field.name)) for field in fields}

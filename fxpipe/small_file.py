@@ -30,7 +30,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file of which nobody ever sees a part: another process has all of it, or what was there before.
+    """Writes a file in one piece: another process has all of it, or what was there before.
 
     OSError where that fails.
     """

@@ -1,7 +1,7 @@
 """Defer weights: gives a stage the form in which its backward runs in two halves, I and W.
 
 Each call that uses parameters, or values made from parameters alone (a cast, ``weight * scale``, ``weight.t()``),
-becomes one whose parameters' gradients are left to W. The rest of the stage stays as it is. What cannot be split with
+becomes one whose parameters' gradients are left to W. The rest of the stage stays unchanged. What cannot be split with
 the same bits stays in I:
 
 - the parameters of modules that run as a whole, but for those of ``torch.nn`` that are listed here;

@@ -371,7 +371,7 @@ REFUSED = {
     "a malformed file": (("show", "bad.csv"), "bad.csv, line 2, cell 1: '1f0' is no cell; write 1F0"),
     "a binary file": (("show", "binary.csv"), "binary.csv is not UTF-8 text"),
     "an empty file": (("show", "empty.csv"), "empty.csv holds no action"),
-    "a table that halts": (("show", "halts.csv"), "rank 1 waits at 1B0 for 1F0 on rank 1"),
+    "a table that deadlocks": (("show", "stuck.csv"), "rank 1 waits at 1B0 for 1F0 on rank 1"),
     "edges that a file does not have": (("show", "good.csv", "--edges", "0-5"), "edge 0-5 names a stage outside"),
     "edges in a circle": (("show", "1f1b", "--edges", "0-1,1-0"), "the edges form a cycle"),
     "an edge to itself": (("show", "1f1b", "--edges", "0-0"), "the edges form a cycle"),
@@ -400,7 +400,7 @@ def files(tmp_path: Path) -> None:
     (tmp_path / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
     (tmp_path / "good.txt").write_text("0F0,0B0\n1F0,1B0\n")
     (tmp_path / "bad.csv").write_text("0F0,0B0\n1f0,1B0\n")
-    (tmp_path / "halts.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    (tmp_path / "stuck.csv").write_text("0F0,0B0\n1B0,1F0\n")
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "binary.csv").write_bytes(b"\x89PNG\r\n\x1a\n")
     (tmp_path / "folder.csv").mkdir()

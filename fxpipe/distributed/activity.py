@@ -28,8 +28,8 @@ class Call(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """What all ranks in a call must have alike. ``digest``: of it, below 2^31; 0: of nothing. ``facts``: it in words,
-    what → value, asked for where digests differ."""
+    """What must be the same on all ranks in a call. ``digest``: of it, below 2^31; 0: of nothing. ``facts``: what →
+    value in words, asked for where digests differ."""
 
     digest: int = 0
     facts: Callable[[], Mapping[str, str]] = dict
@@ -167,7 +167,7 @@ def _users_line() -> str:
 
 
 def are_apart(marks: Sequence[int]) -> bool:
-    """Whether ranks with these marks are in different calls, or differ in what must be alike there."""
+    """Whether ranks with these marks are in different calls, or differ in what must be the same there."""
     calls, digests = {mark >> ALIKE_BITS for mark in marks}, {mark & (1 << ALIKE_BITS) - 1 for mark in marks}
     return len(calls) > 1 or len(digests - {0}) > 1
 

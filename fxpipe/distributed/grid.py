@@ -63,7 +63,7 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
         remedy = f", or make data the innermost axis: Topology({inner!r}, ranks_per_node={per_node})"
     raise TopologyError(
         f"with ranks_per_node={per_node} the data group {abbreviated(group)} of {shape(axes)} meets "
-        f"nodes unevenly ({parts}), and cannot shard alike in all of them: write {_fitting(sizes, data)}{remedy}"
+        f"nodes unevenly ({parts}), and cannot shard in the same way in all: write {_fitting(sizes, data)}{remedy}"
     )
 
 

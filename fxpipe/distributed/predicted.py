@@ -40,8 +40,8 @@ class Predicted:
 
 
 def words(mark: int, values: Values) -> tuple[int, int, int, int]:
-    """What a rank brings: a hash of the call and of what it expects, with what must be alike, and more of the hash; and
-    each of both less than nothing, so that the maxima give the least and the greatest. ``mark``: as
+    """What a rank brings: a hash of the call and of what it expects, with what must be the same, and more of the hash;
+    and each of both less than nothing, so that the maxima give the least and the greatest. ``mark``: as
     ``activity.LastCall`` has it."""
     call, alike = mark >> ALIKE_BITS, mark & _ALIKE
     each_once = {value: place for place, value in enumerate(dict.fromkeys(values))}  # they may be long
@@ -53,8 +53,8 @@ def words(mark: int, values: Values) -> tuple[int, int, int, int]:
 
 
 def agree(greatest: Sequence[int]) -> bool:
-    """Whether all ranks that brought words with these maxima expect the same; what must be alike is left out by some,
-    who have 0 there."""
+    """Whether all ranks that brought words with these maxima expect the same. Some leave out what must be the same, and
+    have 0 there."""
     most, least, more, less = greatest
     if most >> ALIKE_BITS != _HASH - (least >> ALIKE_BITS) or more != _MORE - less:
         return False

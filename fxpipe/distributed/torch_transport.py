@@ -46,7 +46,7 @@ NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 class _PairLink(NamedTuple):
-    """A directed pair of ranks of which this is one. ``peer``: the other one, and ``place`` its number in the group."""
+    """A directed pair of this rank and another. ``peer``: the other one, and ``place`` its number in the group."""
 
     group: dist.ProcessGroup
     peer: int
@@ -481,7 +481,7 @@ _AT_ONCE = datetime.timedelta(milliseconds=1)
 _FEW = 32
 """Ranks that one sends something, each by a message of its own."""
 _HEAD, _NUMBERS = 512, 16
-"""Bytes of what all ranks of a group send first, where they do not all foresee it, and of the two numbers in front."""
+"""Bytes of what all ranks of a group send first, where they do not all predict it, and of the two numbers in front."""
 _IN_HEAD = _HEAD - _NUMBERS
 _LONGEST = 2**16
 """Bytes in which a rank reports to others in which call it is."""

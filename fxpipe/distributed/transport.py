@@ -43,7 +43,7 @@ class Transport(Protocol):
     """Where buffers live, and what a rank without parameters works on."""
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
-        """Makes ready, on all ranks alike: a queue for each pair, a group for each set of owners and each scope."""
+        """Makes ready, on all ranks: a queue for each pair, a group for each set of owners and each scope."""
 
     def open_more(self, pairs: Sequence[Pair]) -> None:
         """Makes a queue for each further pair, between two steps. A collective call of a pipe group, and of no more."""
@@ -57,7 +57,7 @@ class Transport(Protocol):
     def gather(self, scope: str, item: Any) -> list[Any]:
         """Every rank's ``item``, by rank in the group: plain data as ``plain_data`` has it, on the host.
 
-        RunError on all of them alike where one rank's item is none.
+        RunError on all of them where one rank's item is none.
         """
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ def failing_together(
 ) -> Iterator[None]:
     """What fails inside fails on every rank: ``give_up(reason)`` aborts, so that nobody waits for this one.
 
-    ``spare``: errors that all ranks raise alike, with nothing started: one can go on after them. ``let_go`` drops what
+    ``spare``: errors that all ranks raise, with nothing started: one can go on after them. ``let_go`` drops what
     keeps connections open, while it is found out who is lost.
     """
     lost: PeerLost | None = None

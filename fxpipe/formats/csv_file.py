@@ -186,7 +186,7 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
     """The instructions in an order in which one process could run them, a receive where its message is there.
 
     fxpipe posts receives an action ahead and does not wait for them. Who reads such a file may wait (torch's runtime
-    issues them so, one behind another), and would come to a halt if a receive stood before what it waits for.
+    issues them so, one behind another), and would deadlock if a receive stood before what it waits for.
     """
     rows: list[list[str]] = [[] for _ in schedule.rows]
     begun: set[Message] = set()  # at one end

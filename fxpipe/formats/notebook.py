@@ -15,7 +15,7 @@ MOST_CELLS = 20_000
 
 
 def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> str:
-    """``shown`` as HTML: its timeline's picture, and its own table. A table that comes to a halt has no picture."""
+    """``shown`` as HTML: its timeline's picture, and its own table. A table that deadlocks has no picture."""
     table = preformatted(str(shown))
     schedule = shown if isinstance(shown, Schedule) else shown.schedule
     cells = sum(map(len, schedule.rows))

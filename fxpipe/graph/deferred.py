@@ -95,7 +95,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
 
     It is called with a ``Deferred``; a module to call in place of ``function``, or None; the parameters that it uses,
     but for the module's; those of its arguments that are parameters, or made from these alone; and its arguments. Given
-    one value twice, it stays as it is: autograd would add up what comes back in another order. So it does where hooks
+    one value twice, it stays unchanged: autograd would add up what comes back in another order. So it does where hooks
     were put on the module since: I and W would both call those that see gradients. ``is_attention``: of
     ``nn.MultiheadAttention``, which makes one thing of queries, keys and values that are one object.
     """

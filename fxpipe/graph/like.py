@@ -44,7 +44,7 @@ class TensorLike:
 
 
 def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """``batch`` with its floating-point tensors in ``dtype``; everything else, a count of items too, as it is."""
+    """``batch`` with its floating-point tensors in ``dtype``; everything else, a count of items too, unchanged."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -109,7 +109,7 @@ def root_weight(part: MicrobatchLoss, share: float) -> float:
 
 
 class LossKind(NamedTuple):
-    """What is alike in all losses that are added up. ``metrics``: the names of those that come with it."""
+    """What is the same in all losses that are added up. ``metrics``: the names of those that come with it."""
 
     is_sum: bool
     dtype: torch.dtype

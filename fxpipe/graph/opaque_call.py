@@ -264,8 +264,8 @@ class OpaqueCall(nn.Module):
                 differs = torch.is_grad_enabled() and tensor.requires_grad != seen.requires_grad
             if differs:
                 raise RunError(
-                    f"{result}, and code behind it asks of a tensor {asked}, of which the capture has one answer, and "
-                    "for this one it is another: keep that code whole, too, or return tensors that are alike in that"
+                    f"{result}, and code behind it asks of a tensor {asked}; the capture has one answer, and for this "
+                    'one it is another: make that code "whole", too, or return tensors that do not differ in that'
                     f"\n{line}"
                 )
 

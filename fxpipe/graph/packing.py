@@ -110,7 +110,7 @@ def _is_sound(meta: TensorMeta) -> bool:
 
 
 class PlainMeta:
-    """A single tensor that travels as it is, without gaps or a second look: what nearly all messages are."""
+    """A single tensor that travels unchanged, without gaps or a second look: what nearly all messages are."""
 
     __slots__ = ("_as_told", "_device", "_dtype", "_shape", "_shift", "requires_grad")
 
@@ -121,7 +121,7 @@ class PlainMeta:
 
     @staticmethod
     def of(meta: Meta, device: torch.device) -> PlainMeta | None:
-        """None for any other value. Both ends decide it alike."""
+        """None for any other value. Both ends decide the same."""
         leaf = meta.leaves[0] if meta.spec.is_leaf() and meta.leaves else None
         if not isinstance(leaf, TensorMeta) or leaf.dtype not in _PLAIN or 0 in leaf.shape:
             return None

@@ -21,7 +21,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; a plain tensor as it is."""
+    """This rank's shard of a DTensor; a plain tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)  # by what it can do: torch.distributed may not be there
     shard: Tensor = tensor if to_local is None else to_local()
     return shard
@@ -58,7 +58,7 @@ def part_of(held: Tensor, given: Tensor) -> Tensor:
 
 
 def description_of(tensor: Tensor) -> str:
-    """How a tensor is spread, in words that are equal on ranks where it is spread alike."""
+    """How a tensor is spread, in words that are equal on ranks where it is spread in the same way."""
     if not is_dtensor(tensor):
         return "whole"
     mesh = tensor.device_mesh
@@ -70,7 +70,7 @@ def description_of(tensor: Tensor) -> str:
 def settle_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer; where a group has plain tensors and DTensors, or those of several meshes, it steps one by one.
 
-    torch's ``foreach`` implementations cannot mix them. A group for which the user has chosen stays as it is.
+    torch's ``foreach`` implementations cannot mix them. A group for which the user has chosen stays unchanged.
     """
     for group in optimizer.param_groups:
         kinds = {tensor.device_mesh if is_dtensor(tensor) else None for tensor in group["params"]}

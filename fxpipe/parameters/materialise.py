@@ -72,7 +72,7 @@ def materialise(
         seed: what random numbers in ``init_fn`` come from, along with the path of the submodule.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the whole model; alike on all ranks.
+        CheckpointError: the checkpoint does not fit the whole model; on all ranks.
         RunError: a tensor has got no values.
     """
     tensors = _tensors_of(model, weights)

@@ -1,4 +1,4 @@
-"""Own buffers: what each replica has of its own, such as BatchNorm's statistics, of which a checkpoint has one."""
+"""Own buffers: what each replica has of its own, such as BatchNorm's statistics; a checkpoint has one replica's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights: a checkpoint on disk, of which only what is asked for is read; a class for each kind of file."""
+"""Weights: a checkpoint on disk. Only what is asked for is read; a class for each kind of file."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class Weights:
         return tuple(self.entries)
 
     def shape(self, name: str) -> torch.Size:
-        """A tensor's shape, of which nothing is read. CheckpointError where there is none of this name."""
+        """A tensor's shape; none of its numbers is read. CheckpointError where there is none of this name."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:

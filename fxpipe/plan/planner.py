@@ -276,7 +276,7 @@ class Planner:
             return graph
         for stage in graph if not self.plans else ():
             if has_opaque_calls(stage.module):
-                log(f"stage {stage.name!r} holds an opaque region, and runs as it is, without stage_compiler=")
+                log(f"stage {stage.name!r} holds an opaque region, and runs unchanged, without stage_compiler=")
         compiler = self.options.stage_compiler
         stages = tuple(stage if has_opaque_calls(stage.module) else compiled_lazily(stage, compiler) for stage in graph)
         return dataclasses.replace(graph, stages=stages)

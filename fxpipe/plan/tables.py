@@ -147,7 +147,7 @@ class Tables:
 
 
 def _known_table(first: Plan, graph: StageGraph, microbatches: int, backward: tuple[bool, ...]) -> Schedule | None:
-    """The first plan's table, where it will do: replicas whose batches differ then reduce in one order."""
+    """The first plan's table, where it fits: replicas whose batches differ then reduce in one order."""
     fits = (
         set(graph.stage_edges) <= set(first.graph.stage_edges)
         and (microbatches, backward) == (first.schedule.microbatches, first.schedule.backward)

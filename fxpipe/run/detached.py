@@ -62,7 +62,7 @@ class DetachedLoss(Tensor):
 
 
 def detached(value: Any) -> Any:
-    """A 0-dimensional tensor without a gradient as a ``DetachedLoss``, on the same memory; anything else as it is."""
+    """A 0-dimensional tensor without a gradient as a ``DetachedLoss``, on the same memory; anything else unchanged."""
     if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
         return value.as_subclass(DetachedLoss)
     return value

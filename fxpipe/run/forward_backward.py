@@ -123,7 +123,7 @@ class ForwardBackward:
         elementwise: bool | None = None,
         **kw: Any,
     ) -> DistributedOptimizer:
-        """``cls(params, **kw)`` of which each rank steps its part. A collective call of all ranks.
+        """``cls(params, **kw)``; each rank steps its part. A collective call of all ranks.
 
         Several optimizers may each have some of the parameters. With ``zero`` its parameters are gathered beside the
         next forward: read them through ``forward_backward``, which waits for them. ``torch.distributed.checkpoint``
@@ -317,7 +317,7 @@ class ForwardBackward:
 
         Raises:
             RunError: no step was recorded.
-            ScheduleError: there is no such table. Either is raised on all ranks alike, and nothing has changed then.
+            ScheduleError: there is no such table. Either is raised on all ranks, and nothing has changed then.
         """
         with (
             self._alone("reschedule"),

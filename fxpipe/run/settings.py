@@ -1,4 +1,4 @@
-"""Settings: what was set between two steps that all ranks must have alike, beside the batch of the next one."""
+"""Settings: what was set between two steps that must be the same on all ranks, beside the batch of the next one."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class TimelineRecorder:
         return mean_costs(measured, activation_bytes)
 
     def _recorded(self, *scopes: str) -> Recording:
-        """What was recorded last, or an error on all ranks of these groups alike."""
+        """What was recorded last, or an error on all ranks of these groups."""
         steps = {self._last.step if self._last is not None else -1}
         for scope in scopes:
             steps = set().union(*self._transport.gather(scope, steps))

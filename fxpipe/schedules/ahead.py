@@ -5,7 +5,7 @@ as many as keeps stages between it and its readers busy: 1 + d(s) − d(t) for a
 so many groups where t runs in groups. Where a table runs further ahead than that, or would take longer, all caps are
 doubled until it does not; a cap of all micro-batches is none.
 
-Nothing can halt by it: a table that simulates with these waits has an order in which all its actions can run, and
+Nothing can deadlock by it: a table that simulates with these waits has an order in which all its actions can run, and
 the messages that a cap waits for are posted before the action that it names.
 """
 
@@ -23,7 +23,7 @@ def held_back(
     free: Dependencies, backward: Sequence[bool], microbatches: int, makespan: Callable[[Dependencies], float]
 ) -> Dependencies:
     """``free`` with the least caps by which a step takes no longer. ``makespan``: of a step by such dependencies;
-    infinite where it halts."""
+    infinite where it deadlocks."""
     readers = _readers(free, backward)
     if not readers or (today := makespan(free)) == math.inf:
         return free

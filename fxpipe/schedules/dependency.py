@@ -130,7 +130,7 @@ class Turn(NamedTuple):
 
 
 def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> Iterator[Turn]:
-    """The cells of a table in an order in which they can run; it ends early where the table comes to a halt."""
+    """The cells of a table in an order in which they can run; it ends early where the table deadlocks."""
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}  # action → the ranks that can go on once it has run
     place = [0] * len(rows)
@@ -153,7 +153,7 @@ def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> It
 def steps_of(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[dict[int, Action]]:
     """Of each row, step → action: each as early as its row and its dependencies allow.
 
-    A table that comes to a halt has steps too: what cannot run stands at the end of its row.
+    A table that deadlocks has steps too: what cannot run stands at the end of its row.
     """
     stepped: list[dict[int, Action]] = [{} for _ in rows]
     free = [0] * len(rows)  # the first step behind what a row has so far

@@ -97,7 +97,7 @@ def _is_action(cell: Any) -> bool:
 
 
 def in_order(value: Any) -> Any:
-    """What comes one after another as a tuple; anything else as it is, for ``check_given`` to refuse."""
+    """What comes one after another as a tuple; anything else unchanged, for ``check_given`` to refuse."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else value
 
 

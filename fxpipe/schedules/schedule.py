@@ -196,7 +196,7 @@ class Schedule:
             activation_bytes: what a stage holds per micro-batch in flight.
 
         Raises:
-            ScheduleError: the costs do not fit the stages, or the table comes to a halt.
+            ScheduleError: the costs do not fit the stages, or the table deadlocks.
         """
         from fxpipe.schedules.simulate import simulate
 

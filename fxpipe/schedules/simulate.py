@@ -15,7 +15,7 @@ from fxpipe.schedules.schedule import Schedule, Span, Timeline
 @paused()
 def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None = None) -> Timeline:
     """Runs every action as early as its row and its dependencies allow, the table's own where none are given.
-    ScheduleError where it halts."""
+    ScheduleError where it deadlocks."""
     spans: dict[Action, Span] = {}
     since: dict[Action, float] = {}
     free = [0.0] * len(schedule.rows)
@@ -34,12 +34,12 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
         ran[rank] += 1
     stuck = [str(row[count]) for row, count in zip(schedule.rows, ran, strict=True) if count < len(row)]
     if stuck:
-        raise ScheduleError(f"the table comes to a halt at {', '.join(stuck)}; verify() says why")
+        raise ScheduleError(f"the table deadlocks at {', '.join(stuck)}; verify() says why")
     return Timeline(schedule, spans, since, costs)
 
 
 def makespan(schedule: Schedule, dependencies: Dependencies) -> float:
-    """At the table's costs, or F = 1 and B = 2; infinite where it halts, or is of stages that there are none of."""
+    """At the table's costs, or F = 1 and B = 2; infinite where it deadlocks, or is of stages that there are none of."""
     if any(action.stage >= len(schedule.placement) for row in schedule.rows for action in row):
         return math.inf
     try:

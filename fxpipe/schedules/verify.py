@@ -40,8 +40,8 @@ def verify(schedule: Schedule) -> None:
         pass
     stuck = machine.stuck()
     if stuck:
-        cells = [action for halt in stuck for action in halt.cells]
-        _fail(schedule, cells, "the table comes to a halt: " + "; ".join(halt.reason for halt in stuck))
+        cells = [action for one in stuck for action in one.cells]
+        _fail(schedule, cells, "the table deadlocks: " + "; ".join(one.reason for one in stuck))
     unmatched = machine.unmatched()
     if unmatched:
         _fail(schedule, (), f"{unmatched} is sent and never received, or received and never sent")
@@ -55,7 +55,7 @@ def execution_order(
     order = list(machine.run())
     stuck = machine.stuck()
     if stuck:
-        raise ScheduleError("the table comes to a halt: " + "; ".join(halt.reason for halt in stuck))
+        raise ScheduleError("the table deadlocks: " + "; ".join(one.reason for one in stuck))
     return order
 
 
@@ -174,7 +174,7 @@ def _fail(schedule: Schedule, marked: Collection[Action], fact: str) -> NoReturn
 
 
 @dataclass(frozen=True)
-class Halt:
+class Blocked:
     """A rank that cannot go on: the cell at which it waits, if any is left in its row, and for what."""
 
     cells: tuple[Action, ...]
@@ -296,14 +296,14 @@ class Machine:
         rows = zip(self._next, self.instructions, strict=True)
         return [(rank, row[place]) for rank, (place, row) in enumerate(rows) if place < len(row)]
 
-    def stuck(self) -> list[Halt]:
+    def stuck(self) -> list[Blocked]:
         """The same, with the cells and in words."""
-        return [self._halt(rank, self.instructions[rank][self._next[rank] :]) for rank, _ in self.waiting()]
+        return [self._blocked(rank, self.instructions[rank][self._next[rank] :]) for rank, _ in self.waiting()]
 
-    def _halt(self, rank: int, left: Sequence[Instruction]) -> Halt:
+    def _blocked(self, rank: int, left: Sequence[Instruction]) -> Blocked:
         cells = tuple(step.action for step in left if isinstance(step, Compute))[:1]
         at = f" at {cells[0]}" if cells else ""
-        return Halt(cells, f"rank {rank} waits{at} for " + " and ".join(self._lacks(left[0])))
+        return Blocked(cells, f"rank {rank} waits{at} for " + " and ".join(self._lacks(left[0])))
 
     def _home(self, action: Action) -> str:
         """Where an action stands, in words."""

@@ -50,12 +50,12 @@ from fxpipe.validation import shown
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer of this rank's parameters, of which an inner ``cls(groups, **kw)`` steps this rank's pieces.
+    """A torch optimizer of this rank's parameters. An inner ``cls(groups, **kw)`` steps this rank's pieces.
 
     ``param_groups`` hold the model's own parameters; what a scheduler or the user writes into them counts in the next
     step. ``state`` is the inner one's, by the tensors that are stepped. Several optimizers may share a model.
 
-    A parameter that nobody used has no gradient, and stays as it is. With ``precision`` a step for which any rank's
+    A parameter that nobody used has no gradient, and stays unchanged. With ``precision`` a step for which any rank's
     gradient has an inf or nan is skipped on all ranks, whichever optimizer the gradient belongs to; ``skipped_steps``
     counts them (``steps`` all calls of ``step``), and rank 0 warns of the first and, where that is known, of why.
     ``zero_grad(set_to_none=False)`` sets to None all the same where gradients are sharded.

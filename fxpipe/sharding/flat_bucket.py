@@ -242,7 +242,7 @@ class FlatBucket:
         return steps
 
     def _to_section(self, flat: Tensor, last: bool) -> list[Collective]:
-        """zero=1 and 2: the sum over the shard group, of which each rank adds its section to what it has."""
+        """zero=1 and 2: the sum over the shard group; each rank adds its section to what it has."""
         wire, root = self.way.on_wire(flat), self.layout.root
         if root is not None and root != self.way.rank:
             return [Collective("reduce", "shard", wire, root=root)]
@@ -359,7 +359,7 @@ class FlatBucket:
         return max(slot.start, self.begins), max(min(slot.stop, self.ends), slot.start, self.begins)
 
     def gather(self) -> Work | None:
-        """Starts bringing the values, of which each rank has stepped its section, to all of the shard group."""
+        """Starts an all-gather over the shard group: each rank has stepped its section of the values."""
         if self.values is None or self.way.shards == 1:
             return None
         if self.layout.root is not None:

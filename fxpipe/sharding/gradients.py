@@ -173,7 +173,7 @@ class Gradients(ABC):
                 local(parameter.grad).mul_(factor.to(parameter.grad.device))
 
     def _sum(self, scope: Scope, names: Iterable[str]) -> None:
-        """Sums local parts over a group, in place: each is the sum's local part, since all are spread alike."""
+        """Sums local parts over a group, in place: each is the sum's local part, since all are spread equally."""
         gradients = [self._own[name].grad for name in names]
         parts = [local(gradient) for gradient in gradients if gradient is not None]
         in_flat_buffers(parts, lambda flat: self._transport.all_reduce(scope, flat))

@@ -103,7 +103,7 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[i
             raise RunError(
                 f"{who(0)} and {who(rank)} have made parameter groups of their own, {first} and "
                 f"{options}; groups are "
-                'the whole model\'s: name their parameters on all ranks alike, {"params": "*.bias", ...}'
+                'the whole model\'s: name their parameters on all ranks, {"params": "*.bias", ...}'
             )
     place = {name: number for number, name in enumerate(order)}
     named = [{name for sent in everyone for name in sent[number][0]} for number in range(len(first))]
@@ -111,7 +111,7 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[i
 
 
 def check_replicas(everyone: Sequence[Any]) -> None:
-    """RunError, on all alike, where replicas of a stage make their optimizer with other groups or options."""
+    """RunError, on all, where replicas of a stage make their optimizer with other groups or options."""
     other = next((replica for replica, sent in enumerate(everyone) if sent != everyone[0]), None)
     if other is not None:
         raise RunError(

@@ -201,7 +201,7 @@ class Reducer(Gradients):
             self._complete.add(bucket)
 
     def after(self, action: Action) -> None:
-        """A backward is over, or was left out: what it has not filled goes as it is."""
+        """A backward is over, or was left out: what it has not filled goes unfilled."""
         if not self._live:
             return
         for bucket in self._awaited:

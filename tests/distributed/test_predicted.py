@@ -147,12 +147,12 @@ def gathered_texts() -> tuple[list[bool], list[int]]:
     return found, sizes
 
 
-def test_texts_of_any_length_are_gathered_and_those_of_one_message_foreseen(pool: Pool) -> None:
+def test_texts_of_any_length_are_gathered_and_those_of_one_message_predicted(pool: Pool) -> None:
     for found, sizes in pool.run(gathered_texts, ranks=3):
         assert found == [True] * 3 * len(LENGTHS)
         head = home._HEAD
         rests = [length // 2 * 2 + 3 + home._NUMBERS - head for length in LENGTHS]
-        # The second of three is predicted where the first was kept, and then rank 1 foresees another third one.
+        # The second of three is predicted where the first was kept, and then rank 1 predicts another third one.
         wanted = [[head, head] if rest <= 0 else [head, rest] * 2 for rest in rests]
         assert sizes == [size for each in wanted for size in each]
 
@@ -224,7 +224,7 @@ def test_a_step_settles_by_one_small_collective_and_nothing_else(pool: Pool) -> 
 
 
 @pytest.mark.parametrize("tracer", every(2, ["symbolic", "export"]))
-def test_a_step_of_a_new_kind_of_batch_gathers_nothing_that_is_foreseen(tracer: str, pool: Pool) -> None:
+def test_a_step_of_a_new_kind_of_batch_gathers_nothing_that_is_predicted(tracer: str, pool: Pool) -> None:
     """It settles at once where the plan is there; only of a plan for any shape is it compared what the loss is."""
     new = ["all_reduce of 4"] if tracer == "export" else [*["all_reduce of 4"] * 2, "broadcast of 2"]
     rows = [12, *range(13, 13 + KINDS), 24, 25, 26]

@@ -468,7 +468,7 @@ def frozen_on_one_rank() -> str:
     ("rank", "told"),
     [
         (given_another_model, "have models of their own, of 3 modules with 4 parameters and 3 modules with 3 param"),
-        (frozen_on_one_rank, "differ in the requires_grad of 'two.weight', True and False; set it on every rank alike"),
+        (frozen_on_one_rank, "differ in the requires_grad of 'two.weight', True and False; set it on every rank"),
     ],
 )
 def test_how_models_differ_is_told(pool: Pool, rank: Callable[[], str], told: str) -> None:

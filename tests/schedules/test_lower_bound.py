@@ -401,7 +401,7 @@ def linear_orders(actions: list[Action]) -> Iterator[tuple[Action, ...]]:
 
 
 def all_tables(graph: Bare, m: int, halved: Collection[Half]) -> Iterator[Schedule]:
-    """Every table of a graph that does not halt; ``halved``: the backwards that are I and W in it."""
+    """Every table of a graph that does not deadlock; ``halved``: the backwards that are I and W in it."""
     rows = [
         [
             Action(stage, op, j)

@@ -120,7 +120,7 @@ def test_the_costs_of_a_plan_can_be_given_as_one_value() -> None:
 
 
 def test_a_table_that_halts_is_told_with_the_cells_that_wait() -> None:
-    with pytest.raises(ScheduleError, match="comes to a halt at 0B0, 1F1; "):
+    with pytest.raises(ScheduleError, match="deadlocks at 0B0, 1F1; "):
         halves(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]).simulate()
 
 

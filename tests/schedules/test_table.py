@@ -123,7 +123,7 @@ def test_a_table_that_halts_is_printed_too_and_says_so() -> None:
     parsed = tuple(tuple(map(Action.parse, row)) for row in rows)
     printed = read(str(Schedule(parsed, ((0, 1),), (0, 1), (True, True), 2)))
     assert [[cell for cell in row if cell] for row in printed.cells] == rows
-    assert printed.figures[-1] == "the table comes to a halt at 0B0, 1F1; verify() says why"
+    assert printed.figures[-1] == "the table deadlocks at 0B0, 1F1; verify() says why"
 
 
 def test_a_rank_without_actions_has_an_empty_row() -> None:

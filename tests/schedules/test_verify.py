@@ -477,7 +477,7 @@ def test_verify_and_the_simulator_agree_on_which_shuffled_tables_hang() -> None:
             schedule.verify()
         else:
             hung += 1
-            assert "the table comes to a halt: rank" in error_of(schedule)
+            assert "the table deadlocks: rank" in error_of(schedule)
     assert 50 < hung < 350  # both cases were met
 
 
@@ -520,19 +520,19 @@ def test_receives_in_the_senders_order_arrive() -> None:
 
 
 def test_receives_in_another_order_than_the_senders_never_arrive() -> None:
-    (halt,) = machine_of(SENDER, (Receive(SECOND), Receive(FIRST), NEXT)).stuck()
-    assert halt.cells == (NEXT.action,)
-    assert halt.reason.startswith("rank 1 waits at 1F0 for the value ")
+    (one,) = machine_of(SENDER, (Receive(SECOND), Receive(FIRST), NEXT)).stuck()
+    assert one.cells == (NEXT.action,)
+    assert one.reason.startswith("rank 1 waits at 1F0 for the value ")
 
 
 def test_a_receive_behind_one_that_is_never_sent_never_arrives() -> None:
-    (halt,) = machine_of((FORWARD, Send(SECOND)), (Receive(FIRST), Receive(SECOND), NEXT)).stuck()
-    assert "the value 1 of micro-batch 0 from rank 0 to rank 1" in halt.reason
+    (one,) = machine_of((FORWARD, Send(SECOND)), (Receive(FIRST), Receive(SECOND), NEXT)).stuck()
+    assert "the value 1 of micro-batch 0 from rank 0 to rank 1" in one.reason
 
 
 def test_a_receive_posted_after_the_compute_that_needs_it_is_a_halt() -> None:
-    (halt,) = machine_of(SENDER, (Receive(FIRST), NEXT, Receive(SECOND))).stuck()
-    assert halt.cells == (NEXT.action,)
+    (one,) = machine_of(SENDER, (Receive(FIRST), NEXT, Receive(SECOND))).stuck()
+    assert one.cells == (NEXT.action,)
 
 
 def test_a_send_that_nobody_receives_is_told() -> None:
@@ -542,14 +542,14 @@ def test_a_send_that_nobody_receives_is_told() -> None:
 
 
 def test_a_release_before_the_message_has_arrived_is_a_halt_even_at_the_end_of_a_row() -> None:
-    (halt,) = machine_of((*SENDER, Release(SECOND)), (Receive(FIRST), NEXT)).stuck()
-    assert halt.cells == ()
-    assert halt.reason == "rank 0 waits for the value 1 of micro-batch 0 from rank 0 to rank 1"
+    (one,) = machine_of((*SENDER, Release(SECOND)), (Receive(FIRST), NEXT)).stuck()
+    assert one.cells == ()
+    assert one.reason == "rank 0 waits for the value 1 of micro-batch 0 from rank 0 to rank 1"
 
 
 def test_a_compute_that_waits_for_what_no_rank_has_is_told_so() -> None:
-    (halt,) = machine_of((Compute(Action(0, Op.B, 0)),)).stuck()
-    assert halt.reason == "rank 0 waits at 0B0 for 0F0, which is not in the table"
+    (one,) = machine_of((Compute(Action(0, Op.B, 0)),)).stuck()
+    assert one.reason == "rank 0 waits at 0B0 for 0F0, which is not in the table"
 
 
 # --- reductions of tied parameters ---
@@ -573,22 +573,22 @@ def test_no_table_with_tied_stages_hangs_whatever_the_interleaving(name: str) ->
 
 
 def test_a_rank_that_never_comes_to_a_reduction_is_told() -> None:
-    (halt,) = machine_of((FORWARD, Reduce((0, 1))), ()).stuck()
-    assert halt.cells == ()
-    assert halt.reason == "rank 0 waits for rank 1 to come to the reduction over ranks 0, 1"
+    (one,) = machine_of((FORWARD, Reduce((0, 1))), ()).stuck()
+    assert one.cells == ()
+    assert one.reason == "rank 0 waits for rank 1 to come to the reduction over ranks 0, 1"
 
 
 def test_all_ranks_that_are_absent_from_a_reduction_are_told() -> None:
     one, two = machine_of((Reduce((0, 1, 2, 3)),), (), (Reduce((0, 1, 2, 3)),), ()).stuck()
-    for halt, rank in ((one, 0), (two, 2)):
+    for each, rank in ((one, 0), (two, 2)):
         over = "to come to the reduction over ranks 0, 1, 2, 3"
-        assert halt.reason == f"rank {rank} waits for rank 1 {over} and rank 3 {over}"
+        assert each.reason == f"rank {rank} waits for rank 1 {over} and rank 3 {over}"
 
 
 def test_two_ranks_that_come_to_their_reductions_in_different_orders_are_told() -> None:
     pair, trio = Reduce((0, 1)), Reduce((0, 1, 2))
-    halts = machine_of((pair, trio), (trio, pair), (trio,)).stuck()
-    assert [halt.reason for halt in halts] == [
+    stuck = machine_of((pair, trio), (trio, pair), (trio,)).stuck()
+    assert [one.reason for one in stuck] == [
         "rank 0 waits for rank 1 to come to the reduction over ranks 0, 1",
         "rank 1 waits for rank 0 to come to the reduction over ranks 0, 1, 2",
         "rank 2 waits for rank 0 to come to the reduction over ranks 0, 1, 2",
@@ -598,9 +598,9 @@ def test_two_ranks_that_come_to_their_reductions_in_different_orders_are_told() 
 
 def test_a_reduction_in_front_of_what_another_rank_waits_for_is_a_halt() -> None:
     both = Reduce((0, 1))
-    halts = machine_of((both, FORWARD, Send(FIRST)), (Receive(FIRST), NEXT, both)).stuck()
-    assert [halt.cells for halt in halts] == [(FORWARD.action,), (NEXT.action,)]
-    assert "rank 0 waits at 0F0 for rank 1 to come to the reduction over ranks 0, 1" in halts[0].reason
+    stuck = machine_of((both, FORWARD, Send(FIRST)), (Receive(FIRST), NEXT, both)).stuck()
+    assert [one.cells for one in stuck] == [(FORWARD.action,), (NEXT.action,)]
+    assert "rank 0 waits at 0F0 for rank 1 to come to the reduction over ranks 0, 1" in stuck[0].reason
 
 
 # --- the order for one process ---

@@ -362,8 +362,8 @@ def halted(schedule: Schedule, instructions: Sequence[Sequence[Instruction]]) ->
     for _ in machine.run():
         pass
     stuck = machine.stuck()
-    cells = [str(action) for halt in stuck for action in halt.cells]
-    return cells, "; ".join(halt.reason for halt in stuck) or str(machine.unmatched())
+    cells = [str(action) for one in stuck for action in one.cells]
+    return cells, "; ".join(one.reason for one in stuck) or str(machine.unmatched())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -595,7 +595,7 @@ def test_a_traced_model_keeps_its_names_its_hooks_and_its_later_captures(
             torch.testing.assert_close(found["state"][name], state[name], rtol=1e-4, atol=1e-6)
         assert found["state"]["a.seen"] == ROWS + ROWS - 1
     calls = [found["calls"] for found in results]
-    # a hook runs in each capture, on all ranks alike, and on its own rank for each micro-batch: two steps, two
+    # a hook runs in each capture, on all ranks, and on its own rank for each micro-batch: two steps, two
     # evaluations of as many
     assert [number - calls[-1] for number in calls] == [4 * PARTS, 4 * PARTS, 0, 0]
 

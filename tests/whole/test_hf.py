@@ -324,7 +324,7 @@ def smoothed(output: Any, target: Tensor) -> Tensor:
 
 
 def test_a_loss_of_one_s_own_on_what_the_model_returns() -> None:
-    """To rounding: told that it is exported, transformers makes a mask where it would else ask for is_causal."""
+    """To rounding: told that it is exported, transformers makes a mask where it otherwise asks for is_causal."""
     case = MODELS["Llama"]
     ids = case.batch()["input_ids"]
     model = case.model()

@@ -121,7 +121,7 @@ def test_verify_catches_every_injected_cycle() -> None:
         if not has_cycle(changed):
             changed.verify()
             continue
-        with pytest.raises(ScheduleError, match="the table comes to a halt: rank ") as error:
+        with pytest.raises(ScheduleError, match="the table deadlocks: rank ") as error:
             changed.verify()
         told, grid = str(error.value).split("\n", 1)
         waiting = re.findall(r"waits at (\w+) for", told)

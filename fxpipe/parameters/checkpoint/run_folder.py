@@ -78,7 +78,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def complete(partial: Path) -> Path:
-    """Gives a folder, of which all files are on the disk, its name, and makes it the latest."""
+    """Gives a folder its name, once all its files are on the disk, and makes it the latest."""
     flush(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     partial.rename(final)

@@ -50,7 +50,7 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class AgreedBatch:
-    """What all ranks of a pipe group know alike of a call. ``kind`` numbers the kinds of batch seen so far."""
+    """What every rank of a pipe group knows of a call. ``kind`` numbers the kinds of batch seen so far."""
 
     kind: int
     pattern: Pattern
@@ -310,7 +310,7 @@ class Agreement:
     def _rows_of_everyone(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The rows of each micro-batch on all replicas together, where stages see them; else nothing.
 
-        A collective call of the data axis: replicas ask alike, whether or not captures of theirs depend on it by now.
+        A collective call of the data axis: all replicas ask, whether or not captures of theirs depend on it by now.
         """
         if self._transport.data_size == 1 or not self._planner.first.graph.sees_replicas:
             return ()
@@ -319,7 +319,7 @@ class Agreement:
             everyone = self._transport.gather("data", list(sizes))
             is_even = len({*map(len, everyone)}) == 1
             self._rows[key] = tuple(map(sum, zip(*everyone, strict=True))) if is_even else ()
-            if len(self._rows) > KINDS:  # on all replicas alike, who have asked for the same
+            if len(self._rows) > KINDS:  # on all replicas, who have asked for the same
                 del self._rows[next(iter(self._rows))]
         return self._rows[key]
 

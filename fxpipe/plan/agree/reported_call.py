@@ -56,7 +56,7 @@ class ReportedCall(NamedTuple):
     ) -> ReportedCall:
         """``proposals``: of all ranks, this one too; ``mine``: its own, with its objects. ``named``: a rank in words.
 
-        RunError, alike on all ranks, where they make different calls, or one has reported what is wrong with its own.
+        RunError, on all ranks, where they make different calls, or one has reported what is wrong with its own.
         """
         _check_same_call(proposals, named, planner.module)
         batch_dim = planner.options.batch_dim
@@ -137,9 +137,9 @@ def _difference(one: Flags, other: Flags, model: nn.Module) -> str:
     if not flag:
         return (
             "differ in what forward reads of the model's Python, an attribute or a hook; change the model that was "
-            "given to compile alike on every rank"
+            "given to compile in the same way on every rank"
         )
     return (
-        f"differ in the {flag} of {name or 'the model'!r}, {bool(mine)} and {bool(its)}; set it on every rank alike, "
+        f"differ in the {flag} of {name or 'the model'!r}, {bool(mine)} and {bool(its)}; set it on every rank, "
         "in the model that was given to compile"
     )

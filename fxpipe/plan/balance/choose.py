@@ -163,7 +163,7 @@ def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int,
     """For each block the piece that it becomes a part of; pieces are acyclic, and connected.
 
     A piece is one call of the outermost module that takes no more than ``most`` seconds. What stands in larger ones
-    alone stays as it is, and so does what would wait for itself, such as a module that is called twice with others
+    alone stays unchanged, and so does what would wait for itself, such as a module that is called twice with others
     between.
     """
     paths = {node.name: called_in(node) for node in program.graph.nodes}

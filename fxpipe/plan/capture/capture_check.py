@@ -109,7 +109,7 @@ def check(graph: StageGraph, request: Request, sample: Sample, places: Sequence[
     reason = _unfit(request, sample.batches[places[0]])
     if reason:
         return f"not checked: {reason}"
-    why = "the example has one row, or rows that are all alike"
+    why = "the example has one row, or rows that are all equal"
     for batches in sample.pairs(places):
         trial = _Trial(graph, request, batches)
         try:

@@ -79,11 +79,11 @@ class Captured:
 
 
 SMALL = 2**16
-"""Numbers in a buffer of which a copy is kept."""
+"""The most numbers of a buffer that is copied."""
 MOST = 64
 """Captures that are kept, beyond those of the batch at hand."""
 OBSERVED = 16
-"""Micro-batches of which is remembered what opaque regions returned."""
+"""The most micro-batches whose opaque regions' results are remembered."""
 LATER = "this kind of batch came after compile"
 
 

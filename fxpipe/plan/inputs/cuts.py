@@ -112,7 +112,7 @@ def _rebased(offsets: Tensor | TensorLike, start: int, size: int) -> Tensor | Te
 
 
 def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
-    """The inputs of several micro-batches in a row; what has no rows, or is given whole, is the first's."""
+    """The inputs of several micro-batches in a row; what has no rows, or is not split, is the first's."""
     return {name: joined_input([batch[name] for batch in batches], rule_at(batch_dim, name)) for name in batches[0]}
 
 
@@ -165,7 +165,7 @@ def _in_a_row_of_offsets(parts: Sequence[Any]) -> Any:
 
 
 def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Description:
-    """The description of a batch of so many rows; what is packed stays as it is."""
+    """The description of a batch of so many rows; what is packed stays unchanged."""
 
     def of_rows(name: str, given: InputDescription) -> InputDescription:
         rule = rule_at(batch_dim, name)

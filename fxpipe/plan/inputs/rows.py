@@ -1,4 +1,4 @@
-"""Rows: how many rows a batch has by its inputs, of which counts must fit what they count, and each micro-batch's."""
+"""Rows: how many rows a batch has by its inputs, and each micro-batch's. Counts must fit what they count."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
 
 
 def _size(path: str, entry: InputRows) -> int | None:
-    """How long an input is where it is cut; None for what is given whole."""
+    """How long an input is where it is cut; None for what is not split."""
     rule = entry.rule
     if rule is None or isinstance(rule, Mapping):
         return None

@@ -47,7 +47,7 @@ class Bound:
     """What they post, in order."""
 
     def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> list[StepResult]:
-        """Runs a step, of which each rank has a stopwatch of its own."""
+        """Runs a step. Each rank has a stopwatch of its own."""
         grad = torch.enable_grad if self.kind.training else torch.no_grad
         off = [region._replace(enabled=False) for region in self.kind.autocast]
         for executor in self.executors:

@@ -51,7 +51,7 @@ class GroupInputs:
     """The inputs of a step's gathered stages.
 
     ``rows``: of each micro-batch. ``is_cut``: whether the micro-batches were cut from one batch, so that what they were
-    given whole is the same. ``places``: where values have their rows, as far as it is known.
+    not split is the same. ``places``: where values have their rows, as far as it is known.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GroupInputs:
         self._everyone: dict[range, tuple[int, ...]] = {}
 
     def of_batch(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> Any:
-        """A batch input of a group: its rows; what is given whole must be the same for all, and is the first's."""
+        """A batch input of a group: its rows; what is not split must be the same for all, and is the first's."""
         along = rule_at(self._batch_dim, name)
         if not isinstance(along, int | None):
             return self._of_packed(name, parts, along, mode)
@@ -179,7 +179,7 @@ class GroupInputs:
         return [leaf if place is None else self._of_everyone(leaf, place, everyone) for leaf, place in pairs]
 
     def _check_alike(self, text: str, leaves: Sequence[Any], places: Sequence[int | None]) -> None:
-        """RunError on all replicas alike where their rows do not go together. A collective call of them."""
+        """RunError on all replicas where their rows do not go together. A collective call of them."""
         facts = [
             (leaf.dtype, leaf.requires_grad, _beside(leaf, place)) if place is not None else None
             for leaf, place in zip(leaves, places, strict=True)

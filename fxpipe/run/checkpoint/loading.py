@@ -80,13 +80,13 @@ def load(
         ``extra``, with the number of steps that were made under "step".
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or none that fits; on all ranks alike.
+        CheckpointError: there is no whole checkpoint, or none that fits; on all ranks.
     """
     parts = inside(forward_backward)
     gathering = TransportGathering(parts.transport)
     with (
         announced("load", extends=True),
-        parts.failing.together(Exception),  # which all ranks raise alike, with nothing under way
+        parts.failing.together(Exception),  # which all ranks raise, with nothing under way
         torch.inference_mode(False),  # or what is made for the optimizer could never be stepped
         torch.no_grad(),
     ):

@@ -77,7 +77,7 @@ def save(
         complete.
 
     Raises:
-        CheckpointError: on all ranks alike, with the earlier checkpoints as they were: something is not plain data, the
+        CheckpointError: on all ranks, with the earlier checkpoints as they were: something is not plain data, the
             disk is full or read-only, another run writes to the folder, or an earlier ``block=False`` has failed.
     """
     parts = inside(forward_backward)
@@ -86,7 +86,7 @@ def save(
     with (
         announced(f"save, step {step!r:.20}" + ("" if block else ", block=False"), extends=True),
         parts.failing.together(Exception),
-    ):  # which all ranks raise alike, with nothing under way
+    ):  # which all ranks raise, with nothing under way
         parts.failing.check_open()
         return saver.save(parts, given)
 

@@ -33,7 +33,7 @@ class _Counts:
         """By its ``id``, which no other has as long as it is kept here."""
 
     def is_due(self, plan: Plan, kind: int) -> bool:
-        """Whether the next call is checked; all ranks of a pipe group find alike."""
+        """Whether the next call is checked; all ranks of a pipe group find the same."""
         _, count = self._of_plan.get(id(plan), (plan, 0))
         self._of_plan[id(plan)] = plan, count + 1
         due = is_checked(count)
@@ -49,7 +49,7 @@ class _Counts:
         self._of_plan = {key: counted for key, counted in self._of_plan.items() if key in known}
 
 
-class _Told(NamedTuple):
+class _Given(NamedTuple):
     """What one rank was given: input → its number; and those inputs that have rows."""
 
     numbers: Mapping[str, int]
@@ -88,7 +88,7 @@ class BatchCheck:
         """
         if self._left is not None:
             (what, digest, beyond), self._left = self._left, None
-            everyone = self._transport.gather("pipe", _Told(digest.numbers(), frozenset(digest.with_rows)))
+            everyone = self._transport.gather("pipe", _Given(digest.numbers(), frozenset(digest.with_rows)))
             self._check_equal("pipe", what, everyone)
             self._warn_of_nothing_shared(what, everyone)
             if beyond:
@@ -96,10 +96,10 @@ class BatchCheck:
         if everywhere and self._beyond is not None:  # all ranks have it from the same step
             (what, numbers), self._beyond = self._beyond, None
             if self._tensor:
-                self._check_equal("tensor", what, self._transport.gather("tensor", _Told(numbers, frozenset(numbers))))
+                self._check_equal("tensor", what, self._transport.gather("tensor", _Given(numbers, frozenset(numbers))))
             self._warn_of_equal_replicas(what, numbers)
 
-    def _check_equal(self, scope: str, what: str, everyone: Sequence[_Told]) -> None:
+    def _check_equal(self, scope: str, what: str, everyone: Sequence[_Given]) -> None:
         ranks = self._transport.ranks(scope)
         shared = _shared(everyone)
         differing = {name: numbers for name, numbers in shared.items() if len(set(numbers.values())) > 1}
@@ -110,12 +110,12 @@ class BatchCheck:
             f"{what}: the ranks {list(ranks)} of a {scope} group were given different batches, and must be given the "
             f"same; what differs is {text}. Draw the same rows on all of them with {_USE_SAMPLER}, or with "
             "DistributedSampler(dataset, num_replicas=topo.data_size, rank=topo.data_rank), whose defaults count every "
-            "rank as a replica. Where the rows are the same but random augmentation differs, seed it alike on these "
-            "ranks, such as by torch.manual_seed(topo.data_rank) in front of the loop, or pass None for an input where "
+            "rank as a replica. Where the rows are the same but random augmentation differs, give these ranks one "
+            "seed, such as by torch.manual_seed(topo.data_rank) in front of the loop, or pass None for an input where "
             "it is not in forward_backward.required_inputs. compile(check_batches=False) leaves this check out"
         )
 
-    def _warn_of_nothing_shared(self, what: str, everyone: Sequence[_Told]) -> None:
+    def _warn_of_nothing_shared(self, what: str, everyone: Sequence[_Given]) -> None:
         """Once, from one rank of all."""
         groups = _connected([sent.with_rows for sent in everyone])
         if self._transport.rank == 0 and len(groups) > 1 and not self._sampled():
@@ -152,7 +152,7 @@ class BatchCheck:
             warn(f"{text}. compile(check_batches=False) leaves this check out", UserWarning)
 
 
-def _shared(everyone: Sequence[_Told]) -> dict[str, dict[int, int]]:
+def _shared(everyone: Sequence[_Given]) -> dict[str, dict[int, int]]:
     """Input → place in the group → number, of those that two or more were given."""
     names = dict.fromkeys(name for sent in everyone for name in sent.numbers)
     given = {name: {p: sent.numbers[name] for p, sent in enumerate(everyone) if name in sent.numbers} for name in names}

@@ -21,7 +21,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool = False) ->
     A 0-dimensional tensor of fractions is this replica's part of a mean, weighted already by its share of the whole
     batch, so that the parts only add up; and so do counts (integers), and the total and count of a ``Sum``.
     ``is_of_all``: each replica's output is that of all rows, so that counts and sums are the whole batch's as they are.
-    RunError on all of them alike where they have different numbers.
+    RunError on all of them where they have different numbers.
     """
     if transport.data_size == 1:
         return output

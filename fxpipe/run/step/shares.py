@@ -135,7 +135,7 @@ class ItemNumbers:
         ]
 
     def _check(self, items: Items, number: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
-        """RunError, on all replicas alike, where they were given the numbers of their own parts of the batch."""
+        """RunError, on all replicas, where they were given the numbers of their own parts of the batch."""
         self._given += 1
         if self._transport.data_size == 1 or self._given > _CHECKED:
             return

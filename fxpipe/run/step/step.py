@@ -175,12 +175,12 @@ class Steps:
     def _agree(
         self, calls: Sequence[Call], split_evenly: bool, training: bool
     ) -> tuple[AgreedBatch, list[dict[str, Any]]]:
-        """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks alike."""
+        """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks."""
         self._failing.check_open()
         self._transport.begin_step()
         self.compare_batches(everywhere=True)
         proposal, given = self.agreement.propose(calls, split_evenly, training)
-        # A refusal is raised by the whole pipe group alike; but other replicas are mid-step then, and must not wait.
+        # A refusal is raised by the whole pipe group; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
             agreed = self.agreement.settle(proposal, given)
         self._forget()
@@ -188,7 +188,7 @@ class Steps:
         return agreed, self.agreement.batches(agreed, proposal, given)
 
     def _forget(self) -> None:
-        """Drops what is kept of kinds of batch that are not known any more; all ranks of a pipe group alike."""
+        """Drops what is kept of kinds of batch that are not known any more; the same on all ranks of a pipe group."""
         kinds, self.agreement.dropped = self.agreement.dropped, []
         self._trained.difference_update(kinds)
         if kinds:
@@ -211,7 +211,7 @@ class Steps:
         self._outcomes.clear()
 
     def compare_batches(self, everywhere: bool) -> None:
-        """Compares what an earlier call has left. The pipe group raises alike; other groups must not wait for it."""
+        """Compares what an earlier call has left. The pipe group raises together; other groups must not wait for it."""
         with self._failing.together(*self._alike):
             self._check.compare(everywhere)
 

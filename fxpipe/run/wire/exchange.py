@@ -36,7 +36,7 @@ class Exchange(Protocol):
         of each do."""
 
     def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
-        """A step begins. ``numbers``: one for each micro-batch: where they are equal, messages look alike.
+        """A step begins. ``numbers``: one for each micro-batch: where they are equal, messages have the same layout.
         ``receives``: what will be posted, in order; the same object in all steps that post the same."""
 
     def finish(self) -> None:

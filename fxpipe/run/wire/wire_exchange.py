@@ -44,7 +44,7 @@ class _WireLayout:
 
     def __init__(self, meta: Meta, device: torch.device) -> None:
         self.meta, self.nbytes = meta, meta.nbytes
-        self.like = PlainMeta.of(meta, device)  # of a single plain tensor, which travels as it is
+        self.like = PlainMeta.of(meta, device)  # of a single plain tensor, which travels unchanged
 
 
 class _Described:

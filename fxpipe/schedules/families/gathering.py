@@ -37,6 +37,6 @@ def groups_behind(gather: Mapping[int, int | None], problem: Problem) -> tuple[i
             if first[1] != size:
                 raise ScheduleError(
                     f"stage {stage} is behind groups of two sizes, {first[1]} micro-batches at stage {first[0]} and "
-                    f"{size} at stage {origin}; gather both alike"
+                    f"{size} at stage {origin}; gather both in the same way"
                 )
     return tuple(groups[stage][1] if stage in groups else 1 for stage in range(len(problem.placement)))

@@ -37,7 +37,7 @@ def in_laps(problem: Problem) -> tuple[Row, ...]:
 
     A lap is ⌈D / v⌉ deep, p on Megatron's chain: so many micro-batches make a group. A rank warms up with two forwards
     for each stage behind its last one, and a group for each of its other stages; then one forward, one backward. Where
-    that would halt, the ranks that halt run further forwards.
+    that would deadlock, the ranks that wait run further forwards.
     """
     most = max(len(stages) for stages in problem.stages_of)
     lap = math.ceil(max(problem.depth) / most)

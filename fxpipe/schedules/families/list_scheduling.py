@@ -77,7 +77,7 @@ def list_schedule(
     ``room``: limits the bytes that each rank holds from forward to W, the costs' ``activation_bytes`` and
     ``deferred_bytes``; as many micro-batches as ``caps`` allows must fit.
 
-    It comes to no halt: take the first micro-batch that is not done. Nothing before it is in flight, so the first
+    It does not deadlock: take the first micro-batch that is not done. Nothing before it is in flight, so the first
     stage's forward that is missing may run; and when all forwards have run, so may the last stage's backward. What
     W's hold keeps nothing waiting for long: they are ready. A stage without backward waits for its readers' earlier
     micro-batches, or groups, which have run by then.

@@ -160,5 +160,5 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
                 text = "; ".join(f"{one}: {kind}" for one, kind in zip(who, kinds, strict=True))
                 raise RunError(
                     f"{name} is tied over several ranks, and parallelize has spread it differently on them ({text}); "
-                    "spread it alike, so that its gradients can be summed"
+                    "spread it in the same way, so that its gradients can be summed"
                 )

@@ -311,7 +311,7 @@ class ParallelGradients(Gradients):
         return self._inner.pieces() + super().pieces()
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
-        """A DTensor as it is, whose operations keep it spread."""
+        """A DTensor, whose operations keep it spread."""
         wanted = set(names)
         claim = self._inner.claim(wanted, whole)
         spread = [piece for piece in super().pieces() if piece.name in wanted]

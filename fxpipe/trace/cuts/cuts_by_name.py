@@ -142,7 +142,7 @@ def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
 
 
 def named(model: nn.Module, boundaries: Boundaries) -> Boundaries:
-    """What a function given as ``boundaries`` returns; anything else as it is."""
+    """What a function given as ``boundaries`` returns; anything else unchanged."""
     if not callable(boundaries):
         return boundaries
     with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):

@@ -19,7 +19,7 @@ from fxpipe.trace.user_line import current_line, only_tells
 
 @contextlib.contextmanager
 def sizes_as_numbers() -> Iterator[None]:
-    """While it is open a symbolic size is to users' Python what a number is, which it would else be only to torch.
+    """While it is open a symbolic size is to users' Python what a number is, which it otherwise is to torch alone.
 
     Its class is ``int``, to ``isinstance``, ``match`` and ``singledispatch``, too; a comparison is True or False; what
     users write into text ("s27" to torch) is the number, which it then is for this capture, where the text is not only

@@ -1,4 +1,4 @@
-"""Frames: calls of submodules and of autograd functions while they run, each of which may become one operation."""
+"""Frames: calls of submodules and of autograd functions while they run. Each may become one operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Closeness: how far two tensors are apart, of which either may be None for zeros."""
+"""Closeness: how far two tensors are apart; either may be None for zeros."""
 
 from __future__ import annotations
 
