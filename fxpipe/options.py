@@ -1,6 +1,6 @@
 """Options: what ``fxpipe.compile`` is asked for. Each option stands here once, with its default, and is checked here.
 
-A new option is a field of ``Options`` and, for the reader's editor, a parameter of ``compile``; a test compares.
+A new option is a field of ``Options`` and a parameter of ``compile``, which hands it over; a test compares.
 """
 
 from __future__ import annotations
@@ -108,12 +108,6 @@ class Options:
             raise RunError(f"precision is {self.precision!r}; write fxpipe.Precision(compute=torch.bfloat16)")
         if self.parallelize is not None:
             self._check_parallelize()
-
-    @staticmethod
-    def of(arguments: Mapping[str, Any]) -> Options:
-        """Out of a call's arguments, of which those that are no options are left out."""
-        names = {field.name for field in dataclasses.fields(Options)}
-        return Options(**{name: value for name, value in arguments.items() if name in names})
 
     @property
     def has_example(self) -> bool:

@@ -89,7 +89,7 @@ def told_with_seed(program: str, seed: int) -> str:
 
 
 def test_what_compile_alone_needs_is_not_held_beyond_it() -> None:
-    options = Options.of({"model": None, "zero": 1, "example_args": [1], "init_fn": print, "checkpoint": "here"})
+    options = Options(zero=1, example_args=[1], init_fn=print, checkpoint="here")
     assert options.has_example
     after = options.for_calls()
     assert (after.has_example, after.init_fn, after.checkpoint, after.zero) == (False, None, None, 1)
