@@ -11,10 +11,10 @@ from torch import nn
 
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.connect import connect
+from fxpipe.distributed.forward_collectives import check_sync_batch_norms
 from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import clock_of
-from fxpipe.distributed.sync_batch_norm import check_sync_batch_norms
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, failing_together
 from fxpipe.errors import RunError, TopologyError
@@ -32,10 +32,9 @@ from fxpipe.plan.planner import Planner
 from fxpipe.plan.preview.forecast import Stepping, over_the_limit, preview_of
 from fxpipe.plan.preview.previewed import Preview
 from fxpipe.precision import Precision
-from fxpipe.progress import log
+from fxpipe.progress import log, warn
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.run.rank_state import base_seed, make_rank_state, open_groups, take_own_part
-from fxpipe.run.user_warning import warn
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -40,3 +43,18 @@ def log(text: str, stream: TextIO | None = None) -> None:
     """Prints to stderr, or to a stream; of several processes only rank 0."""
     if is_teller():
         print(text, file=stream or sys.stderr, flush=True)
+
+
+# --- Warnings that point to the user's own line, however far it is from what warns ---
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warns of the call by which the user's code has entered fxpipe."""
+    warnings.warn(text, category, stacklevel=1 + _frames_of_fxpipe())
+
+
+def _frames_of_fxpipe() -> int:
+    """How many calls lie between the user's code and the caller."""
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())][1:]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
+    return next((place for place, name in enumerate(names) if not name.startswith("fxpipe.")), len(names))

@@ -14,13 +14,15 @@ It ends: every edge between fully separated pieces strictly shrinks the set of b
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.program import (
     Program,
     before_boundary,
@@ -29,14 +31,13 @@ from fxpipe.graph.program import (
     is_boundary,
     is_boundary_value,
     is_compute,
+    made_by,
     readers,
     where,
 )
 from fxpipe.graph.topological import topological_order
-from fxpipe.passes.alias_groups import holders_of_written
+from fxpipe.passes.alias_groups import held, holders_of_written
 from fxpipe.passes.analysis.effects import is_number, writes_apart, written
-from fxpipe.passes.analysis.inner_gradients import inner_gradients
-from fxpipe.passes.analysis.lone_writes import hosts_of_lone_writes
 from fxpipe.passes.analysis.union import Union
 
 T = TypeVar("T", bound=Hashable)
@@ -335,3 +336,103 @@ def _cycle(program: Program, waiting: list[fx.Node]) -> PartitionError:
         f"{names} write or share memory that is written, so they must run in one stage, but a stage boundary lies "
         "between them; write out of place, or move the boundary"
     )
+
+
+# --- Lone writes: those that no value leads to or from, such as a batch norm's count of its calls ---
+
+
+def hosts_of_lone_writes(program: Program, units: Union[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(a node of each unit that only writes, the node to run it with), for units of the nodes to place.
+
+    It is the next node of the same submodule, or of the nearest around it; or else the one before.
+    """
+    connected = _connected(program, units)
+    written = frozenset().union(*program.written)
+    nodes = list(program.graph.nodes)
+    lone: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node in units and node.name in written and units.find(node) not in connected:
+            lone.setdefault(units.find(node), node)
+    if not lone:
+        return
+    position = {node: place for place, node in enumerate(nodes)}
+    inside: dict[str, list[int]] = {}  # submodule → the places of the nodes that were called in it
+    for node in nodes:
+        if node in units and units.find(node) in connected and not is_number(node):
+            for path in _paths(node):
+                inside.setdefault(path, []).append(position[node])
+    for node in lone.values():
+        places = next((inside[path] for path in reversed(_paths(node)) if path in inside), [])
+        if places:
+            yield node, nodes[places[min(bisect(places, position[node]), len(places) - 1)]]
+
+
+def _connected(program: Program, units: Union[fx.Node]) -> set[fx.Node]:
+    """The units that a value leads to or from."""
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        for source in {made_by(operand) for operand in node.all_input_nodes}:
+            if source not in units:
+                continue
+            if node.op == "output":
+                found.add(units.find(source))
+            elif node in units and not units.same(source, node):
+                found |= {units.find(source), units.find(node)}
+    return found
+
+
+def _paths(node: fx.Node) -> list[str]:
+    """The submodules that a node was called in, outermost first; the model itself is \"\"."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return list(dict.fromkeys(["", *(path for path, _ in stack.values())]))
+
+
+# --- Inner gradients: what forward itself differentiates (forces, gradient penalties) must lie in one stage ---
+
+
+def inner_gradients(program: Program) -> list[list[fx.Node]]:
+    """For each ``torch.autograd.grad`` in forward, the call and the nodes that it goes through; TraceError where a
+    boundary is one of them."""
+    found = []
+    for node in program.graph.nodes:
+        if node.target is torch.autograd.grad:
+            between = _between(program, node)
+            marker = next((other for other in between if is_boundary(other)), None)
+            if marker is not None:
+                raise TraceError(
+                    f"forward computes a gradient{where(node)} through the stage boundary {marker.name}{where(marker)},"
+                    " and autograd knows only what its own stage has computed; move the boundary behind the gradient, "
+                    "or in front of what it is taken by (requires_grad_ and all that follows)"
+                )
+            found.append([*between, node])
+    return found
+
+
+def _between(program: Program, call: fx.Node) -> list[fx.Node]:
+    """The nodes on the way from what a gradient is taken by to what it is taken of, in program order.
+
+    A write is on the way where what it writes is. A parameter enters with the modules that hold it, too.
+    """
+    sources = set(_nodes(call, 1, "inputs"))
+    tensors = {tensor for source in sources for tensor in held(program, source)}
+    entries = {n for n in program.graph.nodes if n.op == "call_module" and held(program, n) & tensors}
+    before = [node for node in program.graph.nodes if node < call]
+    reached = sources | entries
+    for node in before:
+        if any(operand in reached for operand in node.all_input_nodes):
+            reached |= {node, *written(program, node)}
+    wanted = set(_nodes(call, 0, "outputs"))
+    for node in reversed(before):
+        if node in wanted or any(target in wanted for target in written(program, node)):
+            wanted |= {node, *node.all_input_nodes}
+    passed = (reached & wanted) - sources | (entries & wanted)
+    passed |= {node for node in sources & wanted if any(operand in reached for operand in node.all_input_nodes)}
+    return [node for node in before if node in passed]
+
+
+def _nodes(call: fx.Node, place: int, name: str) -> Iterable[fx.Node]:
+    """The nodes in an argument of a call."""
+    argument: Any = call.args[place] if place < len(call.args) else call.kwargs.get(name)
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)
+    return found

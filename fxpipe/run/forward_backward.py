@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from weakref import WeakValueDictionary, ref
@@ -38,7 +36,6 @@ from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
-from fxpipe.sharding.flat_bucket import TORCHS_CLIP
 from fxpipe.validation import Expected, check, is_flag, is_whole, shown
 
 
@@ -92,15 +89,8 @@ class ForwardBackward:
         return self._module
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once.
-
-        Raises:
-            RunError: torch's ``clip_grad_norm_`` asks for them, whose norm would be this rank's alone.
-        """
-        is_part = self._reducer.shards or len(self._transport.ranks("pipe")) > 1
-        if is_part and sys._getframe(1).f_code is _TORCHS_CLIP:
-            raise RunError(TORCHS_CLIP)
-        yield from self.module.parameters()
+        """This rank's parameters, each once."""
+        return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, each once."""
@@ -423,7 +413,6 @@ class ForwardBackward:
         self._failing.close()
 
 
-_TORCHS_CLIP = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
 _FLAG = Expected(is_flag, "True or False")
 
 

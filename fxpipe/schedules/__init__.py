@@ -11,8 +11,7 @@ from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError, nearest
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.gathered import cached, group_interleaved, store_all
-from fxpipe.schedules.families.gathering import groups_behind
+from fxpipe.schedules.families.gathered import cached, group_interleaved, groups_behind, store_all
 from fxpipe.schedules.families.gpipe import gpipe
 from fxpipe.schedules.families.greedy import greedy
 from fxpipe.schedules.families.interleaved import interleaved_1f1b

@@ -384,12 +384,6 @@ class _Mark(Elsewhere):
         return args[0] if func is ZERO else super().__torch_dispatch__(func, types, args, kwargs)
 
 
-TORCHS_CLIP = (
-    "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients alone; write "
-    "forward_backward.clip_grad_norm_(max_norm), which counts the whole model's"
-)
-
-
 class _Across:
     """The sum of a section over nodes and owners, in a type of its own where gradients travel in one."""
 

@@ -25,10 +25,10 @@ from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint import manifest as saving_manifest
 from fxpipe.parameters.checkpoint import run_folder
 from fxpipe.parameters.checkpoint import writer as saving_writer
-from fxpipe.parameters.checkpoint.lock import FolderLock, lock_of
 from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest, Written, written_of
 from fxpipe.parameters.checkpoint.plain import from_plain, to_plain
 from fxpipe.parameters.checkpoint.reader import METADATA, FolderReader, read_metadata
+from fxpipe.parameters.checkpoint.run_folder import FolderLock, lock_of
 from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.parameters.weights import Weights
 from tests.pool import Pool, forking

@@ -17,6 +17,7 @@ import torch
 
 import fxpipe
 from fxpipe.errors import CheckpointError
+from fxpipe.run.checkpoint import save_job
 from tests.pool import forking
 from tests.run.test_loading import Trained, Two
 from tests.thinned import every
@@ -195,17 +196,16 @@ def test_what_could_not_be_written_later_is_raised_by_the_next_save(
 def test_what_could_not_be_written_later_is_told_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fxpipe.run.checkpoint import save_later
 
     run = Trained()
     monkeypatch.setattr(os, "fsync", full)
     later = fxpipe.save(tmp_path, run.model, run.optimizer, step=1, block=False)
     while not later.done():
         pass
-    save_later._tell_unheard()
+    save_job._tell_unheard()
     assert "fxpipe: a checkpoint could not be written: CheckpointError: No space left" in capsys.readouterr().err
     assert later.exception() is not None
-    save_later._tell_unheard()
+    save_job._tell_unheard()
     assert capsys.readouterr().err == ""
 
 
@@ -230,12 +230,11 @@ def test_another_model_of_the_process_waits_for_what_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool, then: str
 ) -> None:
     """As where train() returns and evaluate() begins: the one before was loaded, and a save deleted what was there."""
-    from fxpipe.run.checkpoint import save_later
 
     run, waited_for, fsync = Trained(), threading.Event(), os.fsync
     run.save(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", lambda handle: (waited_for.wait(60), fsync(handle))[1])
-    monkeypatch.setattr(save_later, "wait", lambda *args: (waited_for.set(), wait(*args))[1])
+    monkeypatch.setattr(save_job, "wait", lambda *args: (waited_for.set(), wait(*args))[1])
     later = fxpipe.save(tmp_path, run.model, run.optimizer, step=2, scheduler=run.scheduler, block=False)
     if not alive:
         del run

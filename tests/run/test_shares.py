@@ -9,7 +9,7 @@ import pytest
 
 import fxpipe
 from fxpipe.distributed.transport import LocalTransport
-from fxpipe.run.step.shares import _reported, _weight, shares_of
+from fxpipe.run.step.step_outcome import _reported, _weight, shares_of
 
 
 class Replica(LocalTransport):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
 from fxpipe.errors import CheckpointError
-from fxpipe.sharding.plain_optimizer import PlainOptimizer
+from fxpipe.run.checkpoint.run_state import PlainOptimizer
 from tests.thinned import in_turn
 
 

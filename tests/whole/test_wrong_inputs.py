@@ -55,28 +55,16 @@ compile(Chain(), 2)
     TopologyError: 2 is no Topology, and no DeviceMesh: write fxpipe.Topology([("pipe", 2), ("data", 4)])
 compile(Chain(), [("pipe", 2)])
     TopologyError: [('pipe', 2)] is no Topology
-compile(Chain(), None)
-    TopologyError: None is no Topology
 preview(Chain(), 2)
     TopologyError: topo is 2; write fxpipe.Topology(
 Topology(2)
     TopologyError: an axis is a (name, size) pair, got 2: write Topology([("pipe", 2), ("data", 4)])
-Topology(None)
-    TopologyError: got None
 Topology([])
     TopologyError: at least one axis
 Topology("pipe")
     TopologyError: got 'p'
-Topology({"pipe": 2})
-    TopologyError: got 'pipe'
-Topology([("pipe", 2, 3)])
-    TopologyError: got ('pipe', 2, 3)
 Topology([("pipe", "2")])
     TopologyError: the size of axis "pipe" must be a whole number, got '2'
-Topology([("pipe", 2.0)])
-    TopologyError: must be a whole number, got 2.0
-Topology([("pipe", True)])
-    TopologyError: must be a whole number, got True
 Topology([("pipe", 0)])
     TopologyError: axis "pipe" has size 0
 Topology([("pip", 2)])
@@ -89,18 +77,10 @@ Topology([("pipe", 2)], ranks_per_node="2")
     TopologyError: ranks_per_node must be a whole number, got '2'
 TWO.size("pip")
     TopologyError: did you mean "pipe"?
-TWO.size(None)
-    TopologyError: unknown axis "None"; known: "pipe"
-TWO.groups(["pipe"])
-    TopologyError: unknown axis "['pipe']"
 TWO.coordinate(2)
     TopologyError: rank 2 is outside pipe 2
-TWO.coordinate("0")
-    TopologyError: a rank must be a whole number, got '0'
 TWO.rank(pipe=2)
     TopologyError: pipe=2 is outside pipe 2
-TWO.rank(pipe=None)
-    TopologyError: the index pipe must be a whole number, got None
 TWO.rank()
     TopologyError: lacks "pipe"
 TWO.group("pipe")
@@ -120,12 +100,8 @@ Topology.from_mesh([[0, 1]])
 
 compile(Chain(), TWO, microbatches="4")
     RunError: microbatches is '4'; it is a whole number
-compile(Chain(), TWO, microbatches=1.5)
-    RunError: microbatches is 1.5; it is a whole number
 compile(Chain(), TWO, batch_dim="x")
     RunError: batch_dim is 'x'; it is a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or
-compile(Chain(), TWO, batch_dim={"x": "0"})
-    RunError: batch_dim is {'x': '0'}
 compile(Chain(), TWO, batch_dim={0: 1})
     RunError: batch_dim names 0, which is no input; known: "x", "y"
 compile(Chain(), TWO, batch_dim=7, example_args=(X, Y))
@@ -140,12 +116,6 @@ compile(Chain(), TWO, schedule=build("1f1b", [(0, 1), (1, 2)], 4))
     ScheduleError: the schedule is for 3 stages, the model has 2
 compile(Chain(), TWO, placement=[0, 1])
     RunError: placement is [0, 1]; it is a dict stage name -> pipe rank
-compile(Chain(), TWO, placement={"layers.0": "0", "layers.1": "1"})
-    RunError: it is a dict stage name -> pipe rank
-compile(Chain(), TWO, placement={"layers.0": None, "layers.1": 1})
-    RunError: it is a dict stage name -> pipe rank
-compile(Chain(), TWO, placement={0: 0, 1: 1})
-    PartitionError: placement names stage 0, which does not exist; known: "layers.0"
 compile(Chain(), TWO, placement={"layers.0": 0, "layers.1": 5})
     PartitionError: placement uses ranks [0, 5]; with 2 pipe ranks each needs a stage
 compile(Chain(), TWO, example_args=X)
@@ -158,8 +128,6 @@ compile(Chain(), TWO, example_args=(X, Y[:3]))
     RunError: the inputs have different numbers of rows (x: 8, y: 3)
 compile(Chain(), TWO, example_kwargs={"x": X, "z": Y})
     RunError: got an unexpected keyword argument 'z'
-compile(Chain(), TWO, example_kwargs={1: X})
-    RunError: it is a dict input name -> value
 compile(Chain(), TWO, bucket_cap_mb=inf)
     RunError: bucket_cap_mb=inf; write a size above 0
 compile(Chain(), TWO, precision="bf16")
@@ -168,10 +136,6 @@ Precision(compute=torch.int8)
     RunError: Precision(compute=torch.int8) is no floating-point type
 compile(Chain(), TWO, checkpoint=Chain().state_dict())
     CheckpointError: it is the path of a file or folder; load_state_dict() takes a state dict
-compile(Chain(), TWO, checkpoint=3)
-    CheckpointError: the checkpoint is 3; it is the path of a file or folder
-compile(Chain(), TWO, checkpoint="")
-    CheckpointError: the checkpoint is ''
 compile(Chain(), TWO, checkpoint="nowhere")
     CheckpointError: there is no checkpoint at nowhere
 compile(Chain(), TWO, checkpoint=FILES / "cut.safetensors")
@@ -192,16 +156,12 @@ Schedule.from_csv("/dev/zero")
     ScheduleError: /dev/zero is no table: it has more than 67,108,864 bytes
 compile(Chain(), TWO, passes=[])
     RunError: passes is []; it is a list of functions Program -> Program
-compile(Chain(), TWO, passes=["partition"])
-    RunError: passes is ['partition']
 compile(Chain(), TWO, passes=[lambda program: None])
     PartitionError: pass <lambda> returned NoneType; a pass returns a Program
 compile(Chain(), TWO, boundaries=[3])
     PartitionError: boundaries= holds 3, which is no name
 compile(Chain(), TWO, boundaries={"layers.1": "behind"})
     PartitionError: boundaries= gives 'behind' for 'layers.1'
-compile(Chain(), TWO, boundaries={"layers.*": {"every": "2"}})
-    PartitionError: boundaries= gives {'every': '2'} for 'layers.*'
 compile(Chain(), TWO, loss_weight=lambda x, y: "1", microbatches=2)(X, Y)
     RunError: loss_weight returned ['1', '1']; weights are finite and not negative
 compile(Chain(), TWO, loss_weight=lambda x, y: nan, microbatches=2)(X, Y)
@@ -217,16 +177,8 @@ compile(Cut(lambda h: stage_boundary(3)), TWO)
     TraceError: stage_boundary was given int 3, in which there is no traced tensor
 compile(Cut(lambda h: stage_boundary(h, name=3)), TWO)
     TraceError: stage_boundary is given name=3; it is the name of the stage behind it
-compile(Cut(lambda h: stage_boundary(h, name="")), TWO)
-    TraceError: stage_boundary is given name=''
 loss_of(lambda y: Sum(y.sum(), "1"))
     RunError: fxpipe.Sum has count='1'; it is a number of items, or a tensor with one
-loss_of(lambda y: Sum(y.sum(), None))
-    RunError: fxpipe.Sum has count=None
-loss_of(lambda y: Sum(y.sum(), -1))
-    RunError: fxpipe.Sum has count=-1
-loss_of(lambda y: Sum(y.sum(), torch.ones(3)))
-    RunError: it is a number of items, or a tensor with one
 loss_of(lambda y: Sum(y.sum(), y.exp().sum()))
     RunError: the count of a fxpipe.Sum requires a gradient, and a number of items is given none
 loss_of(lambda y: {"los": y.sum()})
@@ -242,8 +194,6 @@ fb()(X, Y, X)
     RunError: too many positional arguments
 fb()(X, y=Y, z=Y)
     RunError: got an unexpected keyword argument 'z'
-fb()((X, Y))
-    RunError: missing inputs: y
 fb()(X, Y[:3])
     RunError: the inputs have different numbers of rows (x: 8, y: 3)
 fb()(X[:1], Y[:1])
@@ -264,37 +214,21 @@ fb().evaluate(X, Y, outputs="first")
     RunError: outputs is 'first'; it is "last", "all" or "loss"
 fb().step_microbatches(None)
     RunError: microbatches is None; it is a list of (args, kwargs)
-fb().step_microbatches(X)
-    RunError: it is a list of (args, kwargs)
 fb().step_microbatches([])
     RunError: a step needs at least one micro-batch
-fb().step_microbatches([X, Y])
-    RunError: a micro-batch is (args, kwargs), as in ((x, y), {}), and this one is tensor(
 fb().step_microbatches([(X, Y), (X, Y)])
     RunError: a micro-batch is (args, kwargs), as in ((x, y), {}), and this one is (tensor(
-fb().step_microbatches([((X, Y), None)] * 2)
-    RunError: a micro-batch is (args, kwargs)
-fb().step_microbatches([((X, Y), {}, 3)] * 2)
-    RunError: a micro-batch is (args, kwargs)
 fb().step_microbatches([((X, Y), {"z": 3})] * 2)
     RunError: got an unexpected keyword argument 'z'
 recursive(lambda inner: inner(X, Y))
     RunError: forward_backward is called while a call of forward_backward runs
-recursive(lambda inner: inner.evaluate(X, Y))
-    RunError: forward_backward is called while a call of forward_backward runs
-recursive(lambda inner: inner.clip_grad_norm_(1.0))
-    RunError: clip_grad_norm_ is called while a call of forward_backward runs
 recursive(lambda inner: inner.state_dict(full=True))
     RunError: state_dict(full=True) is called while a call of forward_backward runs
-recursive(lambda inner: inner.timeline())
-    RunError: timeline is called while a call of forward_backward runs
 
 # optimizers
 
 fb().optimizer("SGD")
     RunError: cls is 'SGD'; it is a class of optimizers, such as torch.optim.AdamW; write torch.optim.SGD
-fb().optimizer(None)
-    RunError: cls is None; it is a class of optimizers
 fb().optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1))
     RunError: it is a class of optimizers
 fb().optimizer(nn.Linear)
@@ -303,8 +237,6 @@ fb().optimizer(lambda groups, **options: None, lr=0.1)
     RunError: <lambda>(params, lr=0.1) made None, which is no torch.optim.Optimizer
 fb().optimizer(SGD, lr=-1)
     RunError: SGD(params, lr=-1) failed: Invalid learning rate: -1
-fb().optimizer(SGD, lr="0.1")
-    RunError: SGD(params, lr='0.1') failed
 fb().optimizer(SGD, lr=nan)
     RunError: a parameter group has lr=nan; it is a number
 fb().optimizer(SGD, learning_rate=0.1)
@@ -315,20 +247,10 @@ fb().optimizer(torch.optim.AdamW, fused=True, foreach=True)
     RunError: `fused` and `foreach` cannot be `True` together
 fb().optimizer(SGD, [], lr=0.1)
     RunError: params is [], and has no parameter of the model
-fb().optimizer(SGD, [{"params": []}], lr=0.1)
-    RunError: has no parameter of the model
-fb().optimizer(SGD, 0.1)
-    RunError: params is 0.1; write parameters, names, patterns or predicates, or groups of them
 fb().optimizer(SGD, [{"lr": 0.1}], lr=0.1)
     RunError: parameter group 0 has ['lr'], and no 'params'; write {"params": "*.bias", "lr": 0.1}
-fb().optimizer(SGD, {}, lr=0.1)
-    RunError: parameter group 0 has [], and no 'params'
-fb().optimizer(SGD, [{"params": 3}], lr=0.1)
-    RunError: params is 3; write parameters
 fb().optimizer(SGD, [{"params": [None]}], lr=0.1)
     RunError: parameter group 0 holds None; write parameters
-fb().optimizer(SGD, [{"params": "*", "lr": "x"}], lr=0.1)
-    RunError: a parameter group has lr='x'; it is a number
 fb().optimizer(SGD, ["*.weight", {"params": "*.bias"}], lr=0.1)
     RunError: parameter group 0 is '*.weight', and no dict
 fb().optimizer(SGD, [{"params": "*.weight"}, {"params": "*"}], lr=0.1)
@@ -359,14 +281,10 @@ sgd().load_state_dict({"state": {}, "param_groups": [3]})
     CheckpointError: param_groups is [3]; it is a list of dicts
 sgd().load_state_dict({"state": {}, "param_groups": [{"params": 3}]})
     CheckpointError: parameter group 0 of the state dict has params=3
-sgd().load_state_dict({"state": {"layers.0.weight": 3}, "param_groups": []})
-    CheckpointError: state is {'layers.0.weight': 3}
 sgd().load_state_dict(SGD(Chain().parameters(), lr=1).state_dict())
     CheckpointError: the state dict's parameter groups lack 'layers.0.weight'
 sgd().load_state_dict(sgd().state_dict() | {"param_groups": [sgd().state_dict()["param_groups"][0] | {"lr": nan}]})
     CheckpointError: a parameter group has lr=nan; it is a number
-sgd().load_state_dict(sgd().state_dict() | {"param_groups": [sgd().state_dict()["param_groups"][0] | {"lr": "x"}]})
-    CheckpointError: a parameter group has lr='x'
 copy.deepcopy(sgd())
     RunError: an optimizer of forward_backward steps its very parameters, and is neither copied nor pickled
 
@@ -402,8 +320,6 @@ fb().load_state_dict({**STATE, "layers.0.weight": torch.ones(4, 4).long()})
     CheckpointError: layers.0.weight is torch.float32, the state dict has it as torch.int64
 fb().load_state_dict({**STATE, "layers.0.weight": torch.ones(4, 4) > 0})
     CheckpointError: the state dict has it as torch.bool
-fb().load_state_dict({**STATE, "layers.0.weight": torch.ones(4, 4, device="meta")})
-    CheckpointError: it is a dense tensor with values
 fb().module.load_state_dict(STATE, assign=True)
     RunError: load_state_dict(assign=True) would put other tensors here than the stages hold
 copy.deepcopy(fb())
@@ -422,8 +338,6 @@ fb().set_requires_gradient_sync(None)
     RunError: on is None; it is True or False
 fb().stages[9]
     PartitionError: there is no stage 9; write a number from 0 to 1, or a name
-fb().stages[1.0]
-    PartitionError: there is no stage 1.0
 fb().stages["nope"]
     PartitionError: no stage is called 'nope'; known: "layers.0", "layers.1"
 fb().seed(9, 0, 0)
@@ -447,26 +361,12 @@ graph(None)
     PartitionError: stages is None; it is a dict name -> module or function
 graph({"a": 3})
     PartitionError: stages is {'a': 3}; it is a dict name -> module or function
-graph({"a": nn.Linear})
-    PartitionError: it is a dict name -> module or function
-graph({3: abs})
-    PartitionError: it is a dict name -> module or function
 graph({"a": abs, "b": abs}, ("a", "b"))
     PartitionError: edges is ('a', 'b'); it is a list of pairs of names, [("image", "loss")]
-graph({"a": abs, "b": abs}, [("a", "b", "c")])
-    PartitionError: it is a list of pairs of names
-graph({"a": abs, "b": abs}, [(0, 1)])
-    PartitionError: it is a list of pairs of names
-graph({"a": abs, "b": abs}, ["ab"])
-    PartitionError: it is a list of pairs of names
 graph({"a": abs, "b": abs}, [("a", "b"), ("b", "a")])
     PartitionError: the edges form a cycle through ['a', 'b']
 graph({"a": abs}, inputs={"a": "image"})
     PartitionError: inputs is {'a': 'image'}; it is a dict name -> list of the inputs
-graph({"a": abs}, inputs={"a": ["not a name"]})
-    PartitionError: it is a dict name -> list of the inputs
-graph({"a": abs}, inputs=["x"])
-    PartitionError: inputs is ['x']
 
 # schedules
 
@@ -474,20 +374,10 @@ build("1f1bb", [(0, 1)], 4)
     ScheduleError: unknown schedule '1f1bb'; did you mean "1f1b"?
 build("1f1b", None, 4)
     ScheduleError: edges is None; it is a list of pairs of stage numbers, [(0, 1), (1, 2)]
-build("1f1b", [0, 1], 4)
-    ScheduleError: edges is (0, 1); it is a list of pairs
-build("1f1b", [(0, 1.5)], 4)
-    ScheduleError: it is a list of pairs of stage numbers
-build("1f1b", [("a", "b")], 4)
-    ScheduleError: it is a list of pairs of stage numbers
 build("1f1b", [(0, 1)], "4")
     ScheduleError: microbatches is '4'; it is a whole number
 build("1f1b", [(0, 1)], 4, placement="01")
     ScheduleError: placement is '01'; it is a list with the rank of each stage, [0, 1]
-build("1f1b", [(0, 1)], 4, placement=[0, 1.5])
-    ScheduleError: placement is [0, 1.5]
-build("1f1b", [(0, 1)], 4, placement={0: 0, 1: 1})
-    ScheduleError: it is a list with the rank of each stage
 build("1f1b", [(0, 1)], 4, stages="2")
     ScheduleError: stages is '2'; it is a whole number
 build("1f1b", [(0, 1)], 4, backward=["no", "yes"])
@@ -508,8 +398,6 @@ Costs.of("2")
     ScheduleError: stages is '2'; it is a whole number
 Costs.of(2, forward=None)
     ScheduleError: forward is None; a cost is a finite number
-Costs.of(2, forward={0: 1, 1: 2})
-    ScheduleError: forward is {0: 1, 1: 2}; a cost is a finite number
 Costs.of(2, comm=[1])
     ScheduleError: comm is [1]; a cost is a finite number
 Costs(1, 2, 3)
@@ -522,8 +410,6 @@ Action.parse(None)
     ScheduleError: None is no action; write <stage><F, R, B, I or W><micro-batch>, as in 2F0
 table(rows=None)
     ScheduleError: rows is None; it is a list with a row of Actions for each rank
-table(rows=["0F0", "1F0"])
-    ScheduleError: it is a list with a row of Actions for each rank
 table(rows=[[None], [None]])
     ScheduleError: None is no Action
 table(rows=[[Action(0, "F", 0)], [Action(1, "F", 0)]])
@@ -571,8 +457,6 @@ Schedule.from_csv(csv("0F999999999")).verify()
     ScheduleError: 0F0
 Schedule.from_csv(csv("0F0"), edges=[("a", "b")])
     ScheduleError: it is a list of pairs of stage numbers
-Schedule.from_csv(csv("0F0"), edges=3)
-    ScheduleError: edges is 3; it is a list of pairs of stage numbers
 Schedule.from_csv(None)
     ScheduleError: path is None; it is the path of a file
 table().to_csv(3.5)
@@ -614,8 +498,6 @@ save(FILES / "run", fb(), sgd(), step=1, loader=[1, 2])
     CheckpointError: loader= is a list, which has no state_dict()
 save(FILES / "run", fb(), sgd(), step=1, extra={"f": print})
     CheckpointError: extra['f'] is a builtin_function_or_method, and a checkpoint holds plain data alone
-load("", fb())
-    CheckpointError: folder is ''
 load(FILES / "run", fb())
     CheckpointError: has no checkpoint of fxpipe.save
 load(FILES / "run", None)

@@ -15,7 +15,7 @@ from fxpipe.plan.example import with_first_plan
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.verify_replicas import verify_replicas
+from fxpipe.schedules.verify import verify_replicas
 
 _EVERYONE = ("pipe", "data")
 

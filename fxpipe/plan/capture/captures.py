@@ -30,8 +30,16 @@ from fxpipe.plan.balance.balancing import Balancing, example_of
 from fxpipe.plan.capture.capture_check import Sample, check
 from fxpipe.plan.capture.opaque_methods import unused, with_unused
 from fxpipe.plan.capture.row_places import check_rows_known
-from fxpipe.plan.capture.sizes import entries_between, naming_what_is_absent, sizes_between, unlike
-from fxpipe.plan.capture.varying import FAMILIES, Count, Family, family_of
+from fxpipe.plan.capture.sizes import (
+    FAMILIES,
+    Count,
+    Family,
+    entries_between,
+    family_of,
+    naming_what_is_absent,
+    sizes_between,
+    unlike,
+)
 from fxpipe.plan.inputs.batch import Description, untold
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import progress

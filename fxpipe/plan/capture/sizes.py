@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fxpipe.errors import TraceError
@@ -12,7 +15,9 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.inputs.batch import Description, InputDescription
+from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.precision import Precision
+from fxpipe.progress import log
 from fxpipe.trace.request import Place
 from fxpipe.validation import is_list
 
@@ -171,3 +176,80 @@ def bytes_of_inputs(shapes: Iterable[Description], precision: Precision | None =
                 each += precision.compute.itemsize
             found[name] = found.get(name, 0) + math.prod(leaf.shape) * each
     return found
+
+
+# --- Varying: which sizes of micro-batches were seen to vary, and how many captures that took ---
+
+FAMILIES = 256
+"""So many are remembered."""
+_REMEMBERED = 20
+"""With so many captured shapes a new one is compared; of earlier ones it is known what varied."""
+
+
+@dataclass
+class Family:
+    """Micro-batches that differ in sizes alone: those captured so far, and the captures with symbolic sizes."""
+
+    shapes: deque[Description] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    varying: frozenset[Place] = frozenset()
+    """Dimensions that were seen to vary, by shapes that are no longer remembered, too."""
+    general: list[tuple[Pattern, SizeGuard]] = field(default_factory=list)
+
+    def copy(self) -> Family:
+        """One that changes by itself."""
+        return dataclasses.replace(self, shapes=self.shapes.copy(), general=list(self.general))
+
+    def holding(self, shape: Description | None) -> Pattern | None:
+        """The pattern of the latest capture that holds for this shape, too."""
+        if shape is None:
+            return None
+        return next((pattern for pattern, guard in reversed(self.general) if holds(guard, shape)), None)
+
+    def free(self, shape: Description | None) -> frozenset[Place]:
+        """The dimensions of a new shape to be kept symbolic: those that vary, and are not of size 1 in it."""
+        if shape is None:
+            return frozenset()
+        return varying(shape, self.shapes) | frozenset(place for place in self.varying if size_at(shape, place) > 1)
+
+    def note(self, shape: Description, pattern: Pattern, guard: SizeGuard | None) -> None:
+        """A shape was captured."""
+        self.varying |= varying(shape, self.shapes)
+        self.shapes.append(shape)
+        self.general += [] if guard is None else [(pattern, guard)]
+
+
+@dataclass
+class Count:
+    """Of captures, for a word where they are many."""
+
+    shapes: deque[Description] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    number: int = 0
+    fixed: dict[str, None] = field(default_factory=dict)
+    """What was reported of sizes that captures have as numbers."""
+
+    def copy(self) -> Count:
+        """One that changes by itself."""
+        return dataclasses.replace(self, shapes=self.shapes.copy(), fixed=dict(self.fixed))
+
+    def note(self, shape: Description, fixed_sizes: str, tracer: str) -> None:
+        """Tells of sizes that a capture has as numbers, and of the tenth capture."""
+        self.shapes.append(shape)
+        self.number += 1
+        if fixed_sizes and fixed_sizes not in self.fixed:
+            self.fixed[fixed_sizes] = None
+            log(f"fxpipe: {fixed_sizes}")
+        if self.number == MANY:
+            what = f"{MANY} captures by now, since batches differ in {differences(self.shapes)}"
+            log("\n".join([f"fxpipe: {what}{_REMEDY.get(tracer, '')}", *self.fixed]))
+
+
+MANY = 10
+"""So many captures are worth a word."""
+_REMEDY = {
+    "record": "; what record captures has each size and number as it was: pad batches to a few sizes, or, where it "
+    'captures the model, write tracer="export", which keeps sizes that vary symbolic'
+}
+
+
+def family_of(pattern: Pattern, shape: Description) -> Hashable:
+    return dataclasses.replace(pattern, shapes=()), outline(shape)

@@ -41,8 +41,7 @@ from fxpipe.run.checkpoint.run_state import (
     tensors_for,
     value_of,
 )
-from fxpipe.run.checkpoint.save_job import STATE
-from fxpipe.run.checkpoint.save_later import wait_for_writes
+from fxpipe.run.checkpoint.save_job import STATE, wait_for_writes
 from fxpipe.run.checkpoint.saving import continues, path_of, wait_for_saves
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.schedules.costs import Costs

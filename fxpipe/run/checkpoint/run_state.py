@@ -7,12 +7,14 @@ it is told who gets it, and is refused otherwise.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +24,9 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint.plain import Tree, from_plain, tensors_in, to_plain
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
-from fxpipe.sharding.parameter_groups import first_names
-from fxpipe.sharding.plain_optimizer import PlainOptimizer
+from fxpipe.sharding.optimizer_class import Entry, initial_state, is_initial
+from fxpipe.sharding.optimizer_state import check_saves_all
+from fxpipe.sharding.parameter_groups import first_names, options_of
 from fxpipe.small_file import read_small
 
 PLAIN = "plain"
@@ -169,7 +172,7 @@ def ties_of(model: torch.nn.Module) -> dict[str, str]:
 # --- optimizers
 
 
-Savable = DistributedOptimizer | PlainOptimizer
+Savable: TypeAlias = "DistributedOptimizer | PlainOptimizer"
 
 
 def _check_own(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
@@ -204,3 +207,72 @@ def savable(optimizer: Any, module: torch.nn.Module) -> dict[str, Savable]:
         f"optimizer= is a {type(optimizer).__name__}; give what forward_backward.optimizer(...) returned, a dict "
         "name → optimizer where there are several, or None"
     )
+
+
+# --- Plain optimizer: torch's own, whose state bears the plain model's names in a checkpoint ---
+
+
+class PlainOptimizer:
+    """torch's own optimizer of ``forward_backward.parameters()``, under the model's names."""
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Each parameter with its name and its group."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                yield self._names[id(parameter)], parameter, group
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"state": {name: {key: value}}, "param_groups": {name: {key: value}}}``; nothing is changed by it.
+
+        A parameter that was never stepped is there with an initial state.
+        """
+        if isinstance(self._optimizer, torch.optim.LBFGS):
+            raise CheckpointError(
+                "LBFGS keeps what it has of all parameters with the first, which has no name of its own"
+            )
+        check_saves_all(self._optimizer)
+        entries = {
+            name: dict(self._optimizer.state.get(parameter) or self._initial(parameter, options_of(group)))
+            for name, parameter, group in self._parameters()
+        }
+        return {
+            "state": {name: entry for name, entry in entries.items() if entry},
+            "param_groups": {name: options_of(group) for name, _, group in self._parameters()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` gave, with other values in it.
+
+        Raises:
+            CheckpointError: parameters of one group were saved with different options.
+        """
+        for name, parameter, group in self._parameters():
+            options, first = state["param_groups"][name], self._names[id(group["params"][0])]
+            if options != state["param_groups"][first]:
+                raise CheckpointError(
+                    f"{first} and {name}, which are in one parameter group, were saved in groups with different "
+                    "options; make the optimizer with the groups that it was saved with"
+                )
+            entry = state["state"].get(name, {})
+            stepped = parameter in self._optimizer.state
+            if stepped or not is_initial(entry, self._initial(parameter, options)):
+                self._optimizer.state[parameter] = entry
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"][:1]:
+                group.update(copy.deepcopy(state["param_groups"][self._names[id(parameter)]]))
+
+    def _initial(self, parameter: Tensor, options: Mapping[str, Any]) -> Entry:
+        """What a first step would begin with: nothing where it is frozen."""
+        return initial_state(self._like_it, options, parameter.detach()) if parameter.requires_grad else {}
+
+    def _like_it(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Another one of its class, without its state, its hooks and what schedulers have put around its ``step``."""
+        other = copy.copy(self._optimizer)
+        own = {key: value for key, value in vars(self._optimizer).items() if key != "step"}
+        fresh = {"state": defaultdict(dict), "param_groups": groups}
+        other.__dict__.update({**own, **vars(other), **fresh})
+        return other

@@ -23,13 +23,12 @@ from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import TransportGathering, agreed, gathering_beside
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.lock import FolderLock, lock_of
 from fxpipe.parameters.checkpoint.plain import PLAIN as KINDS
+from fxpipe.parameters.checkpoint.run_folder import FolderLock, lock_of
 from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.parameters.own_buffers import own_buffers
 from fxpipe.run.checkpoint.run_state import BUFFERS, PLAIN, plain_parts, savable, ties_of
-from fxpipe.run.checkpoint.save_job import Destination, SaveJob
-from fxpipe.run.checkpoint.save_later import Later, wait_for_writes, write_later
+from fxpipe.run.checkpoint.save_job import Destination, Later, SaveJob, wait_for_writes, write_later
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.plan.plan import Plan
+from fxpipe.progress import warn
 from fxpipe.run.step.batch_digest import Digest, together
-from fxpipe.run.user_warning import warn
 
 FIRST, EVERY = 3, 100
 """Checked are the first calls of a plan, those with one of the first kinds of batch, and one in so many of a plan."""
@@ -49,7 +49,7 @@ class _Counts:
         self._of_plan = {key: counted for key, counted in self._of_plan.items() if key in known}
 
 
-class _Given(NamedTuple):
+class _InputNumbers(NamedTuple):
     """What one rank was given: input → its number; and those inputs that have rows."""
 
     numbers: Mapping[str, int]
@@ -88,7 +88,7 @@ class BatchCheck:
         """
         if self._left is not None:
             (what, digest, beyond), self._left = self._left, None
-            everyone = self._transport.gather("pipe", _Given(digest.numbers(), frozenset(digest.with_rows)))
+            everyone = self._transport.gather("pipe", _InputNumbers(digest.numbers(), frozenset(digest.with_rows)))
             self._check_equal("pipe", what, everyone)
             self._warn_of_nothing_shared(what, everyone)
             if beyond:
@@ -96,10 +96,12 @@ class BatchCheck:
         if everywhere and self._beyond is not None:  # all ranks have it from the same step
             (what, numbers), self._beyond = self._beyond, None
             if self._tensor:
-                self._check_equal("tensor", what, self._transport.gather("tensor", _Given(numbers, frozenset(numbers))))
+                self._check_equal(
+                    "tensor", what, self._transport.gather("tensor", _InputNumbers(numbers, frozenset(numbers)))
+                )
             self._warn_of_equal_replicas(what, numbers)
 
-    def _check_equal(self, scope: str, what: str, everyone: Sequence[_Given]) -> None:
+    def _check_equal(self, scope: str, what: str, everyone: Sequence[_InputNumbers]) -> None:
         ranks = self._transport.ranks(scope)
         shared = _shared(everyone)
         differing = {name: numbers for name, numbers in shared.items() if len(set(numbers.values())) > 1}
@@ -115,7 +117,7 @@ class BatchCheck:
             "it is not in forward_backward.required_inputs. compile(check_batches=False) leaves this check out"
         )
 
-    def _warn_of_nothing_shared(self, what: str, everyone: Sequence[_Given]) -> None:
+    def _warn_of_nothing_shared(self, what: str, everyone: Sequence[_InputNumbers]) -> None:
         """Once, from one rank of all."""
         groups = _connected([sent.with_rows for sent in everyone])
         if self._transport.rank == 0 and len(groups) > 1 and not self._sampled():
@@ -152,7 +154,7 @@ class BatchCheck:
             warn(f"{text}. compile(check_batches=False) leaves this check out", UserWarning)
 
 
-def _shared(everyone: Sequence[_Given]) -> dict[str, dict[int, int]]:
+def _shared(everyone: Sequence[_InputNumbers]) -> dict[str, dict[int, int]]:
     """Input → place in the group → number, of those that two or more were given."""
     names = dict.fromkeys(name for sent in everyone for name in sent.numbers)
     given = {name: {p: sent.numbers[name] for p, sent in enumerate(everyone) if name in sent.numbers} for name in names}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.parameters.dtensors import local
+from fxpipe.progress import warn
 from fxpipe.run.step.to_host import ToHost
-from fxpipe.run.user_warning import warn
 from fxpipe.torch_compat import pytree
 
 _COMPARABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -41,8 +41,16 @@ from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
 from fxpipe.run.step.outputs import OutputRows, RowsOf, from_rank, join, without_entries
 from fxpipe.run.step.replicas import over_replicas
-from fxpipe.run.step.shares import ItemNumbers, of_groups, shares_of, weights_of
-from fxpipe.run.step.step_outcome import News, StepOutcome, check_kind, conclude
+from fxpipe.run.step.step_outcome import (
+    ItemNumbers,
+    News,
+    StepOutcome,
+    check_kind,
+    conclude,
+    of_groups,
+    shares_of,
+    weights_of,
+)
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.run.wire.exchange import Exchange
 from fxpipe.schedules.action import Action

@@ -22,8 +22,7 @@ from fxpipe.trace.patching import patched
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, collapse, enter
 from fxpipe.trace.record.functions import functions_watched
-from fxpipe.trace.record.methods import Name, kept_method, method_in
-from fxpipe.trace.record.opaque import Applied, Method
+from fxpipe.trace.record.opaque import Applied, Method, Name, kept_method, method_in
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
 from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
 from fxpipe.trace.record.tape import Touched, tensors

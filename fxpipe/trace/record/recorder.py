@@ -26,8 +26,7 @@ from fxpipe.torch_compat import CHECKS, DynamicOutputShapeException, TorchDispat
 from fxpipe.trace.cuts.crossing import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
-from fxpipe.trace.record.certain import outcome, passing
-from fxpipe.trace.record.constants import Constants, NotConstant
+from fxpipe.trace.record.certain import Constants, NotConstant, outcome, passing
 from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
     PLAIN,

@@ -27,8 +27,8 @@ from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, plain_attributes
 from fxpipe.trace.record.emit import emit
-from fxpipe.trace.record.methods import Name
 from fxpipe.trace.record.modes_now import ModesNow
+from fxpipe.trace.record.opaque import Name
 from fxpipe.trace.record.recorder import NeedsValues, Recorder
 from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
