@@ -39,7 +39,7 @@ _BROKEN = ("Connection closed by peer", "Connection reset", "Broken pipe", _TIME
 
 
 class Watchdog:
-    """WireLayouts at the waits of this process, one of a world of processes."""
+    """Looks at the waits of this process, one of a world of processes."""
 
     def __init__(self) -> None:
         self.rank, self._size, self._process = dist.get_rank(), dist.get_world_size(), heartbeat.this_process()

@@ -77,7 +77,7 @@ class _GivenToAll(NamedTuple):
     plan: Plan
 
     def number_with(self, number: int) -> int:
-        """The number of an proposal, and of this plan."""
+        """The number of a proposal, and of this plan."""
         return digest_of([str(number), self.plan.digest])
 
 

@@ -40,7 +40,7 @@ class Extremes:
         self._losses: list[tuple[int, int, Tensor]] = []
 
     def add_outputs(self, stage: int, microbatch: int, values: Sequence[Any]) -> None:
-        """WireLayouts at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
+        """Looks at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
         alone = len(values) == 1 and isinstance(values[0], Tensor)
         seen = set()
         for leaf in values if alone else pytree.tree_leaves(values):
