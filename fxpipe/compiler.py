@@ -88,14 +88,15 @@ def compile(
             "before", "after", "both", {"every": n}, {"cut": "after", "gather": "batch"} or, of a method, too, "whole"
             (its Python runs for real, as one call in one stage) or {"whole": what it returns}; or a function of
             dict(model.named_modules()) that returns either.
-            "auto": the cut and the placement that simulate best; beside what is "whole", {"*": "auto", name: "whole"}.
+            "auto": the cut and placement with the lowest simulated step time; beside opaque regions,
+            {"*": "auto", name: "whole"}.
         microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
         batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension, None
             (not split), ``fxpipe.Packed`` (so many rows or list entries for each row of the batch),
             ``fxpipe.Offsets`` (where packed sequences begin), or such a dict for a dict input; 0 for inputs not in it.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
-        placement: stage name → pipe rank; None: where stages outnumber ranks, what simulates best at costs by shapes;
-            without an example, topological order, balanced by parameters.
+        placement: stage name → pipe rank; None: where stages outnumber ranks, the lowest simulated step time at costs
+            by shapes; without an example, topological order, balanced by parameters.
         tracer: a name out of ``fxpipe.TRACERS``.
         example_args: one batch as it will be passed in calls. Without it the capture takes the required inputs for
             tensors and the optional ones for absent; a call that differs is captured anew.
@@ -106,42 +107,41 @@ def compile(
         bucket_cap_mb: gradients are summed in buckets of this size, in MiB; the first is smaller.
         precision: the types of parameters, reductions and masters; None: as the model is.
         loss_weight: micro-batch → its weight, a function of the inputs in call order; None: its rows.
-        recompute: stages whose forward keeps its inputs alone and is run again (R in the table) when its backward is
-            near: their names; True: all but those whose backward follows their forward at once, which it would save
-            nothing; "auto": as few as fit ``memory_per_rank``. What the model checkpoints itself keeps its activations
-            in the second run, so that nothing runs a third time. ``print`` of ``preview`` says what it saves.
+        recompute: stages that keep only their inputs, and run their forward again (R in the table) shortly before their
+            backward. A list of names; True: all stages but those whose backward follows their forward at once; "auto":
+            as few as fit ``memory_per_rank``. The model's own checkpoints keep their activations in the second run, so
+            nothing runs a third time. ``preview`` prints what it saves.
         memory_per_rank: bytes that "auto", ``placement=None`` and ``recompute="auto"`` keep within: parameters,
             buffers, gradients and AdamW's state, as ``zero``, ``precision`` and the data axis have them, activations
-            and the batch. What ``parallelize`` spreads counts whole. A line says where what is left to no search, or
-            messages, do not fit.
-        hardware: what balance and ``preview`` reckon with: the name of a GPU, such as "h100", or ``fxpipe.Hardware``.
+            and the batch. What ``parallelize`` spreads counts in full. fxpipe warns where a part that no search
+            chooses, or messages, exceed it.
+        hardware: the costs that balance and ``preview`` use: a GPU's name, such as "h100", or ``fxpipe.Hardware``.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once they
             have memory; with a seed by the submodule's name, so that values depend on no placement.
         checkpoint: a file or folder, safetensors or torch's; this rank reads its own part.
         parallelize: ``(stage_module, mesh) -> None``, applied to this rank's stages: FSDP2, tensor parallelism, ...
         stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``; under a table
             with I and W to its forward, I and W, as graphs of operators.
-        check_batches: in the first 3 calls of each capture and every 100th of them, and in the first 3 with each of the
-            first 8 kinds of batch, the inputs that two or more ranks of a pipe group were given are compared by a
-            digest, one call later: what differs is a RunError. So are those of a tensor group, in the first 3 steps and
-            every 100th; equal batches of replicas are warned of. False: nothing is compared.
-        check_capture: whether the stages are run once against the model, forward and backward, on two micro-batches of
-            the example, in the second of which every third floating-point number is another one, and losses, gradients
-            and buffers compared; "auto" goes on to the next tracer where they differ. So are the outputs of evaluation
-            where it is captured at compile: by "symbolic", or where training leaves parameters or buffers unused; and,
-            in one process, each kind of batch that comes later, on its own numbers. Forward hooks of the model run
-            then, too; module attributes and containers in them, buffers and random state are put back, Python values
-            elsewhere are not. It is left out, as ``print`` of ``.stages`` shows: without an example's numbers, on the
-            meta device, with rows that are all equal, where a rank holds a part of the model, and where it would not be
-            cheap: from 2^28 numbers in parameters, or from 1e10 (1e12 on a GPU) for these times the tokens, steps or
-            pixels of a micro-batch.
+        check_batches: compare the inputs that two or more ranks of a pipe group were given, by digest, one call later:
+            in the first 3 calls of each capture and every 100th, and in the first 3 calls with each of the first 8
+            kinds of batch. A difference is a RunError. Ranks of a tensor group compare in the first 3 steps and every
+            100th; there fxpipe also warns of replicas with equal batches. False: nothing is compared.
+        check_capture: run the stages once against the model, forward and backward, on two micro-batches of the
+            example, the second with every third floating-point number changed, and compare losses, gradients and
+            buffers; where they differ, "auto" goes on to the next tracer. Outputs of evaluation are compared where
+            evaluation is captured at compile: by "symbolic", or where training leaves parameters or buffers unused. In
+            one process each later kind of batch is checked on its own numbers. The model's forward hooks run in a
+            check, too. fxpipe restores module attributes, containers in them, buffers and random state, and no Python
+            values elsewhere. ``.stages`` says where the check is left out: without an example's numbers, on the meta
+            device, with rows that are all equal, where a rank holds a part of the model, and where it costs much: from
+            2^28 numbers in parameters, or from 1e10 (1e12 on a GPU) for these times the tokens, steps or pixels of a
+            micro-batch.
         error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks and before
-            an optimizer steps; each call then waits for its loss. False: one warning, one call late. Either names
+            an optimizer steps; each call then waits for its loss. False: one warning, one call late. Both name
             step, micro-batch and stage.
-        timeout: seconds that any wait may take, on the CPU, before this rank says what it waits for, warns all others,
-            and raises; longer while others are known to capture, compile or save, but at most 12 times that. What is
-            known to be lost, or in another call, ends it within seconds. After 30 s a line on stderr says who is
-            waited for.
+        timeout: seconds that a wait may take, on the CPU, before this rank says what it waits for, warns all others,
+            and raises. While other ranks capture, compile or save, a wait may last 12 times as long. A rank that is
+            lost, or in another call, ends it within seconds. After 30 s a line on stderr names the rank waited for.
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
 
     Raises:
