@@ -61,7 +61,7 @@ class ForwardBackward:
         self._steppers: WeakValueDictionary[str, DistributedOptimizer] = WeakValueDictionary()
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
-        self._running = self._logged_drift = False
+        self._running = self._logged_drift = self._has_stepped = False
         self._steps = Steps(topology, transport, state, self._exchange, self._failing)
 
     # what it is
@@ -246,6 +246,9 @@ class ForwardBackward:
 
     def _stepping(self, called: str) -> contextlib.AbstractContextManager[None]:
         """As ``_alone``, of an optimizer. RunError, or a word, where replicas would step by gradients of their own."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._log_left_out()
         if self._transport.data_size > 1 and self._steps.has_unsummed:
             fact = f"{called} comes behind a call that has not summed its gradients over the replicas"
             if self._reducer.shards:
@@ -254,6 +257,16 @@ class ForwardBackward:
                 self._logged_drift = True
                 log(f"fxpipe: {fact}, whose parameters drift apart; set_requires_gradient_sync(True) before the last")
         return self._alone(called)
+
+    def _log_left_out(self) -> None:
+        """A group names its parameters, and means no others: those that no optimizer has would stay as they are."""
+        trainable = [name for name, one in self._planner.module.named_parameters() if one.requires_grad]
+        left = [name for name in trainable if name not in self._steppers]
+        if left:
+            log(
+                f"fxpipe: no optimizer steps {len(left)} of the model's trainable parameters, first {left[0]!r}; give "
+                "them a parameter group, or freeze them with requires_grad_(False)"
+            )
 
     # what ran
 

@@ -139,3 +139,22 @@ def test_owners_of_a_parameter_that_a_batch_does_not_use_hear_of_its_gradient(la
     wanted = train(lambda *inputs: model(*inputs).backward(), model, torch.optim.SGD(model.parameters(), lr=0.1))
     for scale in run_strict(body, 3):
         torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_no_optimizer_steps_are_named_once(frozen: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pattern names some parameters, and means no others, as in the groups of torch's own optimizers."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    forward_backward = fxpipe.compile(model, TWO, boundaries=["1"], loss_fn=nn.functional.mse_loss)
+    biases = forward_backward.optimizer(torch.optim.SGD, [{"params": "*.bias"}], lr=0.1)
+    if frozen:
+        for layer in model:
+            layer.weight.requires_grad_(False)
+    for _ in range(2):
+        forward_backward(torch.ones(8, 2), target=torch.zeros(8, 1))
+        biases.step()
+    said = "fxpipe: no optimizer steps 2 of the model's trainable parameters, first '0.weight'"
+    assert capsys.readouterr().err.count(said) == (not frozen)
+    weights = forward_backward.optimizer(torch.optim.SGD, "*.weight", lr=0.1)
+    weights.step()
+    assert said not in capsys.readouterr().err
