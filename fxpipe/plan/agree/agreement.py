@@ -416,8 +416,8 @@ def _check_nothing_gathered(plan: Plan) -> None:
 class WireLayouts:
     """Numbers micro-batches: those of one number make messages of the same shapes, strides and types.
 
-    They do where the stages come from one capture, the table has their backwards in the same form, and their inputs
-    layout the same on each rank. A gathered stage sees other micro-batches: with one, each has a number of its own.
+    They do where the stages come from one capture, the table has their backwards in the same form, and each rank was
+    given inputs of the same description. A gathered stage sees other micro-batches: with one, each has its own number.
     """
 
     def __init__(self) -> None:
@@ -425,7 +425,7 @@ class WireLayouts:
         self._count = itertools.count()
 
     def of(self, plan: Plan, fixed: Hashable, inputs: Sequence[Hashable]) -> tuple[int, ...]:
-        """The number of each micro-batch. ``fixed``: what else all depend on alike. ``inputs``: of each, what each rank
+        """The number of each micro-batch. ``fixed``: what else all depend on. ``inputs``: of each, what each rank
         was given."""
         if plan.graph.gathers:
             return tuple(next(self._count) for _ in inputs)
