@@ -36,7 +36,7 @@ class Balancing:
     device: torch.device
     """Where a model that is on no device yet will run."""
     finds_cuts: bool = False
-    """Whether stages are cut and placed where that simulates best; else they are cut where they are marked."""
+    """Whether a search cuts and places the stages; else they are cut where they are marked."""
     costed: tuple[Any, NodeCosts] | None = None
     """What was last asked what it takes, and the answer."""
 
