@@ -5,7 +5,7 @@
 Each micro-batch has another number of images. They are given to ``step_microbatches``, each of its own length, or as
 one batch that ``batch_dim`` cuts, each row of which has another number of images. ``zero=0`` on pipe 4; ``zero=1`` on
 pipe 2 × data 2, where each replica has its own. RetinaNet needs torchvision. "local" in front runs them in one process.
-"told" in front begins without what is whole, and writes into ``boundaries`` what each refusal says, until it trains.
+"told" in front begins without opaque regions, and writes into ``boundaries`` what each refusal says, until it trains.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Packed
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the models of the tests
+import examples.benchmarks.architectures as architectures
 from tests import hf, opaque_regions
 from tests.hf import DECODER, IMAGE_TOKEN, IMAGES, PATCHES, SPECIAL, layers
 from tests.opaque_regions import GRIDS, THREE, Inputs, Study, by_grid, furthest, plainly, texts, train
@@ -115,9 +119,6 @@ def retinanet() -> nn.Module:
     return Detector(backbone, num_classes=3, min_size=64, max_size=96)
 
 
-sys.path.append(str(__import__("pathlib").Path(__file__).parent))
-import architectures  # noqa: E402
-
 STUDIES: dict[str, Study] = {
     **opaque_regions.STUDIES,
     "SmolVLM": Study(
@@ -201,7 +202,7 @@ def main(names: Sequence[str]) -> None:
         print(rows[-1], flush=True)
     pool.close()
     ways = [f"{given}, zero={zero}" for given in ("apart", "in one batch") for _, _, zero in WAYS]
-    headers = ["model", *ways, "captured by", "what is whole"]
+    headers = ["model", *ways, "captured by", "what is opaque"]
     print(tabulate(rows, headers=headers, floatfmt=".1e", tablefmt="github"))
 
 
@@ -214,14 +215,14 @@ def in_one_process(names: Sequence[str]) -> None:
 
 
 def as_told(names: Sequence[str]) -> None:
-    """Keeps whole what refusals name, one after another, at most four times."""
+    """Makes opaque what refusals name, one after another, at most four times."""
     for name in (name for name in names or STUDIES if not missing(name)):
         study, told = STUDIES[name], dict[str, Any]()
         cuts = {part: [one for one in _rules(rule) if one != "whole"] for part, rule in study.boundaries.items()}
         while True:
             try:
                 STUDIES[name] = replace(study, boundaries={part: rule for part, rule in cuts.items() if rule} | told)
-                print(name, train(name, 4, 1, 0, False)["losses"], told, flush=True)
+                print(name, train(STUDIES[name], 4, 1, 0, False)["losses"], told, flush=True)
                 break
             except fxpipe.FxpipeError as error:
                 found = re.search(r'boundaries=({"[^.{}][^{}]*": ("whole"|\["whole", "[a-z]+"\])})', str(error))
