@@ -88,10 +88,9 @@ plain_results: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
 
 
-def recast(tensor: Tensor, kind: type[Tensor]) -> Any:
+def recast(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     """The tensor, in the same memory, as one of a subclass; a DTensor as one of a subclass of both."""
-    spec: Any = getattr(tensor, "_spec", None)
-    shard: Any = getattr(tensor, "_local_tensor", None)
+    spec, shard = (getattr(tensor, name, None) for name in ("_spec", "_local_tensor"))
     return tensor.as_subclass(kind) if spec is None else _spread(kind)(shard, spec, requires_grad=False)
 
 

@@ -15,7 +15,6 @@ from fxpipe import Topology, stage_boundary
 from tests.strict_transport import run_strict
 
 PAIR = Topology([("pipe", 1), ("data", 2)])
-
 SQUARE = Topology([("pipe", 2), ("data", 2)])
 
 every_zero = pytest.mark.parametrize("zero", [0, 1, 2], ids="zero={}".format)
@@ -62,10 +61,6 @@ def assert_parts(ranks: Sequence[Parts], wanted: Mapping[str, Tensor | None], wh
                         atol=1e-5,
                         msg=lambda text, name=name, rank=rank: f"{what}, rank {rank}: {name}\n{text}",
                     )
-
-
-def gradients(model: nn.Module, prefix: str = "") -> dict[str, Tensor | None]:
-    return {prefix + name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def refusals(body: Callable[[int], object], ranks: int) -> list[str]:

@@ -260,8 +260,8 @@ class ForwardBackward:
 
     def _log_left_out(self) -> None:
         """A group names its parameters, and means no others: those that no optimizer has would stay as they are."""
-        trainable = [name for name, one in self._planner.module.named_parameters() if one.requires_grad]
-        left = [name for name in trainable if name not in self._steppers]
+        named = self._planner.module.named_parameters()
+        left = [name for name, one in named if one.requires_grad and name not in self._steppers]
         if left:
             log(
                 f"fxpipe: no optimizer steps {len(left)} of the model's trainable parameters, first {left[0]!r}; give "

@@ -158,7 +158,7 @@ class FullyShardedGradients(Gradients):
             self._settle_local(call, factor)
         if call.sync:
             self._reduce_all(call, None if call.deferred else factor)
-        self._add_earlier()
+        self._leave_gradients()
 
     def _stop(self) -> None:
         """The modules hold what they held before the call, and ``local`` the gradients of what was never sharded."""

@@ -154,7 +154,8 @@ class Gradients(ABC):
         for name in self._earlier:
             self._own[name].grad = None
 
-    def _add_earlier(self) -> None:
+    def _leave_gradients(self) -> None:
+        """At the end of a call: adds what earlier ones have left, and marks what is one of several pipe ranks'."""
         for name, earlier in self._earlier.items():
             parameter = self._own[name]
             if parameter.grad is not None:
@@ -162,7 +163,7 @@ class Gradients(ABC):
             parameter.grad = earlier
         self._earlier, self._is_aside = {}, False
         for parameter in self._own.values() if len(self._transport.ranks("pipe")) > 1 else ():
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            if parameter.grad is not None:
                 parameter.grad = held(parameter.grad)
 
     def _scale(self, factor: Tensor | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.torch_compat import FOREACH_NORM, plain_results, pytree, recast
 
 _NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
@@ -42,9 +43,9 @@ class _HeldNorm(Tensor):
     gradient: Tensor
 
     @staticmethod
-    def of(norm: Tensor, gradient: Tensor) -> _HeldNorm:
-        made: _HeldNorm = recast(norm, _HeldNorm)
-        made.gradient = gradient
+    def of(norm: Tensor, gradient: Tensor) -> Tensor:
+        made = recast(norm, _HeldNorm)
+        made.gradient = gradient  # type: ignore[attr-defined]
         return made
 
     @classmethod
@@ -60,12 +61,12 @@ class _HeldNorm(Tensor):
 
 
 def held(gradient: Tensor) -> Tensor:
-    """The gradient, in the same memory, as one of several pipe ranks'."""
-    marked: Tensor = recast(gradient, HeldGradient)
-    return marked
+    """The gradient, in the same memory, as one of several pipe ranks'; a sparse one itself: torch cannot alias it."""
+    is_dense = type(gradient) is Tensor and gradient.layout is torch.strided
+    is_spread = is_dtensor(gradient) and not isinstance(gradient, HeldGradient)
+    return recast(gradient, HeldGradient) if is_dense or is_spread else gradient
 
 
 def plain(gradient: Tensor) -> Tensor:
     """The gradient, in the same memory, as a plain tensor or DTensor."""
-    found: Tensor = recast(gradient, Tensor) if isinstance(gradient, HeldGradient) else gradient
-    return found
+    return recast(gradient, Tensor) if isinstance(gradient, HeldGradient) else gradient

@@ -246,7 +246,7 @@ class Reducer(Gradients):
         self._unsummed = not self._sync
         self._complete.clear()
         self._scale(factor)
-        self._add_earlier()
+        self._leave_gradients()
 
     def _hear(self) -> None:
         """Waits only where this rank has not used all."""

@@ -55,7 +55,7 @@ def test_earlier_gradients_are_not_scaled_and_those_of_a_call_are_added_to_them(
     assert [p.grad for p in (a, b, c)] == [None] * 3
     a.grad, c.grad = torch.full((2,), 4.0), torch.full((2,), 4.0)
     gradients._scale(torch.tensor(0.5))
-    gradients._add_earlier()
+    gradients._leave_gradients()
     assert a.grad is earlier
     assert [p.grad.tolist() for p in (a, b, c)] == [[3, 3], [1, 1], [2, 2]]
 
@@ -67,7 +67,7 @@ def test_what_a_call_that_failed_has_set_aside_does_not_come_back() -> None:
     gradients._set_earlier_aside()
     gradients.clear()
     gradients._set_earlier_aside()
-    gradients._add_earlier()
+    gradients._leave_gradients()
     assert a.grad is None
 
 

@@ -12,16 +12,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe import Topology
-from tests.replicas import (
-    PAIR,
-    Parts,
-    assert_parts,
-    compiled_alone,
-    every_zero,
-    gradients,
-    linear,
-    parts,
-)
+from tests.harness import gradients_of
+from tests.replicas import PAIR, Parts, assert_parts, compiled_alone, every_zero, linear, parts
 from tests.strict_transport import run_strict
 from tests.thinned import every
 
@@ -64,7 +56,7 @@ def test_whoever_clears_gradients_to_zero_clears_them(
 
     model = nn.Sequential(linear(), linear())
     model(torch.ones(2, 4)).square().mean().backward()
-    assert_parts(run_strict(body, 2), gradients(model, "module."))
+    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
 
 
 @every_zero
@@ -91,7 +83,7 @@ def test_a_gradient_cleared_to_zero_alone_leaves_the_others(zero: int, earlier: 
         model(torch.ones(2, 4)).square().mean().backward()
     clear(model)
     model(torch.ones(2, 4)).square().mean().backward()
-    assert_parts(run_strict(body, 2), gradients(model, "module."))
+    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
 
 
 @every_zero
@@ -119,4 +111,4 @@ def test_one_optimizers_zero_grad_leaves_what_another_ones_parameters_have(
     model(x).square().mean().backward()  # the mean of as many of them as have any weight
     model[0].weight.grad = None
     model(torch.ones(2, 4)).square().mean().backward()
-    assert_parts(run_strict(body, 2), gradients(model, "module."))
+    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))

@@ -99,6 +99,19 @@ def test_types_that_forward_asks_for_are_those_of_precision(tracer: str) -> None
     assert forward_backward.evaluate(x).dtype == torch.float32
 
 
+def assert_a_step_is_plain_pytorchs(make: type[nn.Module], tracer: str, tolerance: float) -> None:
+    """``tolerance``: of the gradients."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(4, 4)
+    plain = copy.deepcopy(model)
+    forward_backward = fxpipe.compile(model, TWO, microbatches=1, tracer=tracer, example_args=(x,))
+    assert_same(forward_backward(x), (loss := plain(x)).detach(), "loss")
+    loss.backward()
+    wanted = gradients_of(plain.named_parameters())
+    for name, gradient in gradients_of(forward_backward.named_parameters()).items():
+        assert_same(gradient, wanted[name], name, tolerance)
+
+
 class Watched(nn.Module):
     """A value on its way to the next stage is read last inside of a region without gradients."""
 
@@ -116,15 +129,7 @@ class Watched(nn.Module):
 
 @pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
 def test_a_value_that_is_handed_off_amid_no_grad_keeps_its_gradient(tracer: str) -> None:
-    torch.manual_seed(0)
-    model, x = Watched(), torch.randn(4, 4)
-    plain = copy.deepcopy(model)
-    forward_backward = fxpipe.compile(model, TWO, microbatches=1, tracer=tracer, example_args=(x,))
-    assert_same(forward_backward(x), (loss := plain(x)).detach(), "loss")
-    loss.backward()
-    wanted = gradients_of(plain.named_parameters())
-    for name, gradient in gradients_of(forward_backward.named_parameters()).items():
-        assert_same(gradient, wanted[name], name)
+    assert_a_step_is_plain_pytorchs(Watched, tracer, 0.0)
 
 
 def test_a_stage_of_the_users_own_is_compiled_once() -> None:
@@ -188,15 +193,7 @@ class Teacher(nn.Module):
 
 @pytest.mark.parametrize("tracer", ["auto", "export"])
 def test_a_module_called_with_other_parameters_uses_those(tracer: str) -> None:
-    torch.manual_seed(0)
-    model, x = Teacher(), torch.randn(4, 4)
-    plain = copy.deepcopy(model)
-    forward_backward = fxpipe.compile(model, TWO, microbatches=1, tracer=tracer, example_args=(x,))
-    assert_same(forward_backward(x), (loss := plain(x)).detach(), "loss")
-    loss.backward()
-    wanted = gradients_of(plain.named_parameters())
-    for name, gradient in gradients_of(forward_backward.named_parameters()).items():
-        assert_same(gradient, wanted[name], name, 1e-6)
+    assert_a_step_is_plain_pytorchs(Teacher, tracer, 1e-6)
     with pytest.raises(TraceError, match="other parameters or buffers than its own"):
         fxpipe.compile(Teacher(), TWO, microbatches=1, tracer="symbolic")
 

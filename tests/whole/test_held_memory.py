@@ -14,12 +14,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import stage_boundary
 from tests.pool import Pool
-from tests.replicas import (
-    PAIR,
-    SQUARE,
-    compiled_alone,
-    linear,
-)
+from tests.replicas import PAIR, SQUARE, compiled_alone, linear
 from tests.strict_transport import run_strict
 
 WIDE = 512  # a weight of 1 MiB

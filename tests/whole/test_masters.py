@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from tests.replicas import (
-    PAIR,
-    compiled_alone,
-    linear,
-)
+from tests.replicas import PAIR, compiled_alone, linear
 from tests.strict_transport import run_strict
 
 

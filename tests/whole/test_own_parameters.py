@@ -158,3 +158,18 @@ def test_parameters_that_no_optimizer_steps_are_named_once(frozen: bool, capsys:
     weights = forward_backward.optimizer(torch.optim.SGD, "*.weight", lr=0.1)
     weights.step()
     assert said not in capsys.readouterr().err
+
+
+def test_sparse_gradients_are_stepped_on_several_ranks() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 1))
+        before, weight = (layer.weight.detach().clone() for layer in model)
+        one = fxpipe.compile(model, TWO, boundaries=["1"], microbatches=1, loss_fn=lambda y, target: y.sum())
+        optimizer = one.optimizer(torch.optim.SGD, lr=0.1)
+        one(torch.arange(4), target=None)
+        optimizer.step()
+        if rank == 0:
+            torch.testing.assert_close(next(one.parameters()), before - 0.1 * weight)
+
+    run_strict(body, 2)

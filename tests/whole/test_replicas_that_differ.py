@@ -13,20 +13,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from tests.harness import replica_of
-from tests.replicas import (
-    PAIR,
-    SQUARE,
-    Kinds,
-    Parts,
-    assert_parts,
-    compiled_alone,
-    every_zero,
-    gradients,
-    linear,
-    parts,
-    refusals,
-)
+from tests.harness import gradients_of, replica_of
+from tests.replicas import PAIR, SQUARE, Kinds, Parts, assert_parts, compiled_alone, every_zero, linear, parts, refusals
 from tests.strict_transport import run_strict
 from tests.thinned import every, in_turn, pairwise
 
@@ -139,12 +127,11 @@ def walked(moves: Sequence[Move], topology: Topology, total: bool, tied: bool, s
             accumulate(model, given, total, tied)
             if what == "call":
                 names = [name for name, _ in moves[: place + 1]]
-                assert_parts([seen[count] for seen in every], gradients(model), f"after {names}")
+                assert_parts([seen[count] for seen in every], gradients_of(model.named_parameters()), f"after {names}")
                 count += 1
 
 
 NONE, ALL, FIRST = [False] * COUNT, [True] * COUNT, [True] + [False] * (COUNT - 1)
-
 SPOILED = {
     "a parameter unused": choice(2.0, FIRST, 1.0),
     "all of them unused": choice(2.0, NONE, 1.0),
@@ -278,7 +265,9 @@ def test_replicas_may_have_different_numbers_of_micro_batches(zero: int, counts:
     for replica, count in enumerate(counts):
         for x in of_replica(replica, count):
             (model(x) / sum(counts)).backward()
-    assert_parts(run_strict(lambda rank: stepped_unevenly(counts, rank, zero), 4), gradients(model))
+    assert_parts(
+        run_strict(lambda rank: stepped_unevenly(counts, rank, zero), 4), gradients_of(model.named_parameters())
+    )
 
 
 def test_replicas_must_have_as_many_micro_batches_where_each_is_summed() -> None:

@@ -11,19 +11,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from tests.harness import replica_of
-from tests.replicas import (
-    PAIR,
-    SQUARE,
-    Kinds,
-    Parts,
-    assert_parts,
-    compiled_alone,
-    every_zero,
-    gradients,
-    parts,
-    refusals,
-)
+from tests.harness import gradients_of, replica_of
+from tests.replicas import PAIR, SQUARE, Kinds, Parts, assert_parts, compiled_alone, every_zero, parts, refusals
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn, pairwise
 
@@ -159,7 +148,7 @@ def test_owners_of_large_tied_weights_may_have_others_of_their_own(
     plain = model(where)
     plain(x).backward()
     ranks = run_strict(body, topology.world_size)
-    assert_parts([found for found, _ in ranks], gradients(plain))
+    assert_parts([found for found, _ in ranks], gradients_of(plain.named_parameters()))
     assert all(finite for _, finite in ranks)
 
 
@@ -230,4 +219,4 @@ def test_nodes_that_cut_data_groups_differently_do_not_matter_otherwise(way: dic
     model = TiedOverTwo()
     model(x).backward()
     ranks = run_strict(lambda rank: over_nodes(topology, x, **way), topology.world_size)
-    assert_parts(ranks, gradients(model))
+    assert_parts(ranks, gradients_of(model.named_parameters()))

@@ -284,7 +284,7 @@ class ParallelGradients(Gradients):
             self._sum("data", self._to_sum)
             self._sum_over_owners()
             self._scale(factor)
-            self._add_earlier()
+            self._leave_gradients()
 
     @contextlib.contextmanager
     def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> Iterator[None]:
