@@ -18,6 +18,7 @@ from tabulate import tabulate
 from fxpipe.command_line import MICROBATCHES, Edges, parser
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest
+from fxpipe.graph.ranks import Placement
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
@@ -32,7 +33,7 @@ class _Graph(NamedTuple):
 
     edges: Edges
     stages: int
-    placement: tuple[int, ...] | None
+    placement: Placement | None
     microbatches: int
 
     @staticmethod

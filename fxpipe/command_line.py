@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fxpipe.schedules import SCHEDULES
 
-T = TypeVar("T", int, float)
+T = TypeVar("T")
 Edges = tuple[tuple[int, int], ...]
 Run = Callable[[argparse.Namespace], None]
 
@@ -90,6 +90,12 @@ def _one_or_list(text: str, one: Callable[[str], T]) -> T | tuple[T, ...]:
     return _list(text, one) if "," in text else one(text)
 
 
+def _place(text: str) -> int | tuple[int, ...]:
+    """``0``, or ``0+1+2`` for a stage on three ranks."""
+    ranks = tuple(map(_whole, text.split("+")))
+    return ranks if len(ranks) > 1 else ranks[0]
+
+
 def _edges(text: str) -> Edges:
     """``0-1,1-2``; nothing at all for stages that nothing connects."""
     edges = []
@@ -123,6 +129,7 @@ def _axes(text: str) -> tuple[tuple[str, int], ...]:
 
 _INT_LIST = partial(_list, one=_whole)
 _INT_EACH = partial(_one_or_list, one=_whole)
+_PLACES = partial(_list, one=_place)
 _PAIR = partial(_list, one=_number)
 _COST = partial(_one_or_list, one=_number)
 
@@ -233,7 +240,10 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
     graph.add_argument("--stages", type=_whole, metavar="N", help="how many; without --edges they are a chain")
     graph.add_argument("-m", "--microbatches", type=_whole, metavar="N", help=f"how many micro-batches; {MICROBATCHES}")
     graph.add_argument(
-        "--placement", type=_INT_LIST, metavar="R,…", help="the rank of each stage, as in 0,1,0,1; a rank for each"
+        "--placement",
+        type=_PLACES,
+        metavar="R,…",
+        help="the rank of each stage, as in 0,1,0,1, or its ranks, 0+1,0,1",
     )
     graph.add_argument(
         "--gather", type=_gather, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ def compile(
     microbatches: int | None = None,
     batch_dim: BatchDim = 0,
     schedule: ScheduleName | Family | Schedule = "1f1b",
-    placement: Mapping[str, int] | None = None,
+    placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None,
     tracer: TracerName = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -95,8 +95,9 @@ def compile(
             (not split), ``fxpipe.Packed`` (so many rows or list entries for each row of the batch),
             ``fxpipe.Offsets`` (where packed sequences begin), or such a dict for a dict input; 0 for inputs not in it.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
-        placement: stage name → pipe rank; None: where stages outnumber ranks, the lowest simulated step time at costs
-            by shapes; without an example, topological order, balanced by parameters.
+        placement: stage name → pipe rank, or several, as (0, 1, 2) or "all": micro-batch i of the stage runs on the
+            (i mod r)-th of its r ranks, which all hold its parameters; None: where stages outnumber ranks, the lowest
+            simulated step time at costs by shapes; without an example, topological order, balanced by parameters.
         tracer: a name out of ``fxpipe.TRACERS``.
         example_args: one batch as it will be passed in calls. Without it the capture takes the required inputs for
             tensors and the optional ones for absent; a call that differs is captured anew.
@@ -216,7 +217,7 @@ def preview(
     microbatches: int | None = None,
     batch_dim: BatchDim = 0,
     schedule: ScheduleName | Family | Schedule = "1f1b",
-    placement: Mapping[str, int] | None = None,
+    placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None,
     tracer: TracerName = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,

@@ -28,6 +28,7 @@ from fxpipe.validation import (
     is_text,
     is_whole,
     list_of,
+    one_or_each,
     shown,
 )
 
@@ -53,7 +54,7 @@ class Options:
     microbatches: int | None = None
     batch_dim: BatchDim = 0
     schedule: Any = "1f1b"
-    placement: Mapping[str, int] | None = None
+    placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None
     tracer: TracerName = "auto"
     example_args: Sequence[Any] | None = None
     example_kwargs: Mapping[str, Any] | None = None
@@ -174,7 +175,8 @@ _KINDS: Mapping[str, Expected] = {
         is_batch_dim, "a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or fxpipe.Offsets()"
     ),
     "placement": Expected(
-        lambda value: is_mapping(value) and all(map(is_whole, value.values())), "a dict stage name -> pipe rank"
+        lambda value: is_mapping(value) and all(one == "all" or one_or_each(is_whole)(one) for one in value.values()),
+        'a dict stage name -> pipe rank, or several, (0, 1, 2), or "all"',
     ),
     "tracer": Expected(is_text, "a name out of fxpipe.TRACERS"),
     "example_args": Expected(is_list, "the inputs as a tuple, (x,) where there is one"),

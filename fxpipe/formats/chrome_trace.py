@@ -54,8 +54,8 @@ def _metadata(timeline: Timeline) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "pipe group"}}
     schedule = timeline.schedule
     for rank in range(len(schedule.rows)):
-        stages = [schedule.label(stage) for stage, owner in enumerate(schedule.placement) if owner == rank]
-        yield from _thread(rank, f"rank {rank} ({', '.join(stages)})")
+        stages = ", ".join(map(schedule.label, schedule.stages_of[rank]))
+        yield from _thread(rank, f"rank {rank} ({stages})")
 
 
 def _thread(number: int, name: str) -> Iterator[Event]:
@@ -105,10 +105,10 @@ def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
 
 def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
     """A flow for each dependency between ranks: from the end of what it needs to an action's start."""
-    placement, number = timeline.schedule.placement, 0
+    rank, number = timeline.schedule.rank, 0
     for action, span in timeline.spans.items():
         for other in timeline.schedule.dependencies.needs(action):
-            if other not in timeline.spans or placement[other.stage] == placement[action.stage]:
+            if other not in timeline.spans or rank(other) == rank(action):
                 continue
             began, ended = (round(time * nanoseconds) for time in timeline.spans[other])
             arrival = round(span.start * nanoseconds)
@@ -119,7 +119,7 @@ def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
                 continue
             number += 1
             flow = {"name": "dependency", "cat": "dependency", "id": number, "pid": PROCESS}
-            source, target = FIRST_THREAD + placement[other.stage], FIRST_THREAD + placement[action.stage]
+            source, target = FIRST_THREAD + rank(other), FIRST_THREAD + rank(action)
             yield {"ph": "s", **flow, "tid": source, "ts": departure / 1000}
             yield {"ph": "f", "bp": "e", **flow, "tid": target, "ts": arrival / 1000}
 

@@ -21,11 +21,12 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
+from fxpipe.graph.ranks import Placement, as_placement
 from fxpipe.schedules.action import OPS, Action, Op
 from fxpipe.schedules.dependency import EdgeLike, in_steps
 from fxpipe.schedules.given import check_given, nested
@@ -157,13 +158,25 @@ def _check_stages(cells: Sequence[Sequence[Cell]]) -> None:
         )
 
 
-def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """A stage is on the rank that has most of its actions: one cell on a wrong rank is then what verify names."""
+def _placement(rows: Sequence[Sequence[Action]]) -> Placement:
+    """A stage is on the rank that has most of its actions: one cell on a wrong rank is then what verify names. It is on
+    several where they take turns: where each micro-batch is on one rank, the same for every r-th."""
     counts: dict[int, Counter[int]] = {}
+    found: dict[int, dict[int, set[int]]] = {}
     for rank, row in enumerate(rows):
         for action in row:
             counts.setdefault(action.stage, Counter())[rank] += 1
-    return tuple(counts[stage].most_common(1)[0][0] for stage in range(len(counts)))
+            found.setdefault(action.stage, {}).setdefault(action.microbatch // action.count, set()).add(rank)
+    return as_placement([_turns(found[s]) or counts[s].most_common(1)[0][0] for s in range(len(counts))])
+
+
+def _turns(ranks: Mapping[int, Collection[int]]) -> tuple[int, ...]:
+    """The ranks that take turns with a stage; none where they do not. ``ranks``: by micro-batch, or group."""
+    each = [tuple(ranks.get(number, ())) for number in range(1 + max(ranks))]
+    count = len({rank for some in each for rank in some})
+    turns = each[:count]
+    fits = all(len(some) == 1 and some == turns[place % count] for place, some in enumerate(each))
+    return tuple(rank for some in turns for rank in some) if fits and len(set(turns)) == count else ()
 
 
 # --- writing ---

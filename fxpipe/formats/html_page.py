@@ -6,6 +6,7 @@ import json
 
 from fxpipe.formats.svg_picture import clean, svg
 from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
+from fxpipe.graph.ranks import named
 from fxpipe.notebook import preformatted
 from fxpipe.schedules.schedule import Timeline
 from fxpipe.schedules.step_breakdown import tabulated
@@ -185,7 +186,7 @@ def _data(timeline: Timeline) -> str:
         )
     data = {
         "words": {op.value: words for op, words in IN_WORDS.items()},
-        "names": [f"{timeline.schedule.label(s)}, rank {timeline.schedule.placement[s]}" for s in stages],
+        "names": [f"{timeline.schedule.label(s)}, {named(timeline.schedule.placement[s])}" for s in stages],
         "actions": actions,
     }
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

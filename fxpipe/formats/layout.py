@@ -42,13 +42,10 @@ class PictureLayout:
 
     timeline: Timeline
 
-    @cached_property
+    @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """Rank → its stages."""
-        of: list[list[int]] = [[] for _ in self.timeline.schedule.rows]
-        for stage, rank in enumerate(self.timeline.schedule.placement):
-            of[rank].append(stage)
-        return tuple(map(tuple, of))
+        return self.timeline.schedule.stages_of
 
     @cached_property
     def most(self) -> int:

@@ -207,7 +207,7 @@ def _extent(layout: PictureLayout, action: Action) -> tuple[float, float]:
 def _outlines(layout: PictureLayout) -> Iterator[str]:
     """An outline within each cell of the critical path; where some are too narrow for one, around runs of cells."""
     cells = [
-        (float(layout.y(layout.timeline.schedule.placement[action.stage])), *_extent(layout, action))
+        (float(layout.y(layout.timeline.schedule.rank(action))), *_extent(layout, action))
         for action in layout.timeline.critical_path
     ]
     joined = min((width for _, _, width in cells), default=0) < NARROW

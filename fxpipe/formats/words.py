@@ -82,7 +82,7 @@ def waited(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
     if cause is None:
         return f"waited {time}, for no other action" if time else "waited for nothing"
     if cause.crosses:
-        source = f"{cause.action} from rank {timeline.schedule.placement[cause.action.stage]}"
+        source = f"{cause.action} from rank {timeline.schedule.rank(cause.action)}"
         return f"waited {time} for {source}" if time else f"{source} came in time"
     busy = f"its rank was busy with {cause.action}"
     return f"{busy}, then waited {time}" if time else busy

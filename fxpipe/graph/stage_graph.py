@@ -18,6 +18,7 @@ from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.opaque_call import unwritten
 from fxpipe.graph.plain_data import admitted
+from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
@@ -151,8 +152,8 @@ class StageGraph(Tabular):
     """The model's inputs, in call order."""
     module: nn.Module
     """The whole model, whose names the stages' parameters bear."""
-    placement: tuple[int, ...] = ()
-    """The pipe rank of each stage, once it is decided."""
+    placement: Placement = ()
+    """The pipe rank of each stage, or its ranks, once they are decided."""
     bytes_of: Mapping[Edge, int] = field(default_factory=lambda: MappingProxyType({}))
     """Bytes of each edge's value for one micro-batch, once a step has shown them."""
     origin: str = ""
@@ -185,6 +186,10 @@ class StageGraph(Tabular):
             for parameter in stage.parameters.values():
                 users.setdefault(id(parameter), {})[stage.index] = None
         return tuple(sorted({tuple(stages) for stages in users.values() if len(stages) > 1}))
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """The pipe ranks of a stage, once they are decided, in the order in which they take its micro-batches."""
+        return ranks_of(self.placement[stage])
 
     @property
     def output_stage(self) -> int:
@@ -253,7 +258,7 @@ class StageGraph(Tabular):
     def __str__(self) -> str:
         rows = []
         for stage in self.stages:
-            rank = self.placement[stage.index] if self.placement else "-"
+            rank = ", ".join(map(str, self.ranks(stage.index))) if self.placement else "-"
             parameters = sum(parameter.numel() for parameter in stage.parameters.values())
             arriving = [edge for edge in self.edges if edge.target == stage.index]
             rows.append(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.elsewhere import Elsewhere
+from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.own_buffers import mark_own_buffers
 
@@ -30,18 +31,18 @@ class Ownership:
 
 def ownership(graph: StageGraph) -> Ownership:
     """A rank holds what its stages use, under all names that it bears; what nobody uses is with the first stage."""
-    ranks = 1 + max(graph.placement)
+    ranks = rank_count(graph.placement)
     aliases: dict[int, list[str]] = {}
     for name, tensor in all_tensors(graph.module).items():
         aliases.setdefault(id(tensor), []).append(name)
     owners: dict[int, set[int]] = {key: set() for key in aliases}
     for stage in graph:
         for tensor in stage.tensors.values():
-            owners.setdefault(id(tensor), set()).add(graph.placement[stage.index])
+            owners.setdefault(id(tensor), set()).update(graph.ranks(stage.index))
     names: list[set[str]] = [set() for _ in range(ranks)]
     tied: dict[tuple[int, ...], list[str]] = {}
     for key, group in aliases.items():
-        holders = sorted(owners[key]) or [graph.placement[0]]
+        holders = sorted(owners[key]) or [graph.ranks(0)[0]]
         for rank in holders:
             names[rank].update(group)
         if len(holders) > 1:

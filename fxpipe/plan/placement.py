@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from fxpipe.errors import PartitionError, nearest
+from fxpipe.graph.ranks import Placement, as_placement, named, ranks_of
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.options import Options
+from fxpipe.torch_compat import BATCH_STATISTICS
+
+Place = int | Sequence[int]
+"""A rank, or ranks that take a stage's micro-batches in turn."""
 
 _GATHERED = "its boundary gathers inputs, and all that is computed stands behind it; "
 
 
-def place(graph: StageGraph, ranks: int, wanted: Mapping[str, int] | None) -> tuple[int, ...]:
-    """The rank of each stage: as wanted, or in topological order, balanced by parameters.
+def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
+    """The rank, or ranks, of each stage: as wanted, or in topological order, balanced by parameters.
 
     PartitionError where there are more ranks than stages, a name is unknown, or a rank would have no stage.
     """
-    if len(graph) < ranks:
+    if len(graph) < ranks and wanted is None:
         none = "" if len(graph) > 1 else _GATHERED if graph[0].gathered else "no stage_boundary was reached; "
         raise PartitionError(
             f"{ranks} pipe ranks, but the model has {len(graph)} stage{'s' * (len(graph) > 1)} "
@@ -30,12 +37,38 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, int] | None) -> tu
     missing = [name for name in graph.names if name not in wanted]
     if missing:
         raise PartitionError(f"placement does not say where {missing} run; name all stages: {list(graph.names)}")
-    placement = tuple(wanted[name] for name in graph.names)
-    if sorted(set(placement)) != list(range(ranks)):
-        raise PartitionError(
-            f"placement uses ranks {sorted(set(placement))}; with {ranks} pipe ranks each needs a stage"
-        )
+    every = tuple(range(ranks))
+    places: list[Any] = [every if wanted[name] == "all" else wanted[name] for name in graph.names]
+    placement = as_placement(places, graph.names, PartitionError)
+    used = sorted({rank for place in placement for rank in ranks_of(place)})
+    if used != list(every):
+        raise PartitionError(f"placement uses ranks {used}; with {ranks} pipe ranks each needs a stage")
     return placement
+
+
+def check_replicated(graph: StageGraph, options: Options) -> None:
+    """PartitionError for a stage on several ranks that they could not keep equal, or that must be on one."""
+    stages = [stage for stage in graph if len(graph.ranks(stage.index)) > 1]
+    for stage in stages:
+        where = f"stage {stage.name!r} is on {named(graph.placement[stage.index])}"
+        if stage.returns_result:
+            raise PartitionError(f"{where}, and makes the loss, which one rank does; place it on one")
+        if options.zero == 3:
+            raise PartitionError(f"{where}, and zero=3 shards what one rank holds; write zero=2, or place it on one")
+        if options.parallelize is not None:
+            raise PartitionError(f"{where}, and parallelize= works on what one rank holds; place it on one")
+        for name in stage.tensors:
+            owner = graph.module.get_submodule(name.rpartition(".")[0])
+            if isinstance(owner, BATCH_STATISTICS) and owner.training and owner.track_running_stats:
+                raise PartitionError(f"{where}, and {writes(name)}")
+
+
+def writes(name: str) -> str:
+    """What a stage on several ranks must not do, and the remedy."""
+    return (
+        f"its forward writes {name}, which its ranks would come to hold differently; place it on one rank, or freeze "
+        "it: a BatchNorm in eval mode only reads its statistics"
+    )
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Plan:
     @property
     def output_rank(self) -> int:
         """The pipe rank that has the loss."""
-        return self.graph.placement[self.graph.output_stage]
+        return self.graph.ranks(self.graph.output_stage)[0]
 
     @cached_property
     def fixes_loss(self) -> bool:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.opaque_call import has_opaque_calls
+from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
@@ -27,7 +28,7 @@ from fxpipe.plan.capture.same_stages import called_alike, joint, like
 from fxpipe.plan.capture.sizes import outline
 from fxpipe.plan.inputs.label_count import Items
 from fxpipe.plan.inputs.pattern import Flags, Pattern, flags_of
-from fxpipe.plan.placement import place
+from fxpipe.plan.placement import check_replicated, place
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily, is_compiled
 from fxpipe.plan.tables import Tables, tells_bytes
@@ -266,6 +267,7 @@ class Planner:
         read = {name for stage in every for name in stage.batch_inputs}
         labels = self.items.note(inputs, read) if self.items is not None else ""
         placed = partial(dataclasses.replace, placement=placement, labels=labels)
+        check_replicated(placed(every), self.options)
         return tuple(_each_once(graphs, lambda graph: self._ready(placed(graph))))
 
     def _ready(self, graph: StageGraph) -> StageGraph:
@@ -327,10 +329,10 @@ class Planner:
             planner.plans[pattern] = dataclasses.replace(plan, graph=joint(graphs), graphs=tuple(graphs))
         return planner
 
-    def _wanted(self, graph: StageGraph, found: tuple[int, ...] | None) -> Mapping[str, int] | None:
+    def _wanted(self, graph: StageGraph, found: Placement | None) -> Mapping[str, Any] | None:
         """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
         table = self.options.schedule
-        ranks: Sequence[int] = table.placement if isinstance(table, Schedule) else ()
+        ranks: Placement = table.placement if isinstance(table, Schedule) else ()
         if self.plans and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
         if not ranks and self.options.placement is not None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import PartitionError, ScheduleError, nearest
+from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.plan.capture.captures import Captures
@@ -132,7 +133,7 @@ class Tables:
         work = partial(self.stage_work, pattern, graph.placement)
         return recomputed(graph, options.recompute, make, work, options.memory_per_rank)
 
-    def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+    def stage_work(self, pattern: Pattern, placement: Placement) -> StageWork | None:
         """What the stages take, derived from shapes; None where these, or the costs, are not known."""
         return None if self.captures is None else self.captures.stage_work(pattern, placement)
 
@@ -234,11 +235,12 @@ class _Fitting:
 
     def helpful(self, flags: Marked) -> list[int]:
         """The stages on ranks that are too full with which less is over."""
-        peaks, placement = self._figures(flags)[1], self._graph.placement
+        peaks = self._figures(flags)[1]
+        fullest = [max(peaks[rank] for rank in self._graph.ranks(stage.index)) for stage in self._graph]
         full = [
             stage.index
             for stage in self._graph
-            if stage.has_backward and not flags[stage.index] and peaks[placement[stage.index]] > self._memory
+            if stage.has_backward and not flags[stage.index] and fullest[stage.index] > self._memory
         ]
         return [stage for stage in full if self.over(_with(flags, stage, True)) < self.over(flags)]
 

@@ -136,7 +136,7 @@ def _make_own(
     made = materialise(planner.module, names, device, init_fn, weights, seed)
     for graph in planner.graphs:
         for stage in graph:
-            is_own = transport.pipe_rank in (None, graph.placement[stage.index])
+            is_own = transport.pipe_rank in (None, *graph.ranks(stage.index))
             if is_own and isinstance(stage.module, nn.Module):
                 made.replace_in(stage.module)
                 check_no_meta(stage.module, stage.name)
@@ -168,7 +168,7 @@ def _release_others(planner: Planner, owners: Ownership, transport: Transport, d
     release(planner.module, owners.names[rank], why_elsewhere(planner.first.graph, owners), device)
     for graph in planner.graphs:
         for stage in graph:
-            if graph.placement[stage.index] != rank and isinstance(stage.module, nn.Module):
+            if rank not in graph.ranks(stage.index) and isinstance(stage.module, nn.Module):
                 release(stage.module, frozenset(n for n, t in all_tensors(stage.module).items() if id(t) in kept))
 
 

@@ -160,7 +160,7 @@ def timeline_of(
     spells: list[Spell] = []
     for rank, course in enumerate(courses):
         ranks = tuple(range(len(schedule.rows))) if in_turns else (rank,)
-        mine = sorted((lap for lap in every.values() if schedule.placement[lap.action.stage] in ranks), key=_start)
+        mine = sorted((lap for lap in every.values() if schedule.rank(lap.action) in ranks), key=_start)
         spells += _spells(timeline, ranks, mine, course, first)
     return dataclasses.replace(timeline, spells=tuple(spells))
 
@@ -196,11 +196,11 @@ def _spells(
 
 def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int]) -> str:
     """Of the messages that an action takes from other processes, the one that was made last; empty where none is."""
-    placement = timeline.schedule.placement
+    rank = timeline.schedule.rank
     others = timeline.schedule.dependencies.before(action)
-    sources = [one for one in others if one in timeline.spans and placement[one.stage] not in ranks]
+    sources = [one for one in others if one in timeline.spans and rank(one) not in ranks]
     last = max(sources, key=lambda one: timeline.spans[one].end, default=None)
-    return f"{last} from rank {placement[last.stage]}" if last is not None else ""
+    return f"{last} from rank {rank(last)}" if last is not None else ""
 
 
 def has_run(timeline: Timeline) -> bool:
@@ -229,7 +229,7 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
     for action, span in spans.items():
         before = [other for other in schedule.dependencies.needs(action) if other in spans]
         last = max(before, key=lambda other: spans[other].end, default=None)
-        if last is not None and schedule.placement[last.stage] != schedule.placement[action.stage]:
+        if last is not None and schedule.rank(last) != schedule.rank(action):
             hop = max(span.start - spans[last].end, 0.0)
             (waited if since[action] <= spans[last].end else others).append(hop)
     return median(waited) if waited else min(others, default=0.0)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError, nearest
+from fxpipe.graph.ranks import as_placement
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import cached, group_interleaved, groups_behind, store_all
 from fxpipe.schedules.families.gpipe import gpipe
@@ -49,7 +50,7 @@ def build(
     family: ScheduleName | Family,
     edges: Iterable[tuple[int, int]],
     microbatches: int,
-    placement: Sequence[int] | None = None,
+    placement: Sequence[int | Sequence[int]] | None = None,
     stages: int | None = None,
     backward: Sequence[bool] | None = None,
     names: Sequence[str] | None = None,
@@ -67,7 +68,8 @@ def build(
         family: a name out of ``SCHEDULES``, or a function of the same kind.
         edges: pairs of stage numbers.
         microbatches: how many.
-        placement: the rank of each stage; None: a rank for each.
+        placement: the rank of each stage; None: a rank for each. A stage on several, (0, 1, 2), runs micro-batch i, or
+            group i of a gathered one, on the (i mod r)-th of its r ranks, beside their other stages.
         stages: how many; None: as many as ``placement`` has, or as ``edges`` mention.
         backward: whether each stage has one; None: all do.
         names: the stages' names; None: their numbers.
@@ -101,7 +103,7 @@ def build(
     given = Problem(
         edges=edges,
         microbatches=microbatches,
-        placement=tuple(range(count)) if placement is None else tuple(map(int, placement)),
+        placement=tuple(range(count)) if placement is None else as_placement(placement),
         backward=(True,) * count if backward is None else tuple(backward),
         costs=Costs.of(count),
         recompute=None if recompute is None else tuple(recompute),
@@ -200,7 +202,7 @@ def with_costs(
     return Limited(family, getattr(family, "__name__", "custom"), costs, in_flight, memory)
 
 
-def _count(edges: Sequence[tuple[int, int]], placement: Sequence[int] | None, stages: int | None) -> int:
+def _count(edges: Sequence[tuple[int, int]], placement: Sequence[object] | None, stages: int | None) -> int:
     mentioned = 1 + max((stage for edge in edges for stage in edge), default=-1)
     given = max(mentioned, 1) if placement is None else len(placement)
     count = given if stages is None else stages

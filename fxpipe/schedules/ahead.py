@@ -20,14 +20,18 @@ from fxpipe.schedules.dependency import Dependencies
 
 
 def held_back(
-    free: Dependencies, backward: Sequence[bool], microbatches: int, makespan: Callable[[Dependencies], float]
+    free: Dependencies,
+    backward: Sequence[bool],
+    microbatches: int,
+    makespan: Callable[[Dependencies], float],
+    turns: Sequence[int],
 ) -> Dependencies:
     """``free`` with the least caps by which a step takes no longer. ``makespan``: of a step by such dependencies;
-    infinite where it deadlocks."""
+    infinite where it deadlocks. ``turns``: on how many ranks each stage is: who waits has sent what it waits for."""
     readers = _readers(free, backward)
     if not readers or (today := makespan(free)) == math.inf:
         return free
-    caps = _least(free, readers, len(backward))
+    caps = _least(free, readers, turns)
     while any(cap < microbatches for cap in caps.values()):
         held = dataclasses.replace(free, ahead=caps, readers=readers)
         if makespan(held) <= today * (1 + 1e-9):
@@ -46,15 +50,17 @@ def _readers(free: Dependencies, backward: Sequence[bool]) -> Mapping[int, tuple
     return found
 
 
-def _least(free: Dependencies, readers: Mapping[int, tuple[int, ...]], count: int) -> Mapping[int, int]:
-    after: dict[int, list[int]] = {stage: [] for stage in range(count)}
+def _least(free: Dependencies, readers: Mapping[int, tuple[int, ...]], turns: Sequence[int]) -> Mapping[int, int]:
+    after: dict[int, list[int]] = {stage: [] for stage in range(len(turns))}
     for stage, sources in free.sources.items():
         for source in sources:
             after[source].append(stage)
-    depth = [1] * count
-    for stage in reversed(list(topological_order({stage: stage for stage in range(count)}, after))):
+    depth = [1] * len(turns)
+    for stage in reversed(list(topological_order({stage: stage for stage in range(len(turns))}, after))):
         depth[stage] = 1 + max((depth[target] for target in after[stage]), default=0)
-    return {
+    wanted = {
         stage: max((1 + depth[stage] - depth[reader]) * free.groups.get(reader, 1) for reader in mine)
         for stage, mine in readers.items()
     }
+    rounds = {stage: turns[stage] * free.groups.get(stage, 1) for stage in wanted}
+    return {stage: -(-cap // rounds[stage]) * rounds[stage] for stage, cap in wanted.items()}

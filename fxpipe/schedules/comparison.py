@@ -125,7 +125,7 @@ class Comparison:
         for before, action in pairwise((None, *path)):
             if before is not None and action is not None:
                 gap = self.real.spans[action].start - self.real.spans[before].end
-                here, there = (self.real.schedule.placement[a.stage] for a in (before, action))
+                here, there = map(self.real.schedule.rank, (before, action))
                 if here == there:
                     yield f"rank {here}, between actions", 0.0, gap
                 else:
@@ -152,12 +152,11 @@ class Comparison:
     def __str__(self) -> str:
         planned, real, ms = self.planned, self.real, _milliseconds
         longer = real.makespan / planned.makespan - 1 if planned.makespan else 0.0
-        placement = real.schedule.placement
         path = [(p.what, f"{p.times}", ms(p.planned), ms(p.real), ms(p.real - p.planned, "+")) for p in self.path]
         slack = ("slack of this path in the plan", "", ms(self.slack), "", ms(-self.slack, "+"))
         shares = [(f"{share.rank}", *map(ms, share[1:])) for share in self.shares]
         waits = [
-            (f"{w.action}", f"{w.source} from rank {placement[w.source.stage]}", ms(w.planned), ms(w.real))
+            (f"{w.action}", f"{w.source} from rank {real.schedule.rank(w.source)}", ms(w.planned), ms(w.real))
             for w in self.waits[:_SHOWN_WAITS]
         ]
         in_turns = any(len(spell.ranks) > 1 for spell in real.spells)

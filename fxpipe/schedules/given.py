@@ -30,7 +30,7 @@ KINDS: Mapping[str, Expected] = {
     "rows": Expected(list_of(lambda row: isinstance(row, tuple)), "a list with a row of Actions for each rank"),
     "edges": Expected(list_of(is_edge), "a list of pairs of stage numbers, [(0, 1), (1, 2)]"),
     "microbatches": Expected(is_whole, "a whole number"),
-    "placement": Expected(list_of(is_whole), "a list with the rank of each stage, [0, 1]"),
+    "placement": Expected(list_of(one_or_each(is_whole)), "a list with the rank, or ranks, of each stage, [0, (1, 2)]"),
     "stages": Expected(is_whole, "a whole number"),
     "backward": Expected(list_of(is_flag), "a list with True or False for each stage"),
     "names": _NAMES,

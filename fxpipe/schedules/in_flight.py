@@ -20,10 +20,10 @@ def held(schedule: Schedule, action: Action) -> int:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches that it holds."""
-    in_flight = [0] * len(schedule.placement)
-    peaks = list(in_flight)
+    """Per stage, the most micro-batches that it holds, on any of its ranks."""
+    peaks = [0] * len(schedule.placement)
     for row in schedule.rows:
+        in_flight = [0] * len(peaks)
         for action in row:
             in_flight[action.stage] += held(schedule, action)
             if in_flight[action.stage] > peaks[action.stage]:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from fxpipe.graph.ranks import Placement, RankOf, ranks_of, replicated
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import EdgeLike, Groups, group_of, groups_of
 
@@ -94,7 +95,7 @@ Rows = Sequence[Sequence[Action]]
 def lower(
     rows: Rows,
     edges: Sequence[EdgeLike],
-    placement: Sequence[int],
+    placement: Placement,
     backward: Sequence[bool],
     tied: Sequence[Sequence[int]] = (),
     ahead: Mapping[int, int] = MappingProxyType({}),
@@ -103,11 +104,11 @@ def lower(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Each rank's instructions.
 
-    ``placement``: the rank of each stage. ``backward``: whether each stage has one. ``tied``: groups of stages that
-    share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward such a stage waits until
-    what it made so many micro-batches ago is received. ``values``: what each edge carries, where several may carry one
-    value: to a rank it is sent once, on the edge to the stage that is the first to use it there. ``absent``: (edge,
-    micro-batch) of which there is no value, and no gradient.
+    ``placement``: the rank, or the ranks, of each stage. ``backward``: whether each stage has one. ``tied``: groups of
+    stages that share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward such a stage
+    waits until what it made so many micro-batches ago is received. ``values``: what each edge carries, where several
+    may carry one value: to a rank it is sent once, on the edge to the stage that is the first to use it there.
+    ``absent``: (edge, micro-batch) of which there is no value, and no gradient.
 
     A receive is posted one action ahead of the action that needs it, or earlier: never later than a receive behind it
     in the sender's order, since messages between two ranks arrive in that order. So much memory is taken for what is on
@@ -115,9 +116,10 @@ def lower(
     each sender. What does not deadlock by these places does not by earlier ones.
     """
     sizes = groups_of(rows)
-    sent = _sends(rows, edges, placement, backward, sizes)
-    if shared := alike(edges, placement, values):
-        sent = _once(sent, shared, rows, edges, sizes)
+    rank_of = RankOf.of(placement, sizes)
+    sent = _sends(rows, edges, rank_of, backward, sizes)
+    if sharing := alike(edges, rank_of, values):
+        sent = _once(sent, sharing, rows, edges, sizes)
     if absent:
         sent = [[[one for one in group if (one.edge, one.microbatch) not in absent] for group in row] for row in sent]
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
@@ -127,7 +129,7 @@ def lower(
     for message in sent_at:
         arriving[message.receiver].append(message)
         leaving[message.sender].append(message)
-    groups = sorted({tuple(sorted({placement[stage] for stage in stages})) for stages in tied})
+    groups = holders(placement, backward, tied)
     lowered = []
     for rank, row in enumerate(rows):
         posts = _posts(arriving[rank], used_at, edges, sizes, len(row))
@@ -146,37 +148,60 @@ def lower(
     return tuple(lowered)
 
 
+def holders(placement: Placement, backward: Sequence[bool], tied: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The ranks over which gradients are summed at the end, sorted: those of stages that share a parameter, and those
+    of a stage that is on several. Each rank comes to its own in this order, or ranks would wait in a circle."""
+    several = [[stage] for stage in replicated(placement) if backward[stage]]
+    groups = ({rank for stage in stages for rank in ranks_of(placement[stage])} for stages in [*tied, *several])
+    return sorted({tuple(sorted(ranks)) for ranks in groups})
+
+
 def _sends(
-    rows: Rows, edges: Sequence[EdgeLike], placement: Sequence[int], backward: Sequence[bool], groups: Groups
+    rows: Rows, edges: Sequence[EdgeLike], rank_of: RankOf, backward: Sequence[bool], groups: Groups
 ) -> list[list[Sequence[Message]]]:
     """Rank and place → the messages that the action there makes, in order."""
-    makes: dict[tuple[int, Op], list[tuple[int, Op, int, int]]] = {}  # (stage, op) → its messages, less micro-batch
+    makes: dict[tuple[int, Op], list[tuple[int, Op]]] = {}  # (stage, op) → the values and gradients that it makes
     for index, edge in enumerate(edges):
-        here, there = placement[edge.source], placement[edge.target]
-        if here == there:
-            continue
-        makes.setdefault((edge.source, Op.F), []).append((index, Op.F, here, there))
+        makes.setdefault((edge.source, Op.F), []).append((index, Op.F))
         if backward[edge.source]:
             for op in (Op.B, Op.I):
-                makes.setdefault((edge.target, op), []).append((index, Op.B, there, here))
+                makes.setdefault((edge.target, op), []).append((index, Op.B))
     sizes = [groups.get(edge.source, 1) for edge in edges]
-    return [[_made(makes.get((action.stage, action.op), ()), action, sizes) for action in row] for row in rows]
+
+    def made(action: Action) -> Iterator[Message]:
+        for index, op in makes.get((action.stage, action.op), ()):
+            edge = edges[index]
+            for microbatch in (action.microbatch,) if action.count == 1 else action.microbatches[:: sizes[index]]:
+                ends = rank_of(edge.source, microbatch), rank_of(edge.target, microbatch)
+                if ends[0] != ends[1]:
+                    yield Message(index, op, microbatch, *(ends if op is Op.F else reversed(ends)))
+
+    return [[tuple(made(action)) for action in row] for row in rows]
 
 
-def alike(
-    edges: Sequence[EdgeLike], placement: Sequence[int], values: Sequence[Hashable] | None
-) -> Mapping[int, Sequence[int]]:
-    """Edge → those that carry its value to the same other rank, itself included; where there is but one, none."""
+Sharing = Callable[[int, int], Sequence[int]]
+"""(edge, micro-batch) → the edges whose value comes in its message, itself included, in order."""
+
+
+def alike(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashable] | None) -> Sharing | None:
+    """Which edges carry one value to one other rank. None where no value is on several edges."""
     found: dict[Hashable, list[int]] = {}
     for index, (edge, value) in enumerate(zip(edges, values, strict=True) if values is not None else ()):
-        if placement[edge.source] != placement[edge.target]:
-            found.setdefault((edge.source, value, placement[edge.target]), []).append(index)
-    return {index: group for group in found.values() if len(group) > 1 for index in group}
+        found.setdefault((edge.source, value), []).append(index)
+    same = {index: group for group in found.values() if len(group) > 1 for index in group}
+
+    def sharing(index: int, microbatch: int) -> Sequence[int]:
+        there = rank_of(edges[index].target, microbatch)
+        if index not in same or rank_of(edges[index].source, microbatch) == there:
+            return (index,)
+        return [other for other in same[index] if rank_of(edges[other].target, microbatch) == there]
+
+    return sharing if same else None
 
 
 def _once(
     sent: Sequence[Sequence[Sequence[Message]]],
-    shared: Mapping[int, Sequence[int]],
+    sharing: Sharing,
     rows: Rows,
     edges: Sequence[EdgeLike],
     groups: Groups,
@@ -185,23 +210,13 @@ def _once(
     place = {use_of(action): place for row in rows for place, action in reversed(list(enumerate(row)))}
 
     def is_first(message: Message) -> bool:
-        if message.op is not Op.F or message.edge not in shared:
+        shared = sharing(message.edge, message.microbatch) if message.op is Op.F else ()
+        if len(shared) < 2:
             return True
-        used = {place.get(user_of(message._replace(edge=e), edges, groups), math.inf): e for e in shared[message.edge]}
+        used = {place.get(user_of(message._replace(edge=e), edges, groups), math.inf): e for e in shared}
         return used[min(used)] == message.edge
 
-    return [[list(filter(is_first, messages)) if messages else messages for messages in row] for row in sent]
-
-
-def _made(messages: Sequence[tuple[int, Op, int, int]], action: Action, sizes: Sequence[int]) -> Sequence[Message]:
-    """``sizes``: of how many micro-batches a message is, per edge."""
-    if action.count == 1:
-        return [Message(index, op, action.microbatch, *ends) for index, op, *ends in messages] if messages else ()
-    return [
-        Message(index, op, microbatch, *ends)
-        for index, op, *ends in messages
-        for microbatch in action.microbatches[:: sizes[index]]
-    ]
+    return [[tuple(filter(is_first, messages)) if messages else messages for messages in row] for row in sent]
 
 
 def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = MappingProxyType({})) -> Use:

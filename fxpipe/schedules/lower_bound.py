@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs
@@ -19,9 +20,10 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
 
     An R counts as work, and not in tails, for it need not wait. A gathered stage has m / K actions; its head has K
     forwards of each stage that feeds it, and the tails of those K gradients. ``groups``: K of each stage, where the
-    table has no rows.
+    table has no rows. Of a stage on several ranks each has its turns; a rank is also looked at without such stages,
+    whose heads and tails may be shorter than those of the rest.
     """
-    count = len(schedule.placement)
+    count, ranks = len(schedule.placement), [ranks_of(place) for place in schedule.placement]
     size = schedule.groups if groups is None else groups
     split = {action.stage for row in schedule.rows for action in row if action.op is Op.I}
     again = {action.stage for row in schedule.rows for action in row if action.op is Op.R}
@@ -33,19 +35,24 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
         after[source].append(target)
     for source in topological_order({stage: stage for stage in range(count)}, after):  # longest paths
         for target in after[source]:
-            hop = costs.comm * (schedule.placement[source] != schedule.placement[target])
-            times = max(size[target] // size[source], 1)
+            hop = costs.comm * set(ranks[source]).isdisjoint(ranks[target])
+            times = -(-max(size[target] // size[source], 1) // len(ranks[source]))
             head[target] = max(head[target], head[source] + times * costs.forward[source] + hop)
             if schedule.backward[source] and schedule.backward[target]:
                 tail[target] = max(tail[target], tail[source] + times * gradient[source] + hop)
-    stages: dict[int, list[int]] = {}
-    for stage, rank in enumerate(schedule.placement):
-        stages.setdefault(rank, []).append(stage)
     bounds = []
-    for mine in stages.values():
-        forward = {s: costs.forward[s] * (2 if s in again else 1) for s in mine}
-        all_of_it = sum((forward[s] + costs.backward[s] * schedule.backward[s]) / size[s] for s in mine)
-        sent = sum((forward[s] + gradient[s] * schedule.backward[s]) / size[s] for s in mine)
-        m, last = schedule.microbatches, min(tail[s] for s in mine)
-        bounds.append(min(head[s] for s in mine) + max(m * all_of_it, m * sent + last))
+    for rank in range(rank_count(schedule.placement)):
+        mine = [stage for stage in range(count) if rank in ranks[stage]]
+        for some in {tuple(mine), tuple(stage for stage in mine if len(ranks[stage]) == 1)} - {()}:
+            forward = {s: costs.forward[s] * (2 if s in again else 1) for s in some}
+            runs = {s: _turns(schedule.microbatches // size[s], ranks[s], rank) for s in some}
+            all_of_it = sum((forward[s] + costs.backward[s] * schedule.backward[s]) * runs[s] for s in some)
+            sent = sum((forward[s] + gradient[s] * schedule.backward[s]) * runs[s] for s in some)
+            last = min(tail[s] for s in some)
+            bounds.append(min(head[s] for s in some) + max(all_of_it, sent + last))
     return max(bounds, default=0.0)
+
+
+def _turns(count: int, ranks: tuple[int, ...], rank: int) -> int:
+    """How many of so many micro-batches, or groups, a stage runs on one of its ranks."""
+    return len(range(ranks.index(rank), count, len(ranks)))

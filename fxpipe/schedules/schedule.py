@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
+from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.ahead import held_back
 from fxpipe.schedules.costs import Cost, Costs
@@ -49,8 +50,8 @@ class Schedule:
     rows: tuple[Row, ...]
     edges: tuple[tuple[int, int], ...]
     """Pairs of stages."""
-    placement: tuple[int, ...]
-    """The rank of each stage."""
+    placement: Placement
+    """The rank of each stage, or its ranks: there micro-batch i is on the (i mod r)-th of r."""
     backward: tuple[bool, ...]
     """Whether each stage has one."""
     microbatches: int
@@ -68,6 +69,7 @@ class Schedule:
             object.__setattr__(self, name, in_order(getattr(self, name)))
         check(ScheduleError, KINDS, **{name: value for name, value in vars(self).items() if name != "costs"})
         check_given(costs=self.costs)
+        object.__setattr__(self, "placement", as_placement(self.placement))
         stages = len(self.placement)
         for name, given in (("backward", self.backward), ("stage_names", self.stage_names or self.placement)):
             if len(given) != stages:
@@ -79,7 +81,7 @@ class Schedule:
         if self.costs is not None:
             check_costs(self.costs, stages)
         check_cells(self.rows)
-        for stage, rank in enumerate(self.placement):
+        for stage, rank in ((s, rank) for s, place in enumerate(self.placement) for rank in ranks_of(place)):
             if not 0 <= rank < len(self.rows):
                 raise ScheduleError(f"stage {stage} is placed on rank {rank}, but there are {len(self.rows)} rows")
 
@@ -151,6 +153,21 @@ class Schedule:
         return tuple(sizes.get(stage, 1) for stage in range(len(self.placement)))
 
     @cached_property
+    def rank_of(self) -> RankOf:
+        """(stage, micro-batch) → the rank that runs it."""
+        return RankOf.of(self.placement, groups_of(self.rows))
+
+    def rank(self, action: Action) -> int:
+        """The rank that runs an action."""
+        return self.rank_of(action.stage, action.microbatch)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank."""
+        places = [ranks_of(place) for place in self.placement]
+        return tuple(tuple(s for s, ranks in enumerate(places) if rank in ranks) for rank in range(len(self.rows)))
+
+    @cached_property
     def links(self) -> tuple[Link, ...]:
         return tuple(Link(*edge) for edge in self.edges)
 
@@ -160,7 +177,8 @@ class Schedule:
         from fxpipe.schedules.simulate import makespan
 
         free = Dependencies.of(self.links, self.backward, self.rows)
-        return held_back(free, self.backward, self.microbatches, lambda held: makespan(self, held))
+        turns = [len(ranks_of(place)) for place in self.placement]
+        return held_back(free, self.backward, self.microbatches, lambda held: makespan(self, held), turns)
 
     @cached_property
     def instructions(self) -> tuple[tuple[Instruction, ...], ...]:
@@ -306,10 +324,11 @@ class Timeline:
     @cached_property
     def overlapped(self) -> tuple[Reduction, ...]:
         """The reductions that started before the last backward of their rank had ended."""
-        placement, last = self.schedule.placement, [0.0] * len(self.schedule.rows)
+        last = [0.0] * len(self.schedule.rows)
         for action, span in self.spans.items():
             if action.op is not Op.F:
-                last[placement[action.stage]] = max(last[placement[action.stage]], span.end)
+                rank = self.schedule.rank(action)
+                last[rank] = max(last[rank], span.end)
         return tuple(reduction for reduction in self.reductions if reduction.start < last[reduction.rank])
 
     @property
@@ -351,12 +370,12 @@ class Timeline:
         """
         check_cells([[action]])
         self.schedule.name_of(action.stage)
-        rank = self.schedule.placement[action.stage]
+        rank = self.schedule.rank(action)
         ahead = self._ahead.get(action)
         cause, latest = (None, 0.0) if ahead is None else (Cause(ahead, False), self.spans[ahead].end)
         for other in self.schedule.dependencies.before(action):
             if other in self.spans:
-                crosses = self.schedule.placement[other.stage] != rank
+                crosses = self.schedule.rank(other) != rank
                 arrival = self.spans[other].end + self.costs.comm * crosses
                 if cause is None or arrival > latest:
                     cause, latest = Cause(other, crosses), arrival

@@ -20,12 +20,12 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
     since: dict[Action, float] = {}
     free = [0.0] * len(schedule.rows)
     ran = [0] * len(schedule.rows)
-    placement, comm = schedule.placement, costs.comm
+    rank_of, comm = schedule.rank_of, costs.comm
     for rank, _, action, before in in_order(schedule.rows, dependencies or schedule.dependencies):
         start = since[action] = free[rank]
         for other in before:
             arrival = spans[other].end
-            if placement[other.stage] != rank:
+            if comm and rank_of(other.stage, other.microbatch) != rank:
                 arrival += comm
             if arrival > start:
                 start = arrival

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import NamedTuple, overload
 
 from fxpipe.errors import ScheduleError
+from fxpipe.graph.ranks import ranks_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import steps_of
@@ -178,7 +179,8 @@ def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
     columns, heads = _columns(steps), _heads(schedule, _terminal().columns // 3)
     if _fits([*heads, *columns], CLOSE):
         return _draw([*heads, *columns], CLOSE)
-    shifts = {*range(1, len(schedule.placement) + 1), *schedule.groups}
+    turns = (len(ranks_of(place)) for place in schedule.placement)
+    shifts = {*range(1, len(schedule.placement) + 1), *schedule.groups, *turns}
     folds = _folds(steps, sorted(shift for shift in shifts if shift <= schedule.microbatches // 2))
     shown, place = [], 0
     for fold in folds:
@@ -300,13 +302,10 @@ def _left_out(schedule: Schedule) -> Column:
 
 def _heads(schedule: Schedule, most: int | None = None) -> list[Column]:
     """The ranks, and the stages of each by number and, where they have one, name; ``most``: how many letters."""
-    stages: list[list[str]] = [[] for _ in schedule.rows]
-    for stage, rank in enumerate(schedule.placement):
-        stages[rank].append(schedule.label(stage))
-    texts = [", ".join(mine) for mine in stages]
+    texts = [", ".join(map(schedule.label, mine)) for mine in schedule.stages_of]
     if most is not None:
         texts = [text if len(text) <= most else f"{text[: max(most - 1, 0)]}…" for text in texts]
-    return [["rank", *map(str, range(len(stages)))], ["stages", *texts]]
+    return [["rank", *map(str, range(len(texts)))], ["stages", *texts]]
 
 
 # --- figures ---

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from fxpipe.errors import ScheduleError
+from fxpipe.graph.ranks import shifted
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies, EdgeLike, Link
 from fxpipe.schedules.lower import (
@@ -86,9 +87,9 @@ def _check_cells(schedule: Schedule) -> None:
             if count != sizes[stage] or microbatch % count:
                 fact = f"{action} is none of its stage's groups: stage {stage} runs {_one_by_one(sizes[stage])}"
                 _fail(schedule, [action], fact)
-            if schedule.placement[stage] != rank:
-                home = schedule.placement[stage]
-                _fail(schedule, [action], f"{action} stands on rank {rank}, but its stage is on rank {home}")
+            if (home := schedule.rank_of(stage, microbatch)) != rank:
+                what = "its stage" if isinstance(schedule.placement[stage], int) else "it"
+                _fail(schedule, [action], f"{action} stands on rank {rank}, but {what} is on rank {home}")
             if action in found:
                 times = sum(row.count(action) for row in schedule.rows)
                 _fail(schedule, [action], f"{action} stands {times} times in the table")
@@ -172,7 +173,7 @@ def _one_by_one(size: int) -> str:
 
 def _fail_missing(schedule: Schedule, missing: Action, related: Collection[Action], fact: str) -> NoReturn:
     """Marks the first cell that waits for a missing action, or else those ``related`` to it, or its row's last."""
-    rank = schedule.placement[missing.stage]
+    rank = schedule.rank_of(missing.stage, missing.microbatch)
     for other, row in enumerate(schedule.rows):
         for action in row:
             if missing in schedule.dependencies.before(action):
@@ -359,7 +360,7 @@ def verify_replicas(tables: Sequence[Schedule], shared: Collection[int]) -> None
     instructions: list[tuple[Instruction, ...]] = []
     rows = [row for number, table in enumerate(tables) for row in _shifted(table.rows, number * stages)]
     links = [Link(a + n * stages, b + n * stages) for n, table in enumerate(tables) for a, b in table.edges]
-    placement = [rank + n * ranks for n, table in enumerate(tables) for rank in table.placement]
+    placement = tuple(shifted(place, n * ranks) for n, table in enumerate(tables) for place in table.placement)
     tied = [[stage + n * stages for stage in group] for n, table in enumerate(tables) for group in table.tied]
     backward = [flag for table in tables for flag in table.backward]
     ahead = {s + n * stages: cap for n, table in enumerate(tables) for s, cap in table.dependencies.ahead.items()}

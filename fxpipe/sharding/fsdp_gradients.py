@@ -301,7 +301,7 @@ class _CallState:
 
 
 def _stages_of(graph: StageGraph, rank: int | None) -> list[Stage]:
-    return [stage for stage in graph if graph.placement[stage.index] == rank]
+    return [stage for stage in graph if rank in graph.ranks(stage.index)]
 
 
 def _modules_of(graphs: Sequence[StageGraph], rank: int | None) -> list[nn.Module]:

@@ -72,7 +72,11 @@ class Reducer(Gradients):
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
         self._complete: set[FlatBucket] = set()  # those on their way for good
-        self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all ranks
+        self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all replicas
+        self._over_owners: list[
+            FlatBucket
+        ] = []  # likewise, over owners: in an order that is the same on all pipe ranks, too
+        self._pending: dict[FlatBucket, set[int]] = {}  # the stages here whose last backward these still wait for
         self._awaited: dict[FlatBucket, set[int]] = {}  # what the backward that runs has still to give to a bucket
         self._asked: WhoUsed | None = None
         self._add_buckets(self._shared, 0, whole=False)
@@ -150,7 +154,9 @@ class Reducer(Gradients):
         # what was frozen since a call that was not summed has gradients of it
         self._live = [bucket for bucket in self._buckets if bucket.trains or self._unsummed]
         self._lasts = last_backwards(row) if self._live else {}
-        self._queue = list(self._live)
+        self._queue = [bucket for bucket in self._live if not bucket.layout.kind.owners]
+        self._over_owners = [bucket for bucket in self._live if bucket.layout.kind.owners]
+        self._pending = {bucket: self._users[bucket] & self._lasts.keys() for bucket in self._over_owners}
         self._complete.clear()
         if self._asked is not None:
             self._asked.wait()  # which nobody may have done
@@ -208,6 +214,10 @@ class Reducer(Gradients):
             if bucket.layout.kind.stage == action.stage:
                 self._awaited[bucket].clear()
         self._go()
+        for stages in self._pending.values() if self._last else ():
+            stages.discard(action.stage)
+        while self._last and self._over_owners and not self._pending[self._over_owners[0]]:
+            self._start(self._over_owners.pop(0), last=True)
 
     def flush(self) -> None:
         """Asks, too, who has used what."""

@@ -322,7 +322,7 @@ class Network:
         self,
         instructions: Sequence[Sequence[Instruction]],
         edges: Sequence[Value],
-        placement: Sequence[int],
+        placement: Sequence[int | tuple[int, ...]],
         backward: Sequence[bool],
         queue_of: QueueOf = per_directed_pair,
     ) -> None:
@@ -352,6 +352,8 @@ class Network:
         step = self.instructions[rank][self.place[rank]]
         if isinstance(step, Reduce):
             return all(step in self.instructions[other][: self.place[other] + 1] for other in step.ranks)
+        if isinstance(step, Release) and not self.backward[self.edges[step.message.edge].source]:
+            return step.message in self.over  # in front of a forward that is held back
         return not isinstance(step, Compute) or (
             self.inputs(step.action) <= self.over and self.locals(step.action) <= self.ran
         )
@@ -376,11 +378,15 @@ class Network:
             assert sent == posted, f"{sent} lands in the buffer of {posted}"
             self.over.add(sent)
 
+    def rank(self, stage: int, microbatch: int) -> int:
+        place = self.placement[stage]
+        return place if isinstance(place, int) else place[microbatch % len(place)]
+
     def inputs(self, action: Action) -> set[Message]:
         """The messages that an action needs, from the edges."""
         found = set()
         for index, (source, target, _) in enumerate(self.edges):
-            here, there = self.placement[source], self.placement[target]
+            here, there = self.rank(source, action.microbatch), self.rank(target, action.microbatch)
             if here != there and action.op is Op.F and target == action.stage:
                 found.add(Message(index, Op.F, action.microbatch, here, there))
             if here != there and action.op in GRADIENT and source == action.stage and self.backward[target]:
@@ -394,7 +400,7 @@ class Network:
             return {Action(stage, Op.I, j)}
         found = {Action(stage, Op.F, j)} if op in GRADIENT else set()
         for source, target, _ in self.edges:
-            if self.placement[source] == self.placement[target]:
+            if self.rank(source, j) == self.rank(target, j):
                 if op is Op.F and target == stage:
                     found.add(Action(source, Op.F, j))
                 if op in GRADIENT and source == stage and self.backward[target]:

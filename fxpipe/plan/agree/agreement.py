@@ -285,11 +285,11 @@ class Agreement:
 
     def required(self, graph: StageGraph, rank: int | None) -> tuple[str, ...]:
         """The inputs that a rank (None: all of them) must be given."""
-        weighs = self._options.loss_weight is not None and rank == graph.placement[graph.output_stage]
+        weighs = self._options.loss_weight is not None and rank in graph.ranks(graph.output_stage)
         used = {
             name
             for stage in graph
-            if rank is None or graph.placement[stage.index] == rank
+            if rank is None or rank in graph.ranks(stage.index)
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
         items = self._planner.items

@@ -13,6 +13,7 @@ import torch
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
 from fxpipe.graph.program import Program
+from fxpipe.graph.ranks import Placement
 from fxpipe.hardware import Hardware
 from fxpipe.options import AUTO, Options
 from fxpipe.plan.balance.memory import Account
@@ -77,7 +78,7 @@ class Balancing:
             log(f"stages are placed by the number of their parameters: {error}")
             return None
 
-    def stage_work(self, program: Program | None, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+    def stage_work(self, program: Program | None, pattern: Pattern, placement: Placement) -> StageWork | None:
         """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
         from fxpipe.plan.balance import BlockGraph, CostUnknown, StageWork, work_of_stages
 

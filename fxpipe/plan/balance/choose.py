@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.program import Program, called_in
+from fxpipe.graph.ranks import Placement
 from fxpipe.options import Recompute
 from fxpipe.passes.partition import components
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
@@ -37,7 +38,7 @@ class Balanced:
     """A program with stages, their ranks, and what that comes to; ``str()`` is the choice beside its runners-up."""
 
     program: Program
-    placement: tuple[int, ...]
+    placement: Placement
     """The rank of each stage."""
     outcome: LayoutOutcome
     others: tuple[LayoutOutcome, ...]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.errors import PartitionError, ScheduleError
+from fxpipe.graph.ranks import Placement, rank_count
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.candidates import Recipe, layout_of, recipes
 from fxpipe.plan.balance.segments import Room
@@ -178,10 +179,10 @@ def _moved(judge: Judge, best: LayoutOutcome, until: int) -> LayoutOutcome:
     return best
 
 
-def _exchanges(layout: StageLayout) -> Iterator[tuple[int, ...]]:
+def _exchanges(layout: StageLayout) -> Iterator[Placement]:
     """The ranks of the stages with one stage elsewhere, where its rank keeps another, or two stages changed."""
     rank_of = layout.rank_of
-    ranks = 1 + max(rank_of)
+    ranks = rank_count(rank_of)
     if layout.stages == ranks:
         return
     for stage, rank in enumerate(rank_of):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpipe.errors import ScheduleError
+from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.options import Recompute
 from fxpipe.plan.balance.block_graph import Block, BlockGraph
 from fxpipe.schedules import Limited, Problem
@@ -23,7 +25,7 @@ class StageLayout:
     """``stage_of``: block → stage, in topological order of the stages. ``rank_of``: stage → rank."""
 
     stage_of: tuple[int, ...]
-    rank_of: tuple[int, ...]
+    rank_of: Placement
     origin: str = field(default="", compare=False)
     """In words, how it was found."""
 
@@ -150,11 +152,14 @@ class Staged:
     @cached_property
     def link_seconds(self) -> float:
         """What the busiest link between two ranks takes for all micro-batches, one way."""
-        sent: dict[tuple[int, int], int] = {}
+        sent: dict[tuple[int, int], float] = {}
         for (source, target), size in self.messages.items():
-            pair = self.layout.rank_of[source], self.layout.rank_of[target]
-            if pair[0] != pair[1]:
-                sent[pair] = sent.get(pair, 0) + size
+            here, there = (ranks_of(self.layout.rank_of[stage]) for stage in (source, target))
+            turns = math.lcm(len(here), len(there))
+            for turn in range(turns):
+                pair = here[turn % len(here)], there[turn % len(there)]
+                if pair[0] != pair[1]:
+                    sent[pair] = sent.get(pair, 0) + size / turns
         return self.microbatches * max(sent.values()) / self.work.hardware.wire(crosses=False) if sent else 0.0
 
     @cached_property
@@ -162,8 +167,8 @@ class Staged:
         """What the sums of the gradients of parameters take that live on several ranks."""
         owners: dict[int, set[int]] = {}
         for stage, rank in zip(self.stages, self.layout.rank_of, strict=True):
-            for key in stage.parameters & self.work.shared:
-                owners.setdefault(key, set()).add(rank)
+            for key in stage.parameters & self.work.shared if isinstance(rank, int) else stage.parameters:
+                owners.setdefault(key, set()).update(ranks_of(rank))
         shared = [(self.work.held[key], len(ranks)) for key, ranks in owners.items() if len(ranks) > 1]
         return sum(
             2 * (count - 1) / count * self.work.hardware.hop(held.size) for held, count in shared if held.trained
@@ -172,9 +177,10 @@ class Staged:
     @cached_property
     def static_bytes(self) -> tuple[float, ...]:
         """Per rank, what its parameters take; a parameter of several of its stages once."""
-        found: list[set[int]] = [set() for _ in range(1 + max(self.layout.rank_of))]
-        for stage, rank in zip(self.stages, self.layout.rank_of, strict=True):
-            found[rank] |= stage.parameters
+        found: list[set[int]] = [set() for _ in range(rank_count(self.layout.rank_of))]
+        for stage, place in zip(self.stages, self.layout.rank_of, strict=True):
+            for rank in ranks_of(place):
+                found[rank] |= stage.parameters
         return tuple(self.work.static_bytes(keys) for keys in found)
 
     @cached_property
@@ -193,7 +199,7 @@ class Staged:
     @cached_property
     def lower_bound(self) -> float:
         """What no table of this layout could undercut."""
-        empty: tuple[tuple[()], ...] = ((),) * (1 + max(self.layout.rank_of))
+        empty: tuple[tuple[()], ...] = ((),) * rank_count(self.layout.rank_of)
         table = Schedule(empty, self.edges, self.layout.rank_of, self.backward, self.microbatches)
         return self.whole(lower_bound(table, self.costs, self.problem.groups))
 
@@ -271,7 +277,7 @@ class Judge:
         )
 
 
-def without_gaps(stage_of: Sequence[int], rank_of: Sequence[int], origin: str) -> StageLayout:
+def without_gaps(stage_of: Sequence[int], rank_of: Placement, origin: str) -> StageLayout:
     """A layout whose stages are numbered without gaps, in the order of their numbers."""
     number = {stage: place for place, stage in enumerate(sorted(set(stage_of)))}
     return StageLayout(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fxpipe.graph.ranks import Placement
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.plan.balance.simulated_layouts import Staged, StageLayout
@@ -22,7 +23,7 @@ class StageWork:
 
     plain: BlockGraph
     keeping: Callable[[], BlockGraph]
-    placement: tuple[int, ...]
+    placement: Placement
     microbatches: int
     nodes: NodeCosts
     """What the stages' nodes take."""

@@ -22,6 +22,7 @@ from fxpipe.graph.boundary import ignored
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, SizeGuard
+from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import names_of_written
@@ -69,7 +70,7 @@ class Captured:
     graph: StageGraph
     text: str
     tracer: str = ""
-    placement: tuple[int, ...] | None = None
+    placement: Placement | None = None
     """The rank of each stage, where it was searched for."""
     costs: Costs | None = None
     """What the search reckoned with."""
@@ -349,7 +350,7 @@ class Captures:
         }
         return dataclasses.replace(self, kept=kept)
 
-    def stage_work(self, pattern: Pattern, placement: tuple[int, ...]) -> StageWork | None:
+    def stage_work(self, pattern: Pattern, placement: Placement) -> StageWork | None:
         """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
         return self.balancing.stage_work(self.first, pattern, placement)
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from fxpipe.distributed.topology import Topology
+from fxpipe.graph.ranks import RankOf
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.notebook import listed
@@ -124,7 +125,8 @@ class _Forecast:
         """Each rank's stages."""
         found: list[list[Stage]] = [[] for _ in self.schedule.rows]
         for stage in self.graph:
-            found[self.graph.placement[stage.index]].append(stage)
+            for rank in self.graph.ranks(stage.index):
+                found[rank].append(stage)
         return found
 
     @cached_property
@@ -184,9 +186,14 @@ class _Forecast:
             held.optimizer,
             held.whole,
             activations=self._activations[rank] if known else None,
-            messages=most_under_way(self.plan.instructions[rank], self.graph, self._size) if known else None,
+            messages=most_under_way(self.plan.instructions[rank], self.graph, self.schedule.rank_of, self._size)
+            if known
+            else None,
             batch=float(sum(size for name, size in self._batch.items() if name in inputs)) if known else None,
         )
+
+    def _messages(self, rank: int) -> float:
+        return most_under_way(self.plan.instructions[rank], self.graph, self.schedule.rank_of, self._size)
 
     @cached_property
     def _batch(self) -> Mapping[str, int]:
@@ -262,7 +269,9 @@ class _Forecast:
         return "\n".join([f"{self.account}", *left])
 
 
-def most_under_way(row: Sequence[Instruction], graph: StageGraph, size: Callable[[Message], float]) -> float:
+def most_under_way(
+    row: Sequence[Instruction], graph: StageGraph, rank_of: RankOf, size: Callable[[Message], float]
+) -> float:
     """The most bytes of a rank's messages: of those to come, from their post until the action that takes them, and of
     those sent, until they are known to have been received. What a stage without backward makes for one of its own rank
     is one, too."""
@@ -276,7 +285,7 @@ def most_under_way(row: Sequence[Instruction], graph: StageGraph, size: Callable
             case Compute(action):
                 taken = [message for message in coming if _takes(action, message, graph)]
                 now -= sum(coming.pop(message) for message in taken)
-                coming |= (kept := {message: size(message) for message in _kept(action, graph)})
+                coming |= (kept := {message: size(message) for message in _kept(action, graph, rank_of)})
                 now += sum(kept.values())
             case Send(message):
                 now += size(message)
@@ -286,14 +295,18 @@ def most_under_way(row: Sequence[Instruction], graph: StageGraph, size: Callable
     return most
 
 
-def _kept(action: Action, graph: StageGraph) -> list[Message]:
+def _kept(action: Action, graph: StageGraph, rank_of: RankOf) -> list[Message]:
     """What an action makes that no backward holds, and that stays on its rank until it is taken."""
-    stage, rank = graph.stages[action.stage], graph.placement[action.stage]
+    stage, rank = graph.stages[action.stage], rank_of(action.stage, action.microbatch)
     if action.op is not Op.F or stage.has_backward:
         return []
-    here = [edge for edge in stage.outputs if graph.placement[edge.target] == rank]
     places = action.microbatches[:1] if stage.gathered else action.microbatches
-    return [Message(graph.edges.index(edge), Op.F, place, rank, rank) for edge in here for place in places]
+    return [
+        Message(graph.edges.index(edge), Op.F, place, rank, rank)
+        for edge in stage.outputs
+        for place in places
+        if rank_of(edge.target, place) == rank
+    ]
 
 
 def _takes(action: Action, message: Message, graph: StageGraph) -> bool:

@@ -16,13 +16,15 @@ from fxpipe.distributed.activity import here
 from fxpipe.errors import RunError
 from fxpipe.graph.loss import read_loss, root_weight
 from fxpipe.graph.modes import within
+from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
+from fxpipe.plan.placement import writes
 from fxpipe.run.actions.executor import Executor, Fetch
 from fxpipe.run.actions.own_memory import apart_from, give_own_memory, without_gradient
 from fxpipe.schedules.action import Action, Op
 from fxpipe.seeds import seeded
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, version_of
 
 Outputs = tuple[tuple[Any, ...], Saved | None]
 """A forward's, and what it leaves for its backward."""
@@ -64,9 +66,14 @@ class ForwardAction:
         self._held = executor.held_by(action)
         self._keeps = executor.has_backward(action)
         self._buffers = [one for one in self.stage.tensors.values() if not isinstance(one, nn.Parameter)]
+        self._unwritten = self._buffers if self._is_one_of_several() else []
         self._takes = self._bound_inputs()
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
         self.run: Run = run_of(executor, action)
+
+    def _is_one_of_several(self) -> bool:
+        """Whether other ranks run this stage, too, which would come to hold other buffers."""
+        return self._executor.kind.training and len(self._executor.graph.ranks(self.action.stage)) > 1
 
     def _bound_inputs(self) -> list[Fetch]:
         take, take_input, place = self._executor.take, self._executor.take_input, self.action.microbatch
@@ -83,8 +90,10 @@ class ForwardAction:
         arrived = [take() for take in self._takes]
         executor.stopwatch.mark()
         inputs = self._inputs(arrived)
+        versions = list(map(version_of, self._unwritten))
         try:
             outputs, saved = self.run(*inputs)
+            self._check_unwritten(versions)
             if self.stage.returns_result:
                 self._finish(outputs[-1], saved)
         except BaseException as error:
@@ -97,6 +106,14 @@ class ForwardAction:
 
     def _inputs(self, arrived: list[Any]) -> list[Any]:
         return arrived
+
+    def _check_unwritten(self, versions: Sequence[int]) -> None:
+        """RunError where a stage on several ranks has written a buffer."""
+        for buffer, version in zip(self._unwritten, versions, strict=True):
+            if version_of(buffer) != version:
+                name = next(name for name, tensor in self.stage.tensors.items() if tensor is buffer)
+                ranks = named(self._executor.graph.placement[self.action.stage])
+                raise RunError(f"stage {self.stage.name!r} is on {ranks}, and {writes(name)}")
 
     def _give(self, outputs: tuple[Any, ...]) -> None:
         step, slots = self._executor.step, self._executor.slots

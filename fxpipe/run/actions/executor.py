@@ -120,9 +120,8 @@ class Executor:
     def __post_init__(self) -> None:
         self.graph, self.table = self.kind.plan.graph, self.kind.plan.schedule.dependencies
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
-        edges = self.graph.edges
-        shared = alike(edges, self.graph.placement, values_of(self.kind.plan.graphs))
-        self._shared = {edges[one]: [edges[other] for other in group] for one, group in shared.items()}
+        self._rank_of = self.kind.plan.schedule.rank_of
+        self._sharing = alike(self.graph.edges, self._rank_of, values_of(self.kind.plan.graphs))
         self._arrives: set[tuple[Edge, int]] = set()  # what is shared, by the first edge, and taken from its message
         self.slots: list[Any] = []
         """What was made here and not used yet."""
@@ -167,12 +166,18 @@ class Executor:
 
     def slot(self, edge: Edge, op: Op, microbatch: int) -> int:
         """Where a value, or where ``op`` is B its gradient, lies from when it is made until it is used or sent."""
-        if op is Op.F and edge in self._shared and self.graph.placement[edge.source] == self.rank:
-            edge = self._shared[edge][0]  # it is sent once
+        if op is Op.F and self._rank_of(edge.source, microbatch) == self.rank:
+            edge = self._shared(edge, microbatch)[0]  # it is sent once
         slot = self._slot_of.setdefault((edge, op, microbatch), len(self.slots))
         if slot == len(self.slots):
             self.slots.append(NOT_MADE)
         return slot
+
+    def _shared(self, edge: Edge, microbatch: int) -> Sequence[Edge]:
+        """The edges whose value comes in an edge's message, itself included."""
+        if self._sharing is None:
+            return (edge,)
+        return [self.graph.edges[other] for other in self._sharing(self._index[edge], microbatch)]
 
     def port(self, message: Message) -> Port:
         varies = self.graph.stages[self.graph.edges[message.edge].source].varies
@@ -183,10 +188,12 @@ class Executor:
 
     def take(self, edge: Edge, op: Op, microbatch: int) -> Fetch:
         """Takes a value or gradient, from this rank or another."""
-        maker = self.graph.placement[edge.source if op is Op.F else edge.target]
+        maker = self._rank_of(edge.source if op is Op.F else edge.target, microbatch)
         if maker == self.rank:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
-        shared = self._shared.get(edge, ()) if op is Op.F else ()
+        shared = self._shared(edge, microbatch) if op is Op.F else ()
+        if len(shared) < 2:
+            shared = ()
         if shared and (shared[0], microbatch) in self._arrives:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
         maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op

@@ -242,7 +242,7 @@ class ItemNumbers:
         items, rank = self.items, self._transport.pipe_rank
         if items is None:
             return list(batches)
-        is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, graph.placement[s.index]))
+        is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, *graph.ranks(s.index)))
         numbers: list[Any] = [batch.get(ITEMS) for batch in batches]
         is_given = any(number is not None for number in numbers)
         if len(set(self._transport.gather_int("data", is_asked + is_asked * is_given))) > 1:

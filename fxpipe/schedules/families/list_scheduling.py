@@ -86,10 +86,14 @@ def list_schedule(
     every = ((stage, j) for stage in range(len(problem.placement)) for j in range(problem.microbatches))
     free = dataclasses.replace(problem.dependencies, halves=frozenset(every if split else ()))
 
+    turns = [1] * len(problem.placement)
+
     def listing(dependencies: Dependencies) -> _Listing:
         return _Listing(problem, costs, caps, priority(problem), held, room, dependencies)
 
-    return listing(held_back(free, problem.backward, problem.microbatches, lambda one: listing(one).makespan())).run()
+    return listing(
+        held_back(free, problem.backward, problem.microbatches, lambda one: listing(one).makespan(), turns)
+    ).run()
 
 
 class _Ranked(NamedTuple):
@@ -127,7 +131,7 @@ class _Listing:
         forward = [(*problem.targets[stage], *(one for one in sources[stage] if one in ahead)) for stage in stages]
         waiting = ((Op.F, forward), (self.gradient, sources))
         self.users = {  # (stage, op) → the other ranks that wait for it
-            (stage, op): {problem.placement[other] for other in others} - {problem.placement[stage]}
+            (stage, op): {problem.homes[other] for other in others} - {problem.homes[stage]}
             for op, users in waiting
             for stage, others in enumerate(users)
         }
@@ -195,12 +199,13 @@ class _Listing:
 
     def _await(self, action: Action) -> None:
         """Puts an action where it waits: for what has not begun, or until it is ready."""
-        rank, placement, ready = self.problem.placement[action.stage], self.problem.placement, 0.0
+        homes, ready = self.problem.homes, 0.0
+        rank = homes[action.stage]
         for other in self.dependencies.before(action):
             if other not in self.ends:
                 self.waiting.setdefault(other, []).append(action)
                 return
-            ready = max(ready, self.ends[other] + (0 if placement[other.stage] == rank else self.costs.comm))
+            ready = max(ready, self.ends[other] + (0 if homes[other.stage] == rank else self.costs.comm))
         ranked = _Ranked(action.op is Op.W, self.key(action), self.turn[action.stage], action.op is not Op.F, action)
         heapq.heappush(self.coming[rank], (ready, ranked))
 
@@ -225,7 +230,7 @@ class _Listing:
 
     def _fits(self, action: Action, room: Sequence[float]) -> bool:
         """Whether its rank has room for it, or would have none sooner: with no W put off."""
-        rank, change = self.problem.placement[action.stage], self.costs.held(action)
+        rank, change = self.problem.homes[action.stage], self.costs.held(action)
         holds = change > 0 and self.problem.backward[action.stage]
         if not holds or not exceeds(self.bytes[rank] + change, room[rank]):
             return True

@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from numbers import Integral
 
 from fxpipe.errors import ScheduleError
+from fxpipe.graph.ranks import Placement, rank_count, ranks_of, replicated
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link
@@ -18,11 +19,14 @@ from fxpipe.schedules.given import check_graph
 
 @dataclass(frozen=True)
 class Problem:
-    """Stages 0 … n−1 with edges between them, each placed on a rank, and a number of micro-batches."""
+    """Stages 0 … n−1 with edges between them, each placed on a rank, and a number of micro-batches.
+
+    A family is asked about stages on one rank each: ``beside`` places those that are on several.
+    """
 
     edges: tuple[tuple[int, int], ...]
     microbatches: int
-    placement: tuple[int, ...]
+    placement: Placement
     backward: tuple[bool, ...]
     costs: Costs
     """What families that look at time reckon with."""
@@ -41,7 +45,7 @@ class Problem:
         _check_length("backward", self.backward, count, "stages")
         _check_length("costs.forward", self.costs.forward, count, "stages")
         check_graph(self.edges, count, self.microbatches)
-        ranks = sorted(set(self.placement))
+        ranks = sorted({rank for place in self.placement for rank in ranks_of(place)})
         if ranks != list(range(len(ranks))):
             raise ScheduleError(f"placement {list(self.placement)} leaves a rank without stages; ranks count from 0")
         if self.in_flight is not None:
@@ -56,6 +60,13 @@ class Problem:
         if self.groups is not None:
             _check_length("groups", self.groups, count, "stages")
             self._check_groups(self.groups)
+        for stage in replicated(self.placement):
+            turns, groups = len(ranks_of(self.placement[stage])), self.microbatches // self.group(stage)
+            if self.group(stage) > 1 and turns > groups:
+                raise ScheduleError(
+                    f"stage {stage} is gathered, and on {turns} ranks, with {groups} group{'s' * (groups > 1)} of "
+                    f"{self.group(stage)} micro-batches; place it on as many ranks at most as it has groups"
+                )
         if self.memory is not None:
             _check_length("memory", self.memory, self.ranks, "ranks")
             for rank, room in enumerate(self.memory):
@@ -82,7 +93,12 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        return 1 + max(self.placement)
+        return rank_count(self.placement)
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The rank of each stage, of those on several the first."""
+        return tuple(ranks_of(place)[0] for place in self.placement)
 
     @cached_property
     def dependencies(self) -> Dependencies:
@@ -149,7 +165,8 @@ class Problem:
         """The stages of each rank, in topological order."""
         stages: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage in self.order:
-            stages[self.placement[stage]].append(stage)
+            for rank in ranks_of(self.placement[stage]):
+                stages[rank].append(stage)
         return tuple(map(tuple, stages))
 
     @property

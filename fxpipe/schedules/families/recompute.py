@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.families.beside import beside
 from fxpipe.schedules.families.caps import exceeds
 from fxpipe.schedules.families.limited import Family
 from fxpipe.schedules.families.problem import Problem
@@ -16,6 +17,7 @@ from fxpipe.schedules.schedule import Row, Schedule
 
 def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
     """A family's rows, with an R for each backward of the stages that ``problem.recompute`` marks."""
+    family = beside(family)
     if not problem.recomputed:
         return family(problem)
     asked = reckoned(problem)

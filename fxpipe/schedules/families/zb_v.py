@@ -75,7 +75,7 @@ def _check(problem: Problem) -> None:
             raise ScheduleError(
                 f'"zb_v" is for a chain of stages, and stage {following} is not fed by stage {stage}; write "zb_h1"'
             )
-    ranks = tuple(problem.placement[stage] for stage in order)
+    ranks = tuple(problem.homes[stage] for stage in order)
     wanted = folded(max(count // 2, 1))
     if ranks != wanted:
         there = "two stages a rank, there and back"

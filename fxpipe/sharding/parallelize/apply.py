@@ -47,7 +47,7 @@ def parallelise_stages(
     Raises:
         RunError: a stage's module cannot be copied; or what ``parallelize`` did cannot run in a pipeline.
     """
-    mine = [stage for stage in graph if transport.pipe_rank in (None, graph.placement[stage.index])]
+    mine = [stage for stage in graph if transport.pipe_rank in (None, *graph.ranks(stage.index))]
     copies = {stage.index: copy_of(stage, graph) for stage in mine if isinstance(stage.module, nn.Module)}
     mesh = None if transport.pipe_rank is None else topology.mesh
     for copied in copies.values():

@@ -1,0 +1,73 @@
+"""Ranks: which rank runs an action. A stage is on one rank, or on several, which take its micro-batches in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpipe.errors import FxpipeError, ScheduleError
+
+Placement = tuple[int | tuple[int, ...], ...]
+"""Per stage its rank, or its ranks: micro-batch i, or group i of a gathered stage, is on the (i mod r)-th of r."""
+
+
+@dataclass(frozen=True)
+class RankOf:
+    """(stage, micro-batch) → the rank that runs it, or the group that it belongs to."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    """Of a group, per stage."""
+
+    @staticmethod
+    def of(placement: Placement, groups: Mapping[int, int]) -> RankOf:
+        sizes = tuple(groups.get(stage, 1) for stage in range(len(placement)))
+        return RankOf(tuple(map(ranks_of, placement)), sizes)
+
+    def __call__(self, stage: int, microbatch: int) -> int:
+        ranks = self.ranks[stage]
+        return ranks[microbatch // self.sizes[stage] % len(ranks)] if len(ranks) > 1 else ranks[0]
+
+
+def as_placement(
+    wanted: Sequence[int | Sequence[int]], names: Sequence[str] = (), error: type[FxpipeError] = ScheduleError
+) -> Placement:
+    """The same in tuples, a list of one rank as that rank. Raises ``error`` for no rank, and for one named twice."""
+    names = names or tuple(map(str, range(len(wanted))))
+    return tuple(_place(name, place, error) for name, place in zip(names, wanted, strict=True))
+
+
+def _place(stage: str, place: int | Sequence[int], error: type[FxpipeError]) -> int | tuple[int, ...]:
+    if not isinstance(place, Sequence):
+        return int(place)
+    ranks = tuple(map(int, place))
+    if len(set(ranks)) != len(ranks) or not ranks:
+        fact = "names a rank twice" if ranks else "names no rank"
+        raise error(
+            f"the placement of stage {stage}, {list(ranks)}, {fact}; write each of its ranks once, as in (0, 1)"
+        )
+    return ranks if len(ranks) > 1 else ranks[0]
+
+
+def ranks_of(place: int | tuple[int, ...]) -> tuple[int, ...]:
+    """All ranks of a stage, in the order in which they take its micro-batches."""
+    return place if isinstance(place, tuple) else (place,)
+
+
+def shifted(place: int | tuple[int, ...], by: int) -> int | tuple[int, ...]:
+    """The same that many ranks further."""
+    return tuple(rank + by for rank in place) if isinstance(place, tuple) else place + by
+
+
+def rank_count(placement: Placement) -> int:
+    return 1 + max((rank for place in placement for rank in ranks_of(place)), default=-1)
+
+
+def named(place: int | tuple[int, ...]) -> str:
+    """In words: "rank 2", "ranks 0, 1"."""
+    return f"rank {place}" if isinstance(place, int) else f"ranks {', '.join(map(str, place))}"
+
+
+def replicated(placement: Placement) -> tuple[int, ...]:
+    """The stages that are on several ranks."""
+    return tuple(stage for stage, place in enumerate(placement) if isinstance(place, tuple))
