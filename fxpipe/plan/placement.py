@@ -57,7 +57,7 @@ def check_replicated(graph: StageGraph, options: Options) -> None:
             raise PartitionError(f"{where}, and zero=3 shards what one rank holds; write zero=2, or place it on one")
         if options.parallelize is not None:
             raise PartitionError(f"{where}, and parallelize= works on what one rank holds; place it on one")
-        for name in stage.tensors:
+        for name in sorted(set(stage.tensors) - set(stage.parameters)):
             owner = graph.module.get_submodule(name.rpartition(".")[0])
             if isinstance(owner, BATCH_STATISTICS) and owner.training and owner.track_running_stats:
                 raise PartitionError(f"{where}, and {writes(name)}")

@@ -11,6 +11,7 @@ from fxpipe.distributed.broadcast import broadcast
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import Options
 from fxpipe.parameters.initialise import InitFn
@@ -193,7 +194,7 @@ def _whole(planner: Planner, topology: Topology, transport: Transport, owners: O
     module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
     plan = planner.first
     row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
-    way = way_of(options.zero, transport, options.precision)
+    way = way_of(options.zero, transport, options.precision, bool(replicated(plan.graph.placement)))
     own = reducer_for(plan.graph, row, module, owners, transport, way, options.bucket_bytes)
     gradients: Gradients = own if parallel is None else parallel.gradients(own, transport, owners, planner.module)
     return RankState(planner, module, gradients, originals, owners, _device_of(plan, owners, transport), seed)

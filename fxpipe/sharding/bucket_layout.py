@@ -109,7 +109,8 @@ def _bucket(kind: Kind, root: int | None, items: Sequence[Item], ranks: int) -> 
     for item in items:
         slots.append(Slot(item.name, end, item.numel))
         end = _up(end + item.numel, step)
-    return BucketLayout(kind, tuple(slots), end if root is not None else _up(end, step * ranks), root)
+    sections = ranks * max(len(kind.owners), 1)
+    return BucketLayout(kind, tuple(slots), end if root is not None else _up(end, step * sections), root)
 
 
 def _up(count: int, step: int) -> int:

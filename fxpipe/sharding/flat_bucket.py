@@ -66,7 +66,14 @@ class FlatBucket:
         first = self.parameters[0]
         self.dtype: torch.dtype = first.grad_dtype or first.dtype
         self.device = first.device
-        self.begins, self.ends = self.layout.section(self.way.rank, self.way.shards)
+        self.begins, self.ends = self._steps = self.layout.section(self.way.rank, self.way.shards)
+        owners = self.layout.kind.owners
+        if (
+            self.way.sharded and self.transport.pipe_rank in owners and self.layout.root is None
+        ):  # each owner steps a part of the section
+            length = (self.ends - self.begins) // len(owners)
+            begins = self.begins + owners.index(self.transport.pipe_rank) * length
+            self._steps = begins, begins + length
         self.values = self._flat_values() if self.way.sharded else None
         self._marks = [self._new_mark(place) for place in range(len(self.parameters))]
         self.stopwatch = Stopwatch()
@@ -144,7 +151,7 @@ class FlatBucket:
 
     def _drop(self, place: int) -> None:
         """The user has cleared the gradient of this parameter alone."""
-        start, stop = self._overlap(place)
+        start, stop = self._overlap(place, (self.begins, self.ends))
         for buffer in (self.part, self._earlier):
             if buffer is not None:
                 offset = self.begins if self.way.sharded else 0
@@ -330,13 +337,14 @@ class FlatBucket:
         """What this rank steps."""
         found = []
         for place, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
-            start, stop = self._overlap(place)
+            start, stop = self._overlap(place, self._steps)
             if start < stop or (self.layout.root in (None, self.way.rank) and not slot.numel):
                 data = parameter.detach()
                 if self.values is not None and self.layout.root is None:
                     data = self.values[start:stop]
                 owners = self.layout.kind.owners
-                counts = not owners or owners[0] == self.transport.pipe_rank
+                is_apart = not owners or self._steps != (self.begins, self.ends)
+                counts = is_apart or owners[0] == self.transport.pipe_rank
                 read = partial(self._gradient, place)
                 found.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
         return found
@@ -348,24 +356,30 @@ class FlatBucket:
             return None
         if self.layout.root is not None:
             return view_of(self.part, self.layout.slots[place], self.parameters[place])
-        start, stop = self._overlap(place)
+        start, stop = self._overlap(place, self._steps)
         return self.part[start - self.begins : stop - self.begins]
 
-    def _overlap(self, place: int) -> tuple[int, int]:
-        """What of a parameter lies in this rank's section, in elements of the bucket."""
-        slot = self.layout.slots[place]
+    def _overlap(self, place: int, section: tuple[int, int]) -> tuple[int, int]:
+        """What of a parameter lies in a section, in elements of the bucket."""
+        slot, (begins, ends) = self.layout.slots[place], section
         if not self.way.sharded:
             return slot.start, slot.stop
-        return max(slot.start, self.begins), max(min(slot.stop, self.ends), slot.start, self.begins)
+        return max(slot.start, begins), max(min(slot.stop, ends), slot.start, begins)
 
     def gather(self) -> Work | None:
-        """Starts an all-gather over the shard group: each rank has stepped its section of the values."""
-        if self.values is None or self.way.shards == 1:
+        """Starts all-gathers over the owners and the shard group: each rank has stepped its section of the values."""
+        if self.values is None:
             return None
-        if self.layout.root is not None:
-            steps = [Collective("broadcast", "gather", self.values, root=self.layout.root)]
-        else:
-            steps = [Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends])]
+        steps: list[Collective] = []
+        if self._steps != (self.begins, self.ends):
+            section, mine = (self.values[slice(*ends)] for ends in ((self.begins, self.ends), self._steps))
+            steps.append(Collective("all_gather", self.layout.kind.owners, section, mine))
+        if self.layout.root is not None and self.way.shards > 1:
+            steps.append(Collective("broadcast", "gather", self.values, root=self.layout.root))
+        elif self.way.shards > 1:
+            steps.append(Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends]))
+        if not steps:
+            return None
         return self.transport.start(steps, f"parameters of {self}")
 
 

@@ -93,10 +93,12 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def assert_gradients(setup: Setup, ranks: list[Gradients], wanted: dict[str, Tensor | None], what: str) -> None:
-    """Every rank's pieces are the reference's; over each shard group they cover each parameter once."""
+    """Every rank's pieces are the reference's; over each shard group, and its parameters' other owners, they cover each
+    parameter once."""
     topology = setup.topology
     shards = topology.shard_groups() if setup.scope == "node" else topology.groups("data")
-    for group in shards if setup.zero else [[rank] for rank in range(topology.world_size)]:
+    pipes = [[rank for pipe in topology.groups("pipe") if {*pipe} & {*group} for rank in pipe] for group in shards]
+    for group in pipes if setup.zero else [[rank] for rank in range(topology.world_size)]:
         for name in {name for rank in group for name in ranks[rank]}:
             pieces = sorted((piece for rank in group for piece in ranks[rank].get(name, [])), key=lambda one: one[:2])
             reference = wanted[name]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import PartitionError, Topology
+from fxpipe import PartitionError, RunError, Topology, stage_boundary
 from tests.harness import Engine, accumulate, assert_same, cut, distributed, local, replica_of, rows_of, strict
 from tests.pool import Pool
 from tests.random_models import RandomModel, batch
@@ -157,7 +157,7 @@ def test_random_models_train_as_in_plain_pytorch(number: int) -> None:
 
 
 OPTIONS: Sequence[dict[str, Any]] = [
-    {"zero": 0},
+    {"zero": 1},
     {"zero": 2, "data": 2, "ranks": 2, "clip": 0.5},
     {"zero": 1, "data": 2, "ranks": 2, "clip": 0.5},
     {"zero": 0, "data": 2, "ranks": 2},
@@ -172,3 +172,91 @@ def test_random_models_train_as_in_plain_pytorch_in_four_processes(number: int, 
     else:
         draw = drawn(100 * number + 100, fewest_ranks=4)
     check(dataclasses.replace(draw, **options), distributed(pool))
+
+
+# --- what its ranks hold, and what they must not do ---
+
+
+class TwoTowers(nn.Module):
+    """``image`` → ``joined`` → ``head``; a norm of the user's in the first."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 4))
+        self.joined, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        features = stage_boundary(self.image(x))
+        return (self.head(stage_boundary(torch.tanh(self.joined(features)))) - y).square().mean()
+
+
+ROWS = torch.ones(8, 4), torch.ones(8, 1)
+
+
+def two_towers(norm: nn.Module | None = None, **options: Any) -> fxpipe.ForwardBackward:
+    torch.manual_seed(0)
+    placement: dict[str, Any] = {"image": "all", "joined": 0, "head": 1}
+    topology = Topology([("pipe", options.pop("ranks", 2))])
+    model = TwoTowers(nn.Identity() if norm is None else norm)
+    return fxpipe.compile(model, topology, **{"microbatches": 4, "placement": placement, **options})
+
+
+def elements_of_state(zero: int) -> int:
+    forward_backward = two_towers(zero=zero)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.1)
+    forward_backward(*ROWS)
+    optimizer.step()
+    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
+def test_zero_shards_the_optimizer_state_over_all_holders() -> None:
+    image, others = (4 * 6 + 6) + (6 * 4 + 4), (4 * 4 + 4) + (4 + 1)
+    whole = strict(0)(2, elements_of_state, 0)
+    assert sum(whole) == 2 * image + others
+    parts = strict(0)(2, elements_of_state, 1)
+    assert sum(parts) == image + others
+    assert all(part < total for part, total in zip(parts, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("norm", "options", "said"),
+    [
+        (nn.BatchNorm1d(6), {}, "'image' is on ranks 0, 1, and its forward writes image.1.num_batches"),
+        (None, {"zero": 3}, "zero=3 shards what one rank holds; write zero=2"),
+        (None, {"parallelize": lambda *_: None, "example_args": ROWS}, "parallelize= works on what one rank holds"),
+        (None, {"placement": {"image": 0, "joined": 0, "head": "all"}}, "and makes the loss, which one rank does"),
+        (
+            None,
+            {"placement": {"image": (0, 0), "joined": 0, "head": 1}},
+            "the placement of stage image",
+        ),
+        (None, {"placement": {"image": (0, 2), "joined": 0, "head": 1}}, r"uses ranks \[0, 1, 2\]; with 2 pipe ranks"),
+        (None, {"placement": {"image": "all", "joined": 0, "head": 0}, "ranks": 3, "schedule": "zb_v"}, "zb_v"),
+        (None, {"placement": {"image": "every", "joined": 0, "head": 1}}, "a dict stage name -> pipe rank, or several"),
+    ],
+)
+def test_what_its_ranks_could_not_keep_equal_is_refused(norm: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(fxpipe.FxpipeError, match=said):
+        strict(0)(options.get("ranks", 2), lambda: two_towers(norm, **options))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x
+
+
+def test_a_buffer_that_such_a_stage_writes_is_found_in_the_step() -> None:
+    forward_backward = two_towers(Counting())
+    with pytest.raises(RunError, match=r"'image' is on ranks 0, 1, and its forward writes image\.1\.calls"):
+        forward_backward(*ROWS)
+
+
+def test_a_frozen_batch_norm_only_reads() -> None:
+    assert two_towers(nn.BatchNorm1d(6).eval())(*ROWS) > 0

@@ -45,6 +45,7 @@ def compiled(frozen: bool, placement: dict[str, Any]) -> fxpipe.ForwardBackward:
         placement=placement,
         batch_dim={"pixel_values": Packed(lambda input_ids: (input_ids == IMAGE_TOKEN).sum(1) // PATCHES)},
         example_kwargs=double(batch(IMAGES[0])),
+        zero=1,
         tracer="record",
     )
 

@@ -132,7 +132,8 @@ class Balancing:
             costs = self.costs(program, pattern, shape)
             given = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
             search = balance if self.finds_cuts else place_stages
-            found = search(*given, self.options.memory_per_rank, self.options.recompute)
+            several = self.options.zero != 3 and self.options.parallelize is None
+            found = search(*given, self.options.memory_per_rank, self.options.recompute, several)
         if found.others:
             log(str(found))
         return found

@@ -14,6 +14,7 @@ from functools import cached_property
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import blocks
+from fxpipe.passes.analysis.effects import acts
 from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
 
@@ -75,6 +76,9 @@ class BlockGraph:
     gather: Mapping[int, int | None] = field(default_factory=dict)
     """Blocks that run for several micro-batches at once → for how many, None for all; each is a stage then."""
 
+    alone: frozenset[int] = frozenset()
+    """Blocks that must run on one rank: those that may change what the model holds."""
+
     def __len__(self) -> int:
         return len(self.blocks)
 
@@ -127,7 +131,8 @@ class BlockGraph:
                 values.append(BlockValue(source, targets, value.size, value.returned))
         merged = tuple(_together([self.blocks[number] for number in group]) for group in groups)
         result = tuple(sorted({group_of[block] for block in self.result}))
-        return dataclasses.replace(self, blocks=merged, values=tuple(values), result=result)
+        alone = frozenset(group_of[block] for block in self.alone)
+        return dataclasses.replace(self, blocks=merged, values=tuple(values), result=result, alone=alone)
 
 
 def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
@@ -141,7 +146,8 @@ def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
         dataclasses.replace(_block(names, costs), copies=frozenset[str]().union(*map(copies.__getitem__, names)))
         for names in cut.nodes
     ]
-    return _graph(made, values, cut.result, costs, {name: costs[name] for name in program.copied})
+    whole = _graph(made, values, cut.result, costs, {name: costs[name] for name in program.copied})
+    return dataclasses.replace(whole, alone=_alone(program, cut.nodes))
 
 
 def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
@@ -160,7 +166,8 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
         BlockValue(program.stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()
     )
     made = [_block(names, costs) for names in members]
-    return _graph(made, values, (program.output_stage or 0,), costs, {})
+    whole = _graph(made, values, (program.output_stage or 0,), costs, {})
+    return dataclasses.replace(whole, alone=_alone(program, members))
 
 
 def _graph(
@@ -172,6 +179,15 @@ def _graph(
 ) -> BlockGraph:
     held, hardware, account, halves = costs.parameters, costs.hardware, costs.account, costs.halves
     return BlockGraph(tuple(blocks), values, result, costs.memory, held, hardware, account, copied, halves)
+
+
+def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]:
+    """The blocks of these nodes that may write what the model holds, or do more than compute."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    held = {name for name, node in nodes.items() if node.op == "get_attr"}
+    found = {name for group in program.written if group & held for name in group}
+    found |= {name for name, node in nodes.items() if node.op.startswith("call_") and acts(program, node)}
+    return frozenset(number for number, names in enumerate(members) if found.intersection(names))
 
 
 def _members(program: Program, stages: int) -> list[list[str]]:

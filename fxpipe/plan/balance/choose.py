@@ -21,15 +21,13 @@ from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of
 from fxpipe.plan.balance.candidates import connected
 from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.plan.balance.orders import topological, towers
-from fxpipe.plan.balance.search import Found, search
+from fxpipe.plan.balance.search import GAIN, Found, search
 from fxpipe.plan.balance.segments import Line, segments_of
 from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
 
-GAIN = 0.03
-"""The part of a step that a cut inside of modules must gain to be taken."""
 BETWEEN = ", between modules"
 
 
@@ -88,12 +86,14 @@ def balance(
     schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
     recompute: Recompute = False,
+    several: bool = False,
 ) -> Balanced:
     """The program cut into stages for so many ranks, and placed, for the least makespan by simulation.
 
     ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. ``recompute``: as
-    ``compile`` has it; "auto", or names, which stages have none yet: all are, if nothing fits without. PartitionError
-    where the program has fewer pieces than there are ranks, or none of the layouts fits the memory.
+    ``compile`` has it; "auto", or names, which stages have none yet: all are, if nothing fits without. ``several``:
+    a stage may be on all ranks. PartitionError where the program has fewer pieces than there are ranks, or none of the
+    layouts fits the memory.
     """
     fine = work_of_program(program, costs)
     if len(fine) < ranks:
@@ -105,7 +105,7 @@ def balance(
         work = fine.merged(piece_of)
         again = Rerun.of(recompute, [""] * len(work))
         try:
-            one = search(work, ranks, microbatches, family, memory_per_rank, keep=False, again=again)
+            one = search(work, ranks, microbatches, family, memory_per_rank, keep=False, again=again, several=several)
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
@@ -137,6 +137,7 @@ def place_stages(
     schedule: ScheduleName | Family = "1f1b",
     memory_per_rank: float | None = None,
     recompute: Recompute = False,
+    several: bool = False,
 ) -> Balanced:
     """The ranks of a program's given stages, of which there are at least as many, for the least makespan.
 
@@ -148,7 +149,8 @@ def place_stages(
         raise PartitionError(f"{ranks} pipe ranks, but the model has {len(work)} stages; use fewer ranks")
     work = dataclasses.replace(work, gather={stage: one.group for stage, one in program.gathered.items()})
     again = Rerun.of(recompute, program.stage_names)
-    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, keep=True, again=again)
+    family = with_costs(schedule)
+    found = search(work, ranks, microbatches, family, memory_per_rank, keep=True, again=again, several=several)
     return _balanced(program, found.best.layout, found, costs)
 
 

@@ -70,7 +70,7 @@ def towers(work: BlockGraph) -> list[frozenset[int]]:
     Blocks differ in the sources of the graph that they depend on. What depends on the sources of two large parts, of
     which neither contains the other's, joins them; the largest of what is left are the towers.
     """
-    reached = _entries(work)
+    reached = entries(work)
     seconds: dict[int, float] = {}
     for block, bits in enumerate(reached):
         seconds[bits] = seconds.get(bits, 0.0) + work.blocks[block].seconds
@@ -91,7 +91,7 @@ def _joins(bits: int, large: Sequence[int]) -> bool:
     return any(one & two not in (one, two) for one, two in itertools.combinations(inside, 2))
 
 
-def _entries(work: BlockGraph) -> list[int]:
+def entries(work: BlockGraph) -> list[int]:
     """For each block the sources of the graph that it depends on, a bit each."""
     reached = [0] * len(work)
     count = 0

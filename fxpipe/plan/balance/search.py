@@ -5,6 +5,7 @@ Every choice depends on the work alone, never on a clock, so that all ranks of a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from fxpipe.graph.ranks import Placement, rank_count
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.candidates import Recipe, layout_of, recipes
 from fxpipe.plan.balance.segments import Room
+from fxpipe.plan.balance.several import layouts
 from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout, without_gaps
 from fxpipe.schedules import Limited
 
@@ -26,6 +28,8 @@ IMPROVED = 3
 """So many of those that came about in the same way are improved."""
 RUNNERS_UP = 3
 """So many layouts are shown beside the best one."""
+GAIN = 0.03
+"""The part of a step that a cut inside of modules, or a stage on all ranks, must gain to be taken."""
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 """By how many blocks a cut is moved."""
 
@@ -60,8 +64,12 @@ def search(
     memory: float | None,
     keep: bool,
     again: Rerun | None = None,
+    several: bool = False,
+    effort: float = 1.0,
 ) -> Found:
-    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open.
+    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open. ``several``: a
+    stage may be on all ranks, where a step then takes less by ``GAIN``. ``effort``: the part of the usual number of
+    actions that is simulated.
 
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
     table for any.
@@ -73,19 +81,33 @@ def search(
     rooms = [None] if room is None else [room, None]  # what is cut for speed alone may fit, too
     tried = [recipe for one in rooms for recipe in recipes(work, ranks, keep, one)]
     made = {layout_of(work, recipe, keep): recipe for recipe in tried}
-    outcomes = _simulated(judge, made)
+    most = ACTIONS * effort
+    outcomes = _simulated(judge, made, most)
     if not outcomes and at_need:
         judge = Judge(work, family, few, memory, again)
-        outcomes = _simulated(judge, made)
+        outcomes = _simulated(judge, made, most)
     if not outcomes:
         raise _no_fit(judge, memory)
     starts = _best_of_each_way(outcomes, IMPROVED)
     better = [
-        _improved(judge, made[start.layout], start, keep, judge.actions + MORE_ACTIONS // len(starts))
+        _improved(judge, made[start.layout], start, keep, judge.actions + effort * MORE_ACTIONS / len(starts))
         for start in starts
     ]
     ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)
-    return _finally(judge, ranked, microbatches)
+    found = _finally(judge, ranked, microbatches)
+    if several and work.seconds * microbatches / ranks < found.best.makespan * (1 - GAIN):
+
+        def best_of(rest: BlockGraph) -> LayoutOutcome | None:
+            with contextlib.suppress(PartitionError, ScheduleError):
+                return search(rest, ranks, microbatches, family, memory, keep, effort=0.25).best
+            return None
+
+        exact = Judge(work, family, microbatches, memory, judge.again)
+        for layout in layouts(work, ranks, keep, best_of):
+            outcome = exact.outcome(layout)
+            if outcome is not None and exact.fits(outcome):
+                found = Found(outcome, ()).unless(found, GAIN)
+    return found
 
 
 def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
@@ -93,7 +115,7 @@ def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
     return float(f"{outcome.seconds:.4g}"), outcome.most_bytes, outcome.layout.stages
 
 
-def _simulated(judge: Judge, layouts: Iterable[StageLayout]) -> list[LayoutOutcome]:
+def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> list[LayoutOutcome]:
     """The outcomes of layouts that fit, the best first, until enough has been simulated: of each way in turn the one
     of the least lower bound, unless its bound shows that it is no better."""
     ways: dict[str, list[StageLayout]] = {}
@@ -101,7 +123,7 @@ def _simulated(judge: Judge, layouts: Iterable[StageLayout]) -> list[LayoutOutco
         ways.setdefault(layout.origin, []).append(layout)
     found: list[LayoutOutcome] = []
     for layout in filter(None, itertools.chain(*itertools.zip_longest(*ways.values()))):
-        if found and judge.actions >= ACTIONS:
+        if found and judge.actions >= most:
             break
         if layout is not ways[layout.origin][0] and found and judge.staged(layout).lower_bound >= found[0].seconds:
             continue
@@ -120,7 +142,7 @@ def _no_fit(judge: Judge, memory: float | None) -> PartitionError | ScheduleErro
     )
 
 
-def _improved(judge: Judge, recipe: Recipe, outcome: LayoutOutcome, keep: bool, until: int) -> LayoutOutcome:
+def _improved(judge: Judge, recipe: Recipe, outcome: LayoutOutcome, keep: bool, until: float) -> LayoutOutcome:
     """Moves cuts, and then stages, as long as it helps and no more than so many actions have been simulated."""
     best, progress = outcome, True
     while progress and judge.actions < until:
@@ -160,7 +182,7 @@ def _with_cuts(recipe: Recipe, moved: Mapping[int, int]) -> Iterator[Recipe]:
         yield dataclasses.replace(recipe, cuts=cuts)
 
 
-def _moved(judge: Judge, best: LayoutOutcome, until: int) -> LayoutOutcome:
+def _moved(judge: Judge, best: LayoutOutcome, until: float) -> LayoutOutcome:
     """Moves single stages to other ranks, as long as it helps."""
     progress = True
     while progress and judge.actions < until:
