@@ -817,3 +817,62 @@ def test_backwards_in_halves_are_simulated_where_stages_can_run_them(
     costs = costs_from_shapes(program, {"x": like(4, 8)}, hardware=FLOPS, halves=halves)
     found = balance(program, 3, 8, costs, with_costs("greedy", memory=5000.0)).outcome.schedule
     assert bool(found.dependencies.halves) is halves
+
+
+# --- a stage on all ranks ---
+
+
+class Lens(nn.Module):
+    """An encoder of the first input beside the layers of the second; ``inside``: what stands in it."""
+
+    def __init__(self, layers: int, inside: nn.Module) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Layer(factor=3), inside, Layer(factor=3))
+        self.words = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        y = self.words(y) + self.encoder(x)
+        for layer in self.layers:
+            y = layer(y)
+        return y.square().mean()
+
+
+def test_an_encoder_is_on_all_ranks_where_that_gains_more_than_three_percent() -> None:
+    model = Lens(4, nn.Identity())
+    one_each = balanced(model, 2)
+    found = balanced(model, 2, several=True)
+    assert found.makespan < 0.97 * one_each.makespan
+    assert ", beside a stage on all ranks" in str(found).splitlines()[2]
+    (number,) = (stage for stage, place in enumerate(found.placement) if place == (0, 1))
+    inside = {node.name for node in found.program.graph.nodes if "encoder" in called_in(node)}
+    assert {name for name, stage in found.program.stage_of.items() if stage == number} == inside
+    state = 16 * sum(parameter.numel() for parameter in model.encoder.parameters())
+    assert all(most > state for most in found.peak_bytes)  # value, gradient and AdamW's state, on each of its ranks
+    chain = balanced(Chain(4), 2, several=True)
+    assert all(isinstance(place, int) for place in chain.placement)
+
+
+def test_it_is_not_where_it_writes_a_buffer_or_memory_is_short() -> None:
+    written = balanced(Lens(4, nn.BatchNorm1d(8)), 2, several=True)
+    assert written.program.stage_of["encoder_1"] not in {
+        stage for stage, place in enumerate(written.placement) if isinstance(place, tuple)
+    }
+    model = Lens(4, nn.Identity())
+    room = max(balanced(model, 2).peak_bytes)
+    assert max(balanced(model, 2, several=True, memory_per_rank=room).peak_bytes) <= room
+
+
+def test_given_stages_are_on_all_ranks_likewise() -> None:
+    class Given(Lens):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            y = fxpipe.stage_boundary(self.words(y) + fxpipe.stage_boundary(self.encoder(x)))
+            for layer in self.layers:
+                y = fxpipe.stage_boundary(layer(y))
+            return y.square().mean()
+
+    model = Given(4, nn.Identity())
+    found, _ = given_stages(model, 2, several=True, memory_per_rank=1e9)
+    assert found.placement[0] == (0, 1)
+    found, _ = given_stages(model, 2, several=True)  # nobody has said how much a rank may hold
+    assert all(isinstance(place, int) for place in found.placement)

@@ -68,7 +68,8 @@ def search(
     effort: float = 1.0,
 ) -> Found:
     """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open. ``several``: a
-    stage may be on all ranks, where a step then takes less by ``GAIN``. ``effort``: the part of the usual number of
+    stage may be on all ranks, where a step then takes less by ``GAIN``: an encoder or, of given stages and where there
+    is a limit of memory, one that needs no other. ``effort``: the part of the usual number of
     actions that is simulated.
 
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
@@ -95,6 +96,7 @@ def search(
     ]
     ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)
     found = _finally(judge, ranked, microbatches)
+    several &= memory is not None or not keep  # else the first stage of any chain would be on all ranks
     if several and work.seconds * microbatches / ranks < found.best.makespan * (1 - GAIN):
 
         def best_of(rest: BlockGraph) -> LayoutOutcome | None:

@@ -42,7 +42,7 @@ def layouts(
 
 
 def _encoders(work: BlockGraph) -> Iterable[Part]:
-    """The large parts that depend on some of the graph's sources alone, and what they need."""
+    """The large parts that depend on some of the graph's sources alone, as an image encoder does beside embeddings."""
     reached = entries(work)
     for bits in dict.fromkeys(reached):
         part = frozenset(block for block, mine in enumerate(reached) if mine & bits == mine)
