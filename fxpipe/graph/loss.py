@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -132,59 +133,117 @@ class LossKind(NamedTuple):
             )
 
 
+@dataclass(frozen=True, slots=True)
+class LossPart:
+    """What a micro-batch adds: its loss times its share, or the total and count of its ``Sum``; and its metrics."""
+
+    value: Tensor
+    count: Tensor | None
+    metrics: Mapping[str, Tensor]
+
+
 class StepLoss:
-    """Accumulates the micro-batch losses of one step, on their device and without waiting for it.
+    """The micro-batch losses of one step, on their device, added up without waiting for it.
 
     A mean is weighted: Σ loss_i · (w_i / Σw), added up in micro-batch order, Σw being over all replicas. A ``Sum`` is
     Σ total and Σ count.
     """
 
     def __init__(self) -> None:
-        self._value: Tensor | None = None
-        self._count: Tensor | None = None
-        self._metrics: dict[str, Tensor] = {}
-        self.kind = LossKind(False, torch.float32, ())
+        self._parts: dict[int, LossPart] = {}
+        self._kind: LossKind | None = None
+
+    @property
+    def kind(self) -> LossKind:
         """That of those with weight; where there are none, of the last."""
+        return LossKind(False, torch.float32, ()) if self._kind is None else self._kind
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was any micro-batch."""
+        return self._kind is not None
 
     @property
     def is_empty(self) -> bool:
         """Whether no micro-batch had any weight."""
-        return self._value is None
+        return not self._parts
 
-    def add(self, part: MicrobatchLoss, share: float) -> Tensor | None:
+    def add(self, part: MicrobatchLoss, share: float, microbatch: int | None = None) -> Tensor | None:
         """Adds a micro-batch whose share of the step's weight is ``share``; returns what it has added.
 
         One without weight, whose numbers may be NaN, adds nothing. RunError where it is of another kind than others.
         """
         kind = LossKind(part.count is not None, part.value.dtype, tuple(part.metrics))
         if self.is_empty:
-            self.kind = kind
+            self._kind = kind
         if not share:
             return None
         kind.check(self.kind, "micro-batch")
         value = part.value.detach()
         value = value.clone() if kind.is_sum else value * share
-        self._value = value.clone() if self._value is None else self._value.add_(value)
-        if kind.is_sum:
-            count = _number(part.count, part.value, torch.float64)
-            self._count = count if self._count is None else self._count + count
-        for name, metric in part.metrics.items():
-            weighted = _number(metric, part.value, metric_dtype(kind.dtype)) * share
-            self._metrics[name] = self._metrics[name] + weighted if name in self._metrics else weighted
+        count = _number(part.count, part.value, torch.float64) if kind.is_sum else None
+        dtype = metric_dtype(kind.dtype)
+        metrics = {name: _number(metric, part.value, dtype) * share for name, metric in part.metrics.items()}
+        self._parts[len(self._parts) if microbatch is None else microbatch] = LossPart(value, count, metrics)
         return value
+
+    @staticmethod
+    def of_ranks(losses: Sequence[StepLoss]) -> StepLoss:
+        """Those of a step whose micro-batches have their losses on several ranks."""
+        known = [loss for loss in losses if loss.is_known]
+        if len(known) < 2:
+            return known[0] if known else losses[0]
+        whole = StepLoss()
+        whole._kind = next((loss.kind for loss in known if not loss.is_empty), known[0].kind)
+        for loss in known:
+            if not loss.is_empty:
+                loss.kind.check(whole.kind, "micro-batch")
+        parts = [item for loss in known for item in loss._parts.items()]
+        whole._parts = dict(sorted(parts, key=lambda item: item[0]))
+        return whole
 
     def value(self) -> Tensor:
         """The replica's part of the loss, a mean."""
-        assert self._value is not None
-        return self._value
+        return _added([part.value for part in self._parts.values()])
 
     def metrics(self) -> dict[str, Tensor]:
-        return dict(self._metrics)
+        parts = list(self._parts.values())
+        return {name: _added([part.metrics[name] for part in parts]) for name in (parts[0].metrics if parts else ())}
 
     def numbers(self, metrics: tuple[str, ...], device: torch.device) -> Tensor:
         """The replica's part of [loss, or total of a ``Sum``; its count, or 0; metrics ...], float64."""
-        if self._value is None:
+        if self.is_empty:
             return torch.zeros(2 + len(metrics), dtype=torch.float64, device=device)
-        value = self._value.double()
-        count = self._count if self._count is not None else torch.zeros_like(value)
-        return torch.stack([value, count, *(self._metrics[name].double() for name in metrics)])
+        counts, found = [part.count for part in self._parts.values() if part.count is not None], self.metrics()
+        return _row(LossPart(self.value(), _added(counts) if counts else None, found), metrics)
+
+    def rows(self, metrics: tuple[str, ...], microbatches: int, device: torch.device) -> Tensor:
+        """The same for each micro-batch, 0 where it has no weight or is another rank's: what ``of_rows`` reads."""
+        rows = torch.zeros(microbatches, 2 + len(metrics), dtype=torch.float64, device=device)
+        for microbatch, part in self._parts.items():
+            rows[microbatch] = _row(part, metrics)
+        return rows
+
+    @staticmethod
+    def of_rows(kind: LossKind, rows: Tensor) -> StepLoss:
+        """The losses of a step, from the sum of the ``rows`` of its ranks."""
+        step, dtype = StepLoss(), metric_dtype(kind.dtype)
+        step._kind = kind
+        for microbatch, row in enumerate(rows):
+            metrics = {name: row[2 + place].to(dtype) for place, name in enumerate(kind.metrics)}
+            step._parts[microbatch] = LossPart(row[0].to(kind.dtype), row[1] if kind.is_sum else None, metrics)
+        return step
+
+
+def _row(part: LossPart, metrics: tuple[str, ...]) -> Tensor:
+    value = part.value.double()
+    count = torch.zeros_like(value) if part.count is None else part.count
+    return torch.stack([value, count, *(part.metrics[name].double() for name in metrics)])
+
+
+def _added(numbers: Sequence[Tensor]) -> Tensor:
+    """Their sum, one after another."""
+    total = numbers[0].clone()
+    for number in numbers[1:]:
+        total.add_(number)
+    return total

@@ -51,8 +51,6 @@ def check_replicated(graph: StageGraph, options: Options) -> None:
     stages = [stage for stage in graph if len(graph.ranks(stage.index)) > 1]
     for stage in stages:
         where = f"stage {stage.name!r} is on {named(graph.placement[stage.index])}"
-        if stage.returns_result:
-            raise PartitionError(f"{where}, and makes the loss, which one rank does; place it on one")
         if options.zero == 3:
             raise PartitionError(f"{where}, and zero=3 shards what one rank holds; write zero=2, or place it on one")
         if options.parallelize is not None:

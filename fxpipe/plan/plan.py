@@ -45,9 +45,9 @@ class Plan:
         return self.graph.groups(len(self.graphs))[self.graph.output_stage]
 
     @property
-    def output_rank(self) -> int:
-        """The pipe rank that has the loss."""
-        return self.graph.ranks(self.graph.output_stage)[0]
+    def output_ranks(self) -> tuple[int, ...]:
+        """The pipe ranks that make the loss; the first one has the whole of it."""
+        return tuple(sorted(self.graph.ranks(self.graph.output_stage)))
 
     @cached_property
     def fixes_loss(self) -> bool:

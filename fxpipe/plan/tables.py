@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import PartitionError, ScheduleError, nearest
-from fxpipe.graph.ranks import Placement
+from fxpipe.graph.ranks import Placement, replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.plan.capture.captures import Captures
@@ -61,6 +61,9 @@ class Tables:
                 costs = None  # the user's own count
             elif self.first is not None and not isinstance(table, Schedule):
                 costs = self.first.schedule.costs
+            elif costs is None and replicated(graph.placement):  # whose actions fill what others leave idle
+                work = self.stage_work(pattern, graph.placement)
+                costs = None if work is None else work.costs((False,) * len(graph))
             make = partial(self._built, self.family(graph, pattern), graph, microbatches, backward, tied, costs)
             return make(self._recomputed(graph, pattern, make))
         if self.options.recompute:

@@ -60,7 +60,8 @@ def open_groups(plan: Plan, options: Options, owners: Ownership, topology: Topol
     groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
     if plan.graph.sees_replicas:
         groups[SCOPE] = topology.groups("data")
-    transport.open(pairs(plan.instructions), list(owners.tied), groups)
+    sums = dict.fromkeys([*owners.tied, *[plan.output_ranks] * (len(plan.output_ranks) > 1)])
+    transport.open(pairs(plan.instructions), list(sums), groups)
     if transport.data_size > 1:
         check_ties(topology, transport, owners)
 

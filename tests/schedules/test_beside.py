@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from fxpipe import ScheduleError
+from fxpipe import ScheduleError, compare
 from fxpipe.schedules import Costs, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.families.limited import ScheduleName
@@ -155,3 +157,17 @@ def test_csv_finds_the_ranks_of_a_stage_in_its_cells(tmp_path: object) -> None:
             read = Schedule.from_csv(path, schedule.edges)
             read.verify()
             assert (read.rows, read.placement) == (schedule.rows, schedule.placement)
+
+
+def test_pictures_pages_and_traces_have_its_actions_on_their_ranks(tmp_path: Path) -> None:
+    schedule = beside_a_chain(6, 1, ranks=3)
+    plan = schedule.planned()
+    for name in ("svg", "html", "trace"):
+        getattr(plan, f"to_{name}")(tmp_path / name)
+    assert '"0, ranks 0, 1, 2"' in (tmp_path / "html").read_text()
+    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    ran = {event["name"].split()[0]: event["tid"] for event in events if event["ph"] == "X"}
+    first = ran["0F0"]
+    assert [ran[f"0F{microbatch}"] - first for microbatch in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"][1] == "rank 1 (0, 2)"
+    assert "between actions" in str(compare(plan, plan))

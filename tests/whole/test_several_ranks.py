@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import PartitionError, RunError, Topology, stage_boundary
@@ -65,7 +66,7 @@ def drawn(number: int, fewest_ranks: int = 2, **options: Any) -> Draw:
         places: list[int | tuple[int, ...]] = list(alone)
         for stage in stages:
             several = tuple(draw.sample(range(ranks), draw.randint(2, ranks)))
-            if not stage.returns_result and draw.random() < 0.6:
+            if draw.random() < 0.6:
                 places[stage.index] = several
         used = {rank for place in places for rank in ([place] if isinstance(place, int) else place)}
         if len(used) == ranks and any(isinstance(place, tuple) for place in places):
@@ -224,7 +225,6 @@ def test_zero_shards_the_optimizer_state_over_all_holders() -> None:
         (nn.BatchNorm1d(6), {}, "'image' is on ranks 0, 1, and its forward writes image.1.num_batches"),
         (None, {"zero": 3}, "zero=3 shards what one rank holds; write zero=2"),
         (None, {"parallelize": lambda *_: None, "example_args": ROWS}, "parallelize= works on what one rank holds"),
-        (None, {"placement": {"image": 0, "joined": 0, "head": "all"}}, "and makes the loss, which one rank does"),
         (
             None,
             {"placement": {"image": (0, 0), "joined": 0, "head": 1}},
@@ -260,3 +260,55 @@ def test_a_buffer_that_such_a_stage_writes_is_found_in_the_step() -> None:
 
 def test_a_frozen_batch_norm_only_reads() -> None:
     assert two_towers(nn.BatchNorm1d(6).eval())(*ROWS) > 0
+
+
+# --- a last stage on several ranks ---
+
+
+class Head(nn.Module):
+    """Returns outputs, and a loss with metrics; ``counted``: as a ``Sum``."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.counted, self.body, self.head = counted, nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        out = self.head(stage_boundary(torch.tanh(self.body(x))))
+        wrong = (out - y).square().sum()
+        loss: Any = fxpipe.Sum(wrong, y.numel()) if self.counted else wrong / y.numel()
+        return {"loss": loss, "wrong": wrong.detach(), "out": out}
+
+
+def steps_and_outputs(counted: bool, head: Any, microbatches: int) -> list[Any]:
+    torch.manual_seed(0)
+    placement = {"body": 0, "head": head}
+    forward_backward = fxpipe.compile(
+        Head(counted), Topology([("pipe", 3)]), microbatches=microbatches, placement=placement | {"body": (0, 1, 2)}
+    )
+    found: list[Any] = []
+    generator = torch.Generator().manual_seed(1)
+    for rows in (12, 5, 12):
+        given = {"x": torch.randn(rows, 4, generator=generator), "y": torch.randn(rows, 2, generator=generator)}
+        found += [forward_backward(**given), dict(forward_backward.metrics)]
+        found += [forward_backward.evaluate(**given, outputs=outputs) for outputs in ("all", "loss", "last")]
+    return found
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["mean", "sum"])
+@pytest.mark.parametrize("microbatches", [2, 4], ids=lambda m: f"{m} micro-batches")
+def test_losses_metrics_and_outputs_of_several_ranks_are_those_of_one(counted: bool, microbatches: int) -> None:
+    one_each = strict(0)(3, steps_and_outputs, counted, 2, microbatches)
+    for number, engine in enumerate((local, strict(0), strict(1))):
+        several = engine(3, steps_and_outputs, counted, (2, 0), microbatches)
+        for rank, found in enumerate(several):
+            for place, (got, wanted) in enumerate(zip(found, one_each[2], strict=True)):
+                if number and place % 5 == 4 and rank == 1:
+                    assert got is None  # "last": only the ranks of the last stage
+                    continue
+                flat, spec = pytree.tree_flatten(got)
+                known, same = pytree.tree_flatten(wanted)
+                assert spec == same
+                assert all(
+                    bool((a == b) if isinstance(a, int) else torch.equal(a, b))
+                    for a, b in zip(flat, known, strict=True)
+                )

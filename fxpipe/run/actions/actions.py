@@ -140,7 +140,7 @@ class ForwardAction:
                 "loss + 0 * self.head.weight.sum()"
             )
         share = executor.step.shares[microbatch]
-        added = executor.made.loss.add(part, share)
+        added = executor.made.loss.add(part, share, microbatch)
         if added is not None and executor.step.extremes is not None:
             executor.step.extremes.add_loss(self.action.stage, microbatch, added)
         if saved is not None:

@@ -20,7 +20,7 @@ from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import cast_batch
-from fxpipe.graph.loss import Sum, loss_in
+from fxpipe.graph.loss import StepLoss, Sum, loss_in
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
@@ -131,7 +131,7 @@ class Steps:
             self._effects.begin()
             bound = self._bound_for(agreed, tuple(runs))
             passed("preparing")
-            self._news.listen(known, agreed.plan.output_rank)
+            self._news.listen(known, agreed.plan.output_ranks[0])
             made = self._play(agreed, bound, step)
             passed("messages")
             self._gradients.flush()
@@ -229,7 +229,7 @@ class Steps:
         group's."""
         weights = weights_of(self._transport, agreed, self._options.loss_weight, batches)
         weights = of_groups(weights, agreed.plan.group)
-        matters = self._transport.pipe_rank == agreed.plan.output_rank or self._items.items is not None
+        matters = self._transport.pipe_rank in agreed.plan.output_ranks or self._items.items is not None
         shares, group = shares_of(self._transport, weights, training, over_replicas=matters), agreed.plan.group
         return shares if group == 1 else tuple(share for share in shares for _ in range(group))
 
@@ -308,10 +308,11 @@ class Steps:
 
     def _outcome(self, agreed: AgreedBatch, made: Sequence[StepResult], known: StepOutcome | None) -> StepOutcome:
         """The loss of the step, the same on every rank."""
-        rank = agreed.plan.output_rank
-        at_output = next((one.loss for one in made if one.rank == rank), None)
+        ranks, microbatches = agreed.plan.output_ranks, len(agreed.plan.graphs)
+        mine = [one.loss for one in made if one.rank in ranks]
+        at_output = StepLoss.of_ranks(mine) if mine else None
         with label("loss"):
-            outcome = conclude(self._transport, at_output, rank, self._news, known)
+            outcome = conclude(self._transport, at_output, ranks, microbatches, self._news, known)
         self._outcomes[self._same_loss(agreed)] = outcome
         check_kind(outcome, self._is_sum, self._options.precision)
         self._is_sum = outcome.is_sum
@@ -328,7 +329,12 @@ class Steps:
     def _output(self, agreed: AgreedBatch, made: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
         """The whole batch's output, out of the micro-batches'."""
         results = {place: result for one in made for place, result in one.results.items()}
-        output = None
+        ranks, output = agreed.plan.output_ranks, None
+        if len(ranks) > 1 and self._transport.pipe_rank is not None:  # each of them has some
+            parts = [from_rank(rank, results, self._transport, self._state.device) for rank in ranks]
+            here = outputs == "all" or self._transport.pipe_rank in ranks
+            results = {place: result for part in parts for place, result in part.items()} if here else {}
+            outputs = "last" if outputs == "all" else outputs
         if results:
             places = sorted(results)  # one for each group, where a group makes it
             sizes = of_groups(agreed.sizes, agreed.plan.group)
@@ -345,7 +351,7 @@ class Steps:
                 output = output.total / output.count
         if outputs == "last" or self._transport.pipe_rank is None:
             return output
-        return from_rank(agreed.plan.output_rank, output, self._transport, self._state.device)
+        return from_rank(ranks[0], output, self._transport, self._state.device)
 
     def _rows_of(self, agreed: AgreedBatch, sizes: tuple[int, ...]) -> RowsOf:
         """The rows of the outputs, each of a micro-batch, or of a group of them."""

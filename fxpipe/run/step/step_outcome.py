@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.distributed.activity import here
-from fxpipe.distributed.collective import Work
+from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
@@ -76,19 +76,24 @@ class News:
 def conclude(
     transport: Transport,
     step: StepLoss | None,
-    output_rank: int,
+    output_ranks: tuple[int, ...],
+    microbatches: int,
     news: News,
     known: StepOutcome | None,
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
 
-    ``step``: the losses, on the rank that has them. The parts of a mean have been weighted by their share of the whole
-    step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are its gradients. ``known``: an outcome of
-    the same form; with it nothing but numbers travels.
+    ``step``: the losses, on the ranks that have some, of which the first puts them together. The parts of a mean have
+    been weighted by their share of the whole step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are
+    its gradients. ``known``: an outcome of the same form; with it nothing but numbers travels.
     """
     if known is None:
-        gathered = transport.gather("pipe", tuple(step.kind) if step is not None else None)
-        is_sum, dtype, names = next(item for item in gathered if item is not None)
+        kind = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
+        gathered = [item for item in transport.gather("pipe", kind) if item is not None]
+        is_sum, dtype, names = max(gathered, key=lambda item: (item[0], not item[1]))[2]  # of those with weight
+        for _, is_empty, other in gathered:
+            if not is_empty:
+                LossKind(*other).check(LossKind(is_sum, dtype, names), "micro-batch")
     else:
         is_sum, dtype, names = known.is_sum, known.dtype, tuple(known.metrics)
         if step is not None and not step.is_empty:
@@ -98,7 +103,13 @@ def conclude(
 
     # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
     # large for less
-    message = news.empty(names)
+    output_rank, message = output_ranks[0], news.empty(names)
+    if step is not None and len(output_ranks) > 1 and transport.pipe_rank is not None:
+        rows = step.rows(names, microbatches, message.device)
+        summed = Collective("all_reduce", output_ranks, rows)  # each row is one rank's: nothing is rounded
+        transport.start([summed], "the losses").wait()  # behind the gradients that these ranks sum
+        whole = StepLoss.of_rows(LossKind(is_sum, dtype, names), rows)
+        step = whole if transport.pipe_rank == output_rank else None
     if step is not None:
         _check_alike(transport, is_sum, names)
         numbers = step.numbers(names, message.device)
@@ -153,7 +164,7 @@ def weights_of(
     """The weight of each micro-batch, its rows or what ``loss_weight`` says, the same on every rank of a pipe group."""
     if loss_weight is None or not agreed.has_loss:
         return tuple(map(float, agreed.sizes))
-    weighs = transport.pipe_rank in (None, agreed.plan.output_rank)
+    weighs = transport.pipe_rank in (None, agreed.plan.output_ranks[0])
     mine = _weighed(loss_weight, batches) if weighs else None
     decided = next(item for item in transport.gather("pipe", mine) if item is not None)
     if isinstance(decided, str):

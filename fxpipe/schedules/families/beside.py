@@ -60,7 +60,7 @@ def beside(family: Family) -> Family:
 def _alone(problem: Problem) -> tuple[Problem, Sequence[int]]:
     """The problem with a rank for each stage that is on several, and the real rank of each of its other ranks."""
     stages = replicated(problem.placement)
-    real = sorted({rank for place in problem.placement if isinstance(place, int) for rank in (place,)})
+    real = sorted({place for place in problem.placement if isinstance(place, int)})
     extra = {stage: len(real) + number for number, stage in enumerate(stages)}
     homes = (extra[s] if s in extra else real.index(problem.homes[s]) for s in range(len(problem.placement)))
     costs, memory = problem.costs, problem.memory
