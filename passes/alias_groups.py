@@ -47,6 +47,12 @@ def names_of_written(program: Program) -> frozenset[str]:
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in changed)
 
 
+def nodes_of_written(program: Program) -> frozenset[str]:
+    """The nodes that name what forward writes, or call a module that holds some of it."""
+    changed = _changed(program)
+    return frozenset(node.name for node in program.graph.nodes if held(program, node) & changed)
+
+
 def _changed(program: Program) -> set[int]:
     in_groups = frozenset().union(*program.written)
     found = {id(program.attribute(name)) for name in program.written_before}

@@ -22,7 +22,7 @@ from fxpipe.graph.root import graph_module
 from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
-from fxpipe.passes.alias_groups import holders_of_written
+from fxpipe.passes.alias_groups import holders_of_written, names_of_written
 from fxpipe.passes.analysis.effects import aliased, is_number, is_random, writes_apart
 from fxpipe.passes.analysis.union import Union
 from fxpipe.passes.gather import crossed, entering, readers_of, way
@@ -65,7 +65,9 @@ def split(program: Program) -> StageGraph:
     stages = varying_marked(program, stages)
     lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
-    return StageGraph(tuple(stages), program.inputs, program.module, origin=origin).with_backward()
+    written = names_of_written(program)
+    graph = StageGraph(tuple(stages), program.inputs, program.module, origin=origin, written=written)
+    return graph.with_backward()
 
 
 def _check_attributes(program: Program) -> None:

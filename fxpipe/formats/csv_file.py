@@ -172,11 +172,12 @@ def _placement(rows: Sequence[Sequence[Action]]) -> Placement:
 
 def _turns(ranks: Mapping[int, Collection[int]]) -> tuple[int, ...]:
     """The ranks that take turns with a stage; none where they do not. ``ranks``: by micro-batch, or group."""
-    each = [tuple(ranks.get(number, ())) for number in range(1 + max(ranks))]
-    count = len({rank for some in each for rank in some})
-    turns = each[:count]
-    fits = all(len(some) == 1 and some == turns[place % count] for place, some in enumerate(each))
-    return tuple(rank for some in turns for rank in some) if fits and len(set(turns)) == count else ()
+    count = len({rank for some in ranks.values() for rank in some})
+    turns: dict[int, set[int]] = {}
+    for number, some in ranks.items():
+        turns.setdefault(number % count, set()).update(some)
+    fits = len(turns) == count and all(len(some) == 1 for some in turns.values())
+    return tuple(rank for turn in range(count) for rank in turns[turn]) if fits else ()
 
 
 # --- writing ---

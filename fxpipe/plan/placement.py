@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fxpipe.errors import PartitionError, nearest
+from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.ranks import Placement, as_placement, named, ranks_of
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
@@ -55,17 +56,20 @@ def check_replicated(graph: StageGraph, options: Options) -> None:
             raise PartitionError(f"{where}, and zero=3 shards what one rank holds; write zero=2, or place it on one")
         if options.parallelize is not None:
             raise PartitionError(f"{where}, and parallelize= works on what one rank holds; place it on one")
-        for name in sorted(set(stage.tensors) - set(stage.parameters)):
+        for name in sorted(graph.written.intersection(stage.tensors)):
             owner = graph.module.get_submodule(name.rpartition(".")[0])
-            if isinstance(owner, BATCH_STATISTICS) and owner.training and owner.track_running_stats:
+            if owner.training or not isinstance(owner, BATCH_STATISTICS):
                 raise PartitionError(f"{where}, and {writes(name)}")
+        for call in opaque_calls(stage.module):
+            for attribute in sorted(call.attributes):
+                raise PartitionError(f"{where}, and {writes('.'.join(filter(None, attribute)))}")
 
 
 def writes(name: str) -> str:
     """What a stage on several ranks must not do, and the remedy."""
     return (
-        f"its forward writes {name}, which its ranks would come to hold differently; place it on one rank, or freeze "
-        "it: a BatchNorm in eval mode only reads its statistics"
+        f"its forward writes {name}, of which its ranks would come to hold different values; place it on one rank (a "
+        "BatchNorm in eval mode only reads its statistics)"
     )
 
 

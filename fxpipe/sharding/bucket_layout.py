@@ -22,10 +22,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Kind:
-    """``stage``: the one whose backward completes the gradient; None where several on this rank do, or several ranks.
-    ``owners``: the pipe ranks that share the parameter, where there are several. ``whole``: whether one rank must
-    step all of it. ``element``: bytes of the smallest of its types. ``group``: its types and device, which
-    must be the same."""
+    """``stage``: the one whose backward completes the gradient; None where there are several. ``owners``: the pipe
+    ranks that share the parameter, where there are several. ``whole``: whether one rank must step all of it.
+    ``element``: bytes of the smallest of its types. ``group``: its types and device, which must be the same."""
 
     stage: int | None
     owners: tuple[int, ...]

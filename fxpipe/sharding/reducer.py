@@ -40,8 +40,8 @@ FIRST_BUCKET_MB = 1.0
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that this rank shares with others. ``stages``: those of this rank that use it. ``owners``: the pipe
-    ranks that hold it, where there are several."""
+    """A parameter that this rank shares with others. ``stages``: all that use it. ``owners``: the pipe ranks that hold
+    it, where there are several."""
 
     name: str
     parameter: nn.Parameter
@@ -199,7 +199,11 @@ class Reducer(Gradients):
         while self._queue and self._awaited.get(self._queue[0], {0}) == set():
             bucket = self._queue.pop(0)
             del self._awaited[bucket]
-            self._start(bucket, self.way.zero < 2 or self._last)
+            last = self.way.zero < 2 or self._last
+            if bucket.layout.kind.owners:  # whose sum goes on to the others only in its turn
+                last = last and self._over_owners[:1] == [bucket]
+                del self._over_owners[:last]
+            self._start(bucket, last)
 
     def _start(self, bucket: FlatBucket, last: bool) -> None:
         bucket.start(last)
@@ -217,15 +221,27 @@ class Reducer(Gradients):
         for stages in self._pending.values() if self._last else ():
             stages.discard(action.stage)
         while self._last and self._over_owners and not self._pending[self._over_owners[0]]:
+            if self._is_scattered(self._over_owners[0]):
+                break
             self._start(self._over_owners.pop(0), last=True)
+
+    def _is_scattered(self, bucket: FlatBucket) -> bool:
+        """Whether it is reduced behind each of its backwards."""
+        return self.way.zero == 2 and bucket.layout.kind.stage in self._lasts
 
     def flush(self) -> None:
         """Asks, too, who has used what."""
         last = self._sync and not self._hold
         for bucket in self._live:
-            reduced = self.way.zero == 2 and bucket.layout.kind.stage in self._lasts  # behind each of its backwards
-            if bucket not in self._complete and not reduced and (last or self.way.zero == 2):
-                self._start(bucket, last)
+            if bucket in self._complete:
+                continue
+            if not self._is_scattered(bucket):
+                if last or self.way.zero == 2:
+                    self._start(bucket, last)
+            elif last and bucket.layout.kind.owners:
+                bucket.wait()
+                bucket.start_across()
+                self._complete.add(bucket)
         self._queue.clear()
         self._awaited.clear()
         if self._sync or self.way.zero == 2:
@@ -304,7 +320,7 @@ def _kind(one: Shared, whole: bool) -> Kind:
     parameter = one.parameter
     types = (parameter.dtype, parameter.grad_dtype or parameter.dtype)
     return Kind(
-        stage=one.stages[0] if len(one.stages) == 1 and not one.owners else None,
+        stage=one.stages[0] if len(one.stages) == 1 else None,
         owners=one.owners,
         whole=whole,
         element=min(kind.itemsize for kind in types),

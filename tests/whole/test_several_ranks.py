@@ -103,6 +103,7 @@ def trained(draw: Draw) -> Trained:
         schedule=draw.family,
         loss_weight=draw.weight,
         zero=draw.zero,
+        bucket_cap_mb=0.0002 if draw.seed % 2 else 25.0,  # many buckets, or one of each kind
     )
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.01)
     losses = []
@@ -155,6 +156,7 @@ def test_random_models_train_as_in_plain_pytorch(number: int) -> None:
     draw = drawn(number)
     for engine in (local, strict(number)) if ALL or number % 2 else (strict(number),):
         check(draw, engine)
+    check(dataclasses.replace(draw, data=2, zero=number % 3, clip=0.5), strict(number))
 
 
 OPTIONS: Sequence[dict[str, Any]] = [
@@ -240,6 +242,28 @@ def test_what_its_ranks_could_not_keep_equal_is_refused(norm: Any, options: dict
         strict(0)(options.get("ranks", 2), lambda: two_towers(norm, **options))
 
 
+class Renormed(nn.Module):
+    """Keeps a weight at length 1 in forward, as SwAV's prototypes, or in the rows that are looked up."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand, self.rows = by_hand, nn.Embedding(6, 6, max_norm=None if by_hand else 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_hand:
+            with torch.no_grad():
+                self.rows.weight.copy_(nn.functional.normalize(self.rows.weight, dim=-1))
+            return x @ self.rows.weight
+        return x + self.rows(x.argmax(-1))
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "max_norm"])
+@pytest.mark.parametrize("tracer", ["export", "record"])
+def test_a_parameter_that_its_forward_writes_is_refused(by_hand: bool, tracer: str) -> None:
+    with pytest.raises(PartitionError, match=r"is on ranks 0, 1, and its forward writes image\.1\.rows\.weight"):
+        two_towers(Renormed(by_hand), example_args=ROWS, tracer=tracer)
+
+
 class Counting(nn.Module):
     """Counts its calls in a buffer."""
 
@@ -253,9 +277,12 @@ class Counting(nn.Module):
 
 
 def test_a_buffer_that_such_a_stage_writes_is_found_in_the_step() -> None:
-    forward_backward = two_towers(Counting())
+    stages = {"image": nn.Sequential(nn.Linear(4, 4), Counting()), "loss": lambda x: x.square().mean()}
+    graph = fxpipe.StageGraph.from_callables(stages, [("image", "loss")], {"image": ["x"]})
+    placement: dict[str, Any] = {"image": "all", "loss": 1}
+    forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=2, placement=placement)
     with pytest.raises(RunError, match=r"'image' is on ranks 0, 1, and its forward writes image\.1\.calls"):
-        forward_backward(*ROWS)
+        forward_backward(ROWS[0])
 
 
 def test_a_frozen_batch_norm_only_reads() -> None:

@@ -359,7 +359,7 @@ build("1f1b", None, 4)
 build("1f1b", [(0, 1)], "4")
     ScheduleError: microbatches is '4'; it is a whole number
 build("1f1b", [(0, 1)], 4, placement="01")
-    ScheduleError: placement is '01'; it is a list with the rank of each stage, [0, 1]
+    ScheduleError: placement is '01'; it is a list with the rank, or ranks, of each stage, [0, (1, 2)]
 build("1f1b", [(0, 1)], 4, stages="2")
     ScheduleError: stages is '2'; it is a whole number
 build("1f1b", [(0, 1)], 4, backward=["no", "yes"])
@@ -401,7 +401,7 @@ table(rows=[[Action(0.5, Op.F, 0)], [Action(1, Op.F, 0)]])
 table(edges=[(0,)])
     ScheduleError: edges is ((0,),); it is a list of pairs
 table(placement=None)
-    ScheduleError: placement is None; it is a list with the rank of each stage
+    ScheduleError: placement is None; it is a list with the rank, or ranks, of each stage
 table(placement=[0, 7])
     ScheduleError: stage 1 is placed on rank 7, but there are 2 rows
 table(backward=True)

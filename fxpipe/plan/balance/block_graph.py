@@ -13,6 +13,7 @@ from functools import cached_property
 
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.hardware import REFERENCE, Hardware
+from fxpipe.passes.alias_groups import nodes_of_written
 from fxpipe.passes.analysis.blocks import blocks
 from fxpipe.passes.analysis.effects import acts
 from fxpipe.plan.balance.memory import Account
@@ -182,11 +183,10 @@ def _graph(
 
 
 def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]:
-    """The blocks of these nodes that may write what the model holds, or do more than compute."""
-    nodes = {node.name: node for node in program.graph.nodes}
-    held = {name for name, node in nodes.items() if node.op == "get_attr"}
-    found = {name for group in program.written if group & held for name in group}
-    found |= {name for name, node in nodes.items() if node.op.startswith("call_") and acts(program, node)}
+    """The blocks of these nodes that use what forward writes of what the model holds, or may do more than compute."""
+    written = nodes_of_written(program)
+    found = {name for group in program.written if group & written for name in group} | written
+    found |= {node.name for node in program.graph.nodes if node.op.startswith("call_") and acts(program, node)}
     return frozenset(number for number, names in enumerate(members) if found.intersection(names))
 
 

@@ -66,13 +66,13 @@ class ForwardAction:
         self._held = executor.held_by(action)
         self._keeps = executor.has_backward(action)
         self._buffers = [one for one in self.stage.tensors.values() if not isinstance(one, nn.Parameter)]
-        self._unwritten = self._buffers if self._is_one_of_several() else []
+        self._unwritten = list(self.stage.tensors.values()) if self._is_one_of_several() else []
         self._takes = self._bound_inputs()
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
         self.run: Run = run_of(executor, action)
 
     def _is_one_of_several(self) -> bool:
-        """Whether other ranks run this stage, too, which would come to hold other buffers."""
+        """Whether other ranks run this stage, too, and would not have what it writes into its tensors."""
         return self._executor.kind.training and len(self._executor.graph.ranks(self.action.stage)) > 1
 
     def _bound_inputs(self) -> list[Fetch]:
@@ -108,7 +108,7 @@ class ForwardAction:
         return arrived
 
     def _check_unwritten(self, versions: Sequence[int]) -> None:
-        """RunError where a stage on several ranks has written a buffer."""
+        """RunError where a stage on several ranks has written a parameter or buffer."""
         for buffer, version in zip(self._unwritten, versions, strict=True):
             if version_of(buffer) != version:
                 name = next(name for name, tensor in self.stage.tensors.items() if tensor is buffer)
