@@ -64,6 +64,15 @@ def test_the_language_stages_keep_the_order_of_their_family() -> None:
         assert kept == [[str(action) for action in row] for row in wanted]
 
 
+def test_beside_interleaved_stages_it_costs_no_more_than_its_own_first_and_last() -> None:
+    """An encoder of F = 1 and B = 2 in front of Megatron's chain of 2 stages a rank, 8 micro-batches on 4 ranks."""
+    costs = Costs.of(9, [1] + [0.5] * 8, [2] + [1] * 8)
+    placement = [tuple(range(4)), *range(4), *range(4)]
+    plan = build("interleaved_1f1b", [(n, n + 1) for n in range(8)], 8, placement, costs=costs).planned()
+    alone = build("interleaved_1f1b", [(n, n + 1) for n in range(7)], 8, placement[1:], costs=Costs.of(8, 0.5, 1))
+    assert plan.makespan == plan.lower_bound == 3 + alone.planned().makespan
+
+
 def test_micro_batch_i_is_on_the_i_mod_r_th_rank() -> None:
     schedule = build("1f1b", edges=[(0, 1), (1, 2)], microbatches=5, placement=[(2, 0), 0, (1, 2, 0)])
     for rank, row in enumerate(schedule.rows):

@@ -35,12 +35,14 @@ def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
 def in_laps(problem: Problem) -> tuple[Row, ...]:
     """Megatron's order, on any graph and placement.
 
-    A lap is ⌈D / v⌉ deep, p on Megatron's chain: so many micro-batches make a group. A rank warms up with two forwards
-    for each stage behind its last one, and a group for each of its other stages; then one forward, one backward. Where
-    that would deadlock, the ranks that wait run further forwards.
+    A lap is ⌈D / v⌉ deep, D being the depth of ranks with v stages, the most: p on Megatron's chain. So many
+    micro-batches make a group. A rank warms up with two forwards for each stage behind its last one, and a group for
+    each of its other stages; then one forward, one backward. Where that would deadlock, the ranks that wait run further
+    forwards.
     """
     most = max(len(stages) for stages in problem.stages_of)
-    lap = math.ceil(max(problem.depth) / most)
+    going_round = [stage for stages in problem.stages_of if len(stages) == most for stage in stages]
+    lap = math.ceil(max(problem.depth[stage] for stage in going_round) / most)
     rows = [_Rank.of(problem, stages, lap) for stages in problem.stages_of]
     done: set[Action] = set()
     while any(rank.next for rank in rows):
