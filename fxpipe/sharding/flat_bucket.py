@@ -68,9 +68,7 @@ class FlatBucket:
         self.device = first.device
         self.begins, self.ends = self._steps = self.layout.section(self.way.rank, self.way.shards)
         owners = self.layout.kind.owners
-        if (
-            self.way.sharded and self.transport.pipe_rank in owners and self.layout.root is None
-        ):  # each owner steps a part of the section
+        if self.way.sharded and self.transport.pipe_rank in owners and self.layout.root is None:  # each steps a part
             length = (self.ends - self.begins) // len(owners)
             begins = self.begins + owners.index(self.transport.pipe_rank) * length
             self._steps = begins, begins + length

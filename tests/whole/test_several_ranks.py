@@ -314,14 +314,12 @@ class Head(nn.Module):
         return {"loss": loss, "wrong": wrong.detach(), "out": out}
 
 
-def steps_and_outputs(counted: bool, head: Any, microbatches: int) -> list[Any]:
+def steps_and_outputs(counted: bool, head: Any, microbatches: int, data: int = 1) -> list[Any]:
     torch.manual_seed(0)
-    placement = {"body": 0, "head": head}
-    forward_backward = fxpipe.compile(
-        Head(counted), Topology([("pipe", 3)]), microbatches=microbatches, placement=placement | {"body": (0, 1, 2)}
-    )
+    topology, placement = Topology([("pipe", 3), ("data", data)]), {"body": (0, 1, 2), "head": head}
+    forward_backward = fxpipe.compile(Head(counted), topology, microbatches=microbatches, placement=placement)
     found: list[Any] = []
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + (replica_of(topology) if data > 1 else 0))
     for rows in (12, 5, 12):
         given = {"x": torch.randn(rows, 4, generator=generator), "y": torch.randn(rows, 2, generator=generator)}
         found += [forward_backward(**given), dict(forward_backward.metrics)]
@@ -347,3 +345,12 @@ def test_losses_metrics_and_outputs_of_several_ranks_are_those_of_one(counted: b
                     bool((a == b) if isinstance(a, int) else torch.equal(a, b))
                     for a, b in zip(flat, known, strict=True)
                 )
+
+
+def test_so_are_they_over_replicas_of_other_sizes() -> None:
+    one_each, several = (strict(0)(6, steps_and_outputs, False, head, 4, 2) for head in (2, (2, 0)))
+    for rank, found in enumerate(several):
+        for place, (got, wanted) in enumerate(zip(found, one_each[4 + rank % 2], strict=True)):
+            if place % 5 != 4 or rank // 2 != 1:
+                flat, known = (pytree.tree_leaves(one) for one in (got, wanted))
+                assert all(map(torch.equal, flat, known)), (rank, place, got, wanted)

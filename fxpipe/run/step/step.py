@@ -332,9 +332,8 @@ class Steps:
         ranks, output = agreed.plan.output_ranks, None
         if len(ranks) > 1 and self._transport.pipe_rank is not None:  # each of them has some
             parts = [from_rank(rank, results, self._transport, self._state.device) for rank in ranks]
-            here = outputs == "all" or self._transport.pipe_rank in ranks
-            results = {place: result for part in parts for place, result in part.items()} if here else {}
-            outputs = "last" if outputs == "all" else outputs
+            here = parts if self._transport.pipe_rank in ranks else []
+            results = {place: result for part in here for place, result in part.items()}
         if results:
             places = sorted(results)  # one for each group, where a group makes it
             sizes = of_groups(agreed.sizes, agreed.plan.group)
