@@ -160,10 +160,10 @@ class StageGraph(Tabular):
     """Where the graph comes from: which tracer, or the user's callables."""
     recomputed: frozenset[str] = frozenset()
     """The names of the stages whose forward runs again for their backward."""
-    written: frozenset[str] = frozenset()
-    """The parameters and buffers that a capture saw forward write, in training or evaluation."""
     labels: str = ""
     """Whether the batch's labels are counted, for a reader."""
+    written: frozenset[str] = frozenset()
+    """The parameters and buffers that a capture saw forward write, in training or evaluation."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
