@@ -186,9 +186,7 @@ class _Forecast:
             held.optimizer,
             held.whole,
             activations=self._activations[rank] if known else None,
-            messages=most_under_way(self.plan.instructions[rank], self.graph, self.schedule.rank_of, self._size)
-            if known
-            else None,
+            messages=self._messages(rank) if known else None,
             batch=float(sum(size for name, size in self._batch.items() if name in inputs)) if known else None,
         )
 

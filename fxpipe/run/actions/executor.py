@@ -192,15 +192,13 @@ class Executor:
         if maker == self.rank:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
         shared = self._shared(edge, microbatch) if op is Op.F else ()
-        if len(shared) < 2:
-            shared = ()
-        if shared and (shared[0], microbatch) in self._arrives:
+        if len(shared) > 1 and (shared[0], microbatch) in self._arrives:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
         maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
         made_by = partial(_in_words, self.graph, edge, maker_op, microbatch)
         port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
         take = partial(_await, port.take, made_by)
-        if not shared:
+        if len(shared) < 2:
             return take
         self._arrives.add((shared[0], microbatch))  # the first one that is bound is the first that runs
         return partial(_hand_on, take, self.slots, [self.slot(e, op, microbatch) for e in shared if e != edge])
