@@ -272,6 +272,23 @@ def test_a_parameter_that_its_forward_writes_is_refused(by_hand: bool, tracer: s
         two_towers(Renormed(by_hand), example_args=ROWS, tracer=tracer)
 
 
+class Annealed(nn.Module):
+    """Counts its calls in Python and goes by the count, as the capacity of PyTorch-VAE's BetaVAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_iter = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_iter += 1
+        return x * min(1.0, self.num_iter / 10)
+
+
+def test_an_opaque_region_that_counts_its_calls_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"is on ranks 0, 1, and its forward writes image\.1\.num_iter"):
+        two_towers(Annealed(), example_args=ROWS, boundaries={"image.1": "whole"})
+
+
 class Counting(nn.Module):
     """Counts its calls in a buffer."""
 
