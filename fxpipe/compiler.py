@@ -27,7 +27,7 @@ from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
 from fxpipe.plan.agree.together import first_plan_together
-from fxpipe.plan.example import check_model, first_pattern, with_previewed_plan
+from fxpipe.plan.example import check_model, with_previewed_plan
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.preview.forecast import Stepping, over_the_limit, preview_of
 from fxpipe.plan.preview.previewed import Preview
@@ -56,6 +56,7 @@ def compile(
     schedule: ScheduleName | Family | Schedule = "1f1b",
     placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None,
     tracer: TracerName = "auto",
+    auto_opaque: bool = True,
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     zero: Zero = 0,
@@ -98,7 +99,10 @@ def compile(
         placement: stage name → pipe rank, or several, as (0, 1, 2) or "all": micro-batch i of the stage runs on the
             (i mod r)-th of its r ranks, which all hold its parameters; None: where stages outnumber ranks, the lowest
             simulated step time at costs by shapes; without an example, topological order, balanced by parameters.
-        tracer: a name out of ``fxpipe.TRACERS``.
+        tracer: a name out of ``fxpipe.TRACERS``. "auto" tries them in turn, and keeps opaque what none can capture.
+        auto_opaque: False: what no tracer can capture is refused, with the rule for ``boundaries`` that keeps it
+            opaque. Else "auto" keeps up to 8 parts opaque by itself, of at most half of a step's FLOPs: ``.stages``
+            says which, and why.
         example_args: one batch as it will be passed in calls. Without it the capture takes the required inputs for
             tensors and the optional ones for absent; a call that differs is captured anew.
         example_kwargs: its inputs that are given by name.
@@ -158,6 +162,7 @@ def compile(
         schedule=schedule,
         placement=placement,
         tracer=tracer,
+        auto_opaque=auto_opaque,
         example_args=example_args,
         example_kwargs=example_kwargs,
         zero=zero,
@@ -219,6 +224,7 @@ def preview(
     schedule: ScheduleName | Family | Schedule = "1f1b",
     placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None,
     tracer: TracerName = "auto",
+    auto_opaque: bool = True,
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     zero: Zero = 0,
@@ -253,6 +259,7 @@ def preview(
         schedule=schedule,
         placement=placement,
         tracer=tracer,
+        auto_opaque=auto_opaque,
         example_args=example_args,
         example_kwargs=example_kwargs,
         zero=zero,
@@ -276,4 +283,4 @@ def preview(
             "element-wise optimizer such as AdamW"
         )
     planner = with_previewed_plan(Planner.empty(model, options, topo, torch.device("cpu")), options)
-    return preview_of(planner, first_pattern(planner, options), stepping)
+    return preview_of(planner, planner.shown[0], stepping)

@@ -56,6 +56,7 @@ class Options:
     schedule: Any = "1f1b"
     placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None
     tracer: TracerName = "auto"
+    auto_opaque: bool = True
     example_args: Sequence[Any] | None = None
     example_kwargs: Mapping[str, Any] | None = None
     zero: Zero = 0
@@ -179,6 +180,7 @@ _KINDS: Mapping[str, Expected] = {
         'a dict stage name -> pipe rank, or several, (0, 1, 2), or "all"',
     ),
     "tracer": Expected(is_text, "a name out of fxpipe.TRACERS"),
+    "auto_opaque": Expected(is_flag, "True or False"),
     "example_args": Expected(is_list, "the inputs as a tuple, (x,) where there is one"),
     "example_kwargs": Expected(
         lambda value: is_mapping(value) and all(map(is_text, value)), "a dict input name -> value"

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch import apis as vmap_home  # torch.vmap calls its vmap_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # of torch.ops.aten.add.Tensor, .add
 from torch._subclasses.fake_tensor import (
@@ -288,7 +290,65 @@ def hint_of(size: Any) -> Any:
     node = getattr(size, "node", None)
     if node is None:
         return size
-    return node.hint if node.has_hint() else None
+    if node.has_hint():
+        return node.hint
+    return int(node.expr) if node.expr.is_Integer else None  # a value that has become one number
+
+
+@contextlib.contextmanager
+def module_calls_ended() -> Iterator[None]:
+    """Around the calls of modules in an export: a BaseException that leaves it ends them for export, too, which by
+    itself would take the module in which it was raised for one that still runs."""
+    mode = get_proxy_mode()
+    running: dict[Any, Any] = {} if mode is None else mode.tracer.module_stack
+    before = len(running)
+    try:
+        yield
+    finally:
+        while len(running) > before:
+            running.popitem()
+
+
+def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
+    """A digest of how torch.export computes a tensor, equal for two that it computes alike; "" where it is not known.
+
+    ``known``: the digests of nodes, of one export. ``passing``: an operator that returns what it is given. What writes
+    into integers and truth values before is counted in: a tensor of the same operations may hold others then.
+    """
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(value, mode.tracer, None)
+    if mode is None or slot is None:
+        return ""
+    writes = 0
+    for node in slot.proxy.node.graph.nodes:
+        if node in known:
+            pass
+        elif node.op == "get_attr":
+            constant = getattr(getattr(mode.tracer, "root", None), str(node.target))
+            with no_dispatch_modes():
+                known[node] = f"{constant.dtype} {constant.tolist()}" if isinstance(constant, Tensor) else node.name
+        elif node.target is operator.getitem and node.args[0].target is passing:
+            known[node] = known[node.args[0].args[0][node.args[1]]]
+        else:
+            shape = getattr(node.meta.get("val"), "shape", "")
+            target = f"{node.name} {shape}" if node.op == "placeholder" else str(node.target)
+            text = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = hashlib.blake2b(f"{target} {text}".encode(), digest_size=8).hexdigest()
+        schema = getattr(node.target, "_schema", None)
+        made = node.meta.get("val")
+        writes += schema is not None and schema.is_mutable and isinstance(made, Tensor) and not made.is_floating_point()
+    return f"{known[slot.proxy.node]} {writes}"
+
+
+def is_unbacked(number: Any) -> bool:
+    """Whether a symbolic number is the value of a tensor, or computed from one: no size that is known."""
+    return hint_of(number) is None and bool(number.node.expr.free_symbols)
+
+
+def fix_size(size: Any, number: int) -> None:
+    """Has export take a size that a value decides for this number."""
+    size.node.shape_env.size_like.discard(size.node.expr)  # such a one it does not take for 0 or 1
+    torch._check(size == number)  # type: ignore[no-untyped-call]
 
 
 def size_guard(values: Sequence[Tensor]) -> str:

@@ -61,6 +61,7 @@ SLOW = """
 LONGEST = """
     faults/test_faults.py
     plan/test_joint_graph.py
+    whole/test_benchmarks.py
     whole/test_gathered_hf.py
     whole/test_opaque_hf.py
     whole/test_lengths_hf.py

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -248,6 +248,136 @@ STUDIES: Mapping[str, Study] = {
     ),
 }
 
+
+def bare(study: Study) -> Study:
+    """With its cuts alone, no rule for what is opaque."""
+    rules = {name: [rule] if isinstance(rule, str) else rule for name, rule in study.boundaries.items()}
+    cuts = {name: [one for one in rule if one != "whole"] for name, rule in rules.items()}
+    return replace(study, boundaries={name: rule for name, rule in cuts.items() if rule})
+
+
+SPEECH = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "conv_dim": (8, 8),
+    "conv_kernel": (4, 3),
+    "conv_stride": (2, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+    "vocab_size": 20,
+    **dict.fromkeys(["hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"], 0.0),
+    **dict.fromkeys(["final_dropout", "layerdrop", "mask_time_prob"], 0.0),
+    "ctc_loss_reduction": "mean",
+}
+
+
+def hubert() -> nn.Module:
+    return transformers.HubertForCTC(transformers.HubertConfig(**SPEECH))
+
+
+def spoken(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    """Sounds with a mask, of which one batch in two is full, and labels of which some are padding."""
+    mask = torch.ones(len(counts), 120, dtype=torch.long)
+    for row, count in zip(mask, counts, strict=True):
+        row[120 - 20 * (count % 3) * (sum(counts) % 2) :] = 0
+    labels = torch.randint(1, 20, (len(counts), 5), generator=g)
+    labels[0, 3:] = NONE_LEFT
+    return {
+        "input_values": torch.randn(len(counts), 120, generator=g),
+        "attention_mask": mask,
+        "labels": labels,
+    }
+
+
+def looked_at_by_all(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    """The first token, or the first two, look at all others, as a question does; one batch in two has padding."""
+    ids = torch.randint(3, WORDS, (len(counts), 12), generator=g)
+    mask, globally = torch.ones_like(ids), torch.zeros_like(ids)
+    globally[:, : 1 + sum(counts) % 2] = 1
+    mask[-1, 12 - 4 * (sum(counts) % 2) :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "global_attention_mask": globally, "labels": ids.clone()}
+
+
+def mistral3() -> nn.Module:
+    words = {**DECODER, **SPECIAL, "num_hidden_layers": 4, "model_type": "mistral", "head_dim": 4}
+    images = {**WIDTH, "num_hidden_layers": 2, "image_size": 16, "patch_size": 4, "head_dim": 4}
+    config = transformers.Mistral3Config(
+        vision_config={**images, "model_type": "pixtral"},
+        text_config=words,
+        image_token_index=IMAGE_TOKEN,
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def by_sizes(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    """Images of 4 tokens each, in a canvas of the largest."""
+    images = sum(counts)
+    sizes = torch.tensor([[16, 16]]).repeat(images, 1)
+    return texts(counts, 4, g) | {
+        "pixel_values": torch.randn(images, 3, 16, 16, generator=g),
+        "image_sizes": sizes,
+    }
+
+
+def detr() -> nn.Module:
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
+    )
+    sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_queries": 6, "num_labels": 4}
+    heads = dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4)
+    config = transformers.DetrConfig(
+        **sizes,
+        **heads,
+        **dict.fromkeys(["dropout", "attention_dropout", "activation_dropout"], 0.0),
+        encoder_layers=2,
+        decoder_layers=2,
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+    )
+    return transformers.DetrForObjectDetection(config)
+
+
+def boxes(counts: Sequence[int], g: torch.Generator) -> Inputs:
+    """An image for each row, as many boxes in each as its count, padding in one batch of two."""
+    mask = torch.ones(len(counts), 64, 64, dtype=torch.long)
+    mask[-1, 64 - 16 * (sum(counts) % 2) :] = 0
+    labels = [
+        {
+            "class_labels": torch.randint(0, 4, (count,), generator=g),
+            "boxes": torch.rand(count, 4, generator=g) / 3 + 1 / 3,
+        }
+        for count in counts
+    ]
+    return {"pixel_values": torch.randn(len(counts), 3, 64, 64, generator=g), "pixel_mask": mask, "labels": labels}
+
+
+AS_THEY_COME: Mapping[str, Study] = {
+    "Qwen2.5-VL": bare(STUDIES["Qwen2.5-VL"]),
+    "Mistral 3": Study(
+        mistral3,
+        by_sizes,
+        layers("model.language_model.layers", *THREE),
+        {"pixel_values": Packed(images_in), "image_sizes": Packed(images_in)},
+    ),
+    "HuBERT": Study(hubert, spoken, layers("hubert.encoder.layers", 1, 2)),
+    "Longformer": Study(longformer, looked_at_by_all, layers("longformer.encoder.layer", 1, 2)),
+    "DETR": Study(
+        detr,
+        boxes,
+        {"model.encoder.layers.1": "before", **layers("model.decoder.layers", 0, 1)},
+        {"labels": Packed(1)},
+    ),
+}
+"""Models that look at values between their cuts, without a rule."""
+
 _OPAQUE = dict.fromkeys(("model.get_image_features", "model.compute_3d_position_ids"), "whole")
 LORA = Study(with_lora, by_unequal_grids, {**_OPAQUE, **layers("model.language_model.layers", 1)}, GRIDS)
 """A VLM fine-tuned with adapters, on images of unequal sizes."""
@@ -293,7 +423,9 @@ def plainly(study: Study, data: int, in_one: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         parts = study.cut if in_one else study.microbatches
         every = [one for replica in range(data) for one in parts(step, replica)]
-        items = sum(int((one["labels"][..., 1:] != NONE_LEFT).sum()) for one in every if "labels" in one)
+        items = sum(
+            int((one["labels"][..., 1:] != NONE_LEFT).sum()) for one in every if isinstance(one.get("labels"), Tensor)
+        )
         total = 0.0
         for one in every:
             extra = {"num_items_in_batch": torch.tensor(items / len(every))} if takes_items else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Literal, Protocol
@@ -84,17 +84,18 @@ class Structure:
         """The tensors of a value of this structure, None for one that the capture does not use; None for another
         structure."""
         try:
-            parts = self.spec.flatten_up_to(value)
+            parts = self.spec.flatten_up_to(_rebuilt(value))
         except ValueError:
             return None
         found = [_tensors_in(leaf, part) for leaf, part in zip(self.leaves, parts, strict=True)]
         known = [tensors for tensors in found if tensors is not None]
         return list(chain(*known)) if len(known) == len(found) else None
 
-    @property
-    def foreign(self) -> Any:
-        """What of it can stand in no program, an object say; ``TENSOR`` where there is nothing."""
-        return next((leaf for leaf in self.leaves if leaf is not TENSOR and not isinstance(leaf, PLAIN_LEAF)), TENSOR)
+    def foreign(self, known: Container[int] = ()) -> Any:
+        """What of it can stand in no program, an object say; ``TENSOR`` where there is nothing. ``known``: the
+        identities of objects that can."""
+        others = (leaf for leaf in self.leaves if leaf is not TENSOR and not isinstance(leaf, PLAIN_LEAF))
+        return next((leaf for leaf in others if id(leaf) not in known), TENSOR)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and (self.spec, self.leaves) == (other.spec, other.leaves)
@@ -103,6 +104,12 @@ class Structure:
 
     def __str__(self) -> str:
         return str(pytree.tree_unflatten(list(map(_shown, self.leaves)), self.spec))
+
+
+def _rebuilt(value: Any) -> Any:
+    """A container as what it holds makes it: one of transformers' then has its entries in the order of its fields, as
+    that of the structure has, and not in the order in which they were set."""
+    return pytree.tree_map(lambda leaf: leaf, value)
 
 
 def _shown(leaf: Any) -> Any:

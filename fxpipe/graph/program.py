@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxpipe.graph.boundary import Gather, Gathered, boundary
+from fxpipe.graph.question import Answers
 from fxpipe.torch_compat import CHECKS, pytree
 
 SizeGuard = Callable[[Sequence[Any]], bool]
@@ -58,6 +59,8 @@ class Program:
     """For what sizes of its inputs' leaves it holds, where some are symbolic; None: for those of its capture alone."""
     fixed_sizes: str = ""
     """Of which sizes that were to be symbolic forward makes numbers of Python's, and on which lines, in words."""
+    answers: Answers = ()
+    """What forward has asked about its inputs, and the answers for which the program holds."""
     sets: frozenset[tuple[int, str]] = frozenset()
     """The attributes that forward sets before it reads them: the identity of a module's ``__dict__``, and a name."""
     copied: frozenset[str] = frozenset()

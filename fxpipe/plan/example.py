@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.errors import FxpipeError, RunError
+from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.modes import Ambient, evaluating
+from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.options import Options
 from fxpipe.packed import check_names
@@ -63,27 +64,41 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     check_names(options.batch_dim, names)
 
 
-def with_first_plan(planner: Planner, options: Options, keeps_part: bool = False) -> Planner:
+def with_first_plan(
+    planner: Planner, options: Options, answers: tuple[Answers, ...] = (), keeps_part: bool = False
+) -> Planner:
     """The planner, with the plan for the example, on whose numbers its stages are checked; and with that for evaluating
     it, where it can be had, and where evaluation may use what training does not, or what its capture takes is little
-    and a rank that ``keeps_part`` of the model cannot check it later."""
+    and a rank that ``keeps_part`` of the model cannot check it later. ``answers``: what forward asks about each
+    micro-batch, as far as it is known; ``Unanswered`` where it asks more."""
     sample = _sample(planner, options)
-    planner.plan(first_pattern(planner, options), sample)
+    planner.plan(first_pattern(planner, options, answers), sample)
     captures = planner.captures
     if captures is None or not (planner.leaves_unused or (keeps_part and captures.first_tracer == "symbolic")):
         return planner
     wrong = captures.wrong
     with evaluating(planner.module):
-        pattern = dataclasses.replace(first_pattern(planner, options), training=False)
+        pattern = dataclasses.replace(first_pattern(planner, options, answers), training=False)
         try:
             with planner.rolled_back_on_error():
                 planner.plan(pattern, sample, at_compile=True)
+        except Unanswered:
+            raise
         except FxpipeError:  # raised when evaluation is asked for, perhaps with other inputs
             captures.wrong = wrong
     return planner
 
 
-def first_pattern(planner: Planner, options: Options) -> Pattern:
+def answers_of_example(planner: Planner, options: Options) -> tuple[Answers, ...]:
+    """What forward asks about each micro-batch of the example, as far as this is known."""
+    questions = None if planner.captures is None else planner.captures.questions
+    if questions is None or not questions.asked:
+        return ()
+    parts = _microbatches(planner, options)
+    return tuple(map(questions.answers, parts if planner.items is None else planner.items.given(parts)))
+
+
+def first_pattern(planner: Planner, options: Options, answers: tuple[Answers, ...] = ()) -> Pattern:
     """The pattern of the example, or of a call with the required inputs alone."""
     flags, items = planner.flags, planner.items
     if not options.has_example:
@@ -95,7 +110,8 @@ def first_pattern(planner: Planner, options: Options) -> Pattern:
     described = [describe(part, exact=True) for part in parts]
     if items is not None:
         described = [items.described(one) for one in described]
-    return pattern_of(described, True, options.loss_fn, flags, Ambient.now())
+    pattern = pattern_of(described, True, options.loss_fn, flags, Ambient.now())
+    return dataclasses.replace(pattern, answers=answers, asks=not any(map(_is_meta, pytree.tree_leaves(parts))))
 
 
 def with_previewed_plan(planner: Planner, options: Options) -> Planner:
@@ -105,9 +121,19 @@ def with_previewed_plan(planner: Planner, options: Options) -> Planner:
         _, rows, _ = _given(planner, options)
         split_rows(rows, planner.microbatches)
     asked = planner.captures is not None and any(region.returns is None for region in planner.captures.whole)
-    runs = asked and options.has_example and not any(map(_is_meta, pytree.tree_leaves(_microbatches(planner, options))))
-    planner.plan(first_pattern(planner, options), _sample(planner, options) if runs else "nothing is run")
-    return planner
+    has_numbers = options.has_example and not any(map(_is_meta, pytree.tree_leaves(_microbatches(planner, options))))
+    sample = _sample(planner, options) if asked and has_numbers else "nothing is run"
+    answers: tuple[Answers, ...] = ()
+    while True:
+        try:
+            planner.plan(first_pattern(planner, options, answers), sample)
+            return planner
+        except Unanswered:
+            answers = answers_of_example(planner, options)
+        except TraceError:  # a part may be opaque by itself, once it has run
+            if not (has_numbers and options.auto_opaque) or isinstance(sample, Sample):
+                raise
+            sample = _sample(planner, options)
 
 
 def _is_meta(leaf: Any) -> bool:
@@ -116,8 +142,6 @@ def _is_meta(leaf: Any) -> bool:
 
 def _sample(planner: Planner, options: Options) -> Sample | str:
     """The example's micro-batches with their numbers; or why none are run."""
-    if not options.check_capture and (planner.captures is None or not planner.captures.whole):
-        return "check_capture=False"
     if not options.has_example:
         return "no example batch"
     parts = _microbatches(planner, options)

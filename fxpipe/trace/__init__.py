@@ -9,7 +9,7 @@ from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
 from fxpipe.options import TracerName
 from fxpipe.trace.export.tracer import export
-from fxpipe.trace.furthest import Refusal, entering, explained, keep_whole, refused_in
+from fxpipe.trace.furthest import Refusal, Uncaptured, entering, keep_whole, refused_in, uncaptured
 from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
@@ -19,7 +19,7 @@ Tracer = Callable[[Request], Program]
 
 
 def auto(request: Request) -> Program:
-    """The first of the tracers, in the order of ``TRACERS``, that captures the model; TraceError with all reasons."""
+    """What the first tracer makes, in the order of ``TRACERS``, that can; ``Uncaptured`` with the reasons of all."""
     refusals: list[Refusal] = []
     for name, tracer in TRACERS.items():
         if tracer is auto:
@@ -33,7 +33,7 @@ def auto(request: Request) -> Program:
         except TraceError as error:
             refusals.append(Refusal(name, str(error), len(entered), refused_in(error, request)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
-    raise TraceError(explained(refusals, request) + hint)
+    raise uncaptured(refusals, request, hint)
 
 
 def _traced(tracer: Tracer, request: Request) -> Program:
@@ -44,7 +44,7 @@ def _traced(tracer: Tracer, request: Request) -> Program:
 
 def _accepted(program: Program, request: Request) -> Program:
     if request.accept is not None:
-        request.accept(program)
+        request.accept(program, request)
     return program
 
 
@@ -75,4 +75,4 @@ def capture(request: Request, tracer: TracerName = "auto") -> Program:
     return _accepted(program, request)
 
 
-__all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "capture"]
+__all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "capture"]

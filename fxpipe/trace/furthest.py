@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fxpipe.errors import TraceError
 from fxpipe.trace.cuts.cuts_by_name import fnmatched
 from fxpipe.trace.request import Request
 
@@ -32,6 +33,15 @@ class Refusal:
     inside: str = ""
 
 
+class Uncaptured(TraceError):
+    """No tracer captures the model. ``part``: the submodule, a pattern for several, or the method that could be opaque
+    in place of being captured; "" where none is known. ``in_a_line``: what was met first, and where."""
+
+    def __init__(self, text: str, part: str, in_a_line: str = "") -> None:
+        super().__init__(text)
+        self.part, self.in_a_line = part, in_a_line
+
+
 def refused_in(error: BaseException, request: Request) -> str:
     """The innermost submodule, or method of one, in which the line ran that an error names; "" where a cut lies inside
     of it, or where it is whole already. Parts that differ by a number, of one class, are named together."""
@@ -42,7 +52,7 @@ def refused_in(error: BaseException, request: Request) -> str:
         place = line["file"], int(line["line"])
         traces = [trace for trace in traces if any((f.f_code.co_filename, number) == place for f, number in trace)]
     found = next((found for trace in traces if (found := _innermost([frame for frame, _ in trace], paths))), None)
-    found = found or getattr(error, "method", None)  # record's, which has met the line in an earlier run
+    found = found or getattr(error, "method", None)  # record's and export's, which have left the line by then
     if found is None:
         return ""
     path, method = found
@@ -61,11 +71,16 @@ def _links(error: BaseException | None) -> Iterator[BaseException]:
 
 def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[str, str] | None:
     """(path, name of the method; "" for forward) of the last of these frames that is a user's submodule's."""
+    called: FrameType | None = None
     for frame in reversed(frames):
+        inner, called = called, frame
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name
         if not isinstance(owner, nn.Module) or type(owner).__module__.startswith("torch.nn."):
             continue
         path = paths.get(id(vars(owner)))
+        function = None if path is None or inner is None else _property_of(owner, frame, inner)
+        if path is not None and function:
+            return path, function
         if path and name == "forward":
             return path, ""
         if path is not None and not hasattr(nn.Module, name) and _is_method(owner, frame):
@@ -73,6 +88,17 @@ def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[s
         if path == "" and name == "forward":
             return None  # there is no part of the model that it is in
     return None
+
+
+def _property_of(owner: nn.Module, frame: FrameType, inner: FrameType) -> str:
+    """The property of a module, such as transformers' ``loss_function``, whose value is the function that runs in
+    ``inner``; "" where it is none."""
+    for name in frame.f_code.co_names:
+        if isinstance(getattr(type(owner), name, None), property):
+            function = inspect.unwrap(getattr(owner, name, None) or _property_of)
+            if getattr(function, "__code__", None) is inner.f_code:
+                return name
+    return ""
 
 
 def _is_method(owner: nn.Module, frame: FrameType) -> bool:
@@ -89,7 +115,8 @@ def _is_cut(path: str, request: Request, method: str = "") -> bool:
     """Whether a cut lies inside of a submodule, or in a part of it that the code of this method names."""
     prefix = f"{path}." if path else ""
     parts = {cut.removeprefix(prefix).split(".")[0] for cut in request.cuts if cut.startswith(prefix)}
-    return bool(parts & set(_code_of(request.module.get_submodule(path), method).co_names) if method else parts)
+    code = _code_of(request.module.get_submodule(path), method) if method else None
+    return bool(parts if not method else code is not None and parts & set(code.co_names))
 
 
 def _alike(path: str, request: Request) -> str:
@@ -124,12 +151,13 @@ def entering(module: nn.Module) -> Iterator[set[int]]:
         handle.remove()
 
 
-def explained(refusals: Sequence[Refusal], request: Request) -> str:
-    """The refusals, a line or two each; of those that got equally far, the last that was tried comes first. What could
-    be opaque is the first's, or else what another has met."""
+def uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Uncaptured:
+    """The error of several refusals, a line or two each; of those that got equally far, the last that was tried comes
+    first. What could be opaque is the first's, or else what another has met."""
     first, *others = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]
-    inside = next((refusal.inside for refusal in (first, *others) if refusal.inside), "")
-    return "\n".join([f"{first.tracer}: {first.reason}{keep_whole(inside, request)}", *map(_in_a_line, others)])
+    part = next((refusal.inside for refusal in (first, *others) if refusal.inside), "")
+    text = "\n".join([f"{first.tracer}: {first.reason}{keep_whole(part, request)}", *map(_in_a_line, others)])
+    return Uncaptured(text + hint, part, _in_a_line(first))
 
 
 def _in_a_line(refusal: Refusal) -> str:

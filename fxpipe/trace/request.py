@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
 from fxpipe.graph.modes import Autocast
+from fxpipe.graph.question import Answer, Answers
 from fxpipe.trace.opaque.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
@@ -77,10 +78,17 @@ class Request:
     """Where the model will run, for parameters that are on no device yet."""
     compute: torch.dtype | None = None
     """The type in which floating-point parameters and inputs will be; None: as they are."""
+    answers: Mapping[str, Answer] = field(default_factory=lambda: MappingProxyType({}))
+    """The answers to questions about the micro-batch, by their keys."""
+    ask: Callable[[Request, Any, Any, Answers], None] = lambda *_: None
+    """Given this request, a program that computes what forward asks for, what was ``Asked``, and the answers before:
+    raises ``Unanswered`` for a question; returns where it is none, and is refused."""
+    asks_numbers: bool = False
+    """Whether forward may ask for numbers, of which each takes a capture, and not for truth values alone."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What each call of the model runs in."""
-    accept: Callable[[Any], None] | None = None
-    """Called with the program that a tracer has made; TraceError where it is not the model's."""
+    accept: Callable[[Any, Request], None] | None = None
+    """Called with the program that a tracer has made of this request; TraceError where it is not the model's."""
 
     @property
     def loss_module(self) -> nn.Module | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from fxpipe.plan.balance import Balanced, NodeCosts, balance, choose, costs_from
 from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
 from fxpipe.plan.balance.candidates import numbered
 from fxpipe.plan.balance.choose import coarsened, whole_modules
+from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.balance.node_costs import HeldParameter
-from fxpipe.plan.balance.orders import by_upward_rank, orders, topological, towers
+from fxpipe.plan.balance.orders import by_upward_rank, entries, orders, topological, towers
 from fxpipe.plan.balance.search import search
 from fxpipe.plan.balance.segments import Line, Room, partition
 from fxpipe.plan.balance.segments import balanced as cuts_of
@@ -716,6 +718,22 @@ def test_segments_fit_their_room_with_what_they_hold_in_flight() -> None:
     assert next(cuts_of(line, 2, Room(400, 8))) == (2, 6)  # 2 blocks × 2 in flight, 4 × 1
 
 
+def test_one_of_the_cuts_of_a_chain_has_the_least_lower_bound_of_all() -> None:
+    """A rank's seconds count from when the first micro-batch arrives, so that the last rank should have least."""
+    draw = random.Random(6)
+    for _ in range(20):
+        count, ranks, microbatches = draw.randint(5, 9), draw.randint(2, 4), draw.randint(2, 6)
+        work = work_of([draw.random() for _ in range(count)], [(block, block + 1) for block in range(count - 1)])
+        judge = Judge(work, with_costs("1f1b"), microbatches, None)
+
+        def bound(ends: Sequence[int], judge: Judge = judge, count: int = count, ranks: int = ranks) -> float:
+            stage_of = tuple(sum(block >= end for end in ends) for block in range(count))
+            return judge.staged(StageLayout(stage_of, tuple(range(ranks)))).lower_bound
+
+        found = [bound(cuts) for cuts in cuts_of(Line(work, tuple(range(count))), ranks, None, microbatches)]
+        assert min(found) == pytest.approx(min(map(bound, cut_choices(count, ranks))), rel=1e-3)
+
+
 def test_a_coarse_work_is_acyclic_and_has_all_the_time() -> None:
     draw = random.Random(4)
     count = 700
@@ -726,6 +744,20 @@ def test_a_coarse_work_is_acyclic_and_has_all_the_time() -> None:
     assert len(coarse) < 400
     assert coarse.seconds == pytest.approx(work.seconds)
     assert numbered(coarse, range(len(coarse)), range(len(coarse))) is not None
+
+
+def test_an_encoder_stays_apart_in_a_coarse_work_though_an_embedding_takes_next_to_nothing() -> None:
+    """Blocks 0 to 299 are the encoder, 300 the embedding, which the language blocks from 301 on need beside it."""
+    edges = [(block, block + 1) for block in range(699) if block not in (299, 300)] + [(299, 301), (300, 301)]
+    work = work_of([1e-6 if block == 300 else 1.0 for block in range(700)], edges)
+    pieces = coarsened(work, 4)
+    coarse = work.merged(pieces)
+    assert len(coarse) < 300
+    depends = entries(coarse)
+    seconds = dict.fromkeys(depends, 0.0)
+    for bits, block in zip(depends, coarse.blocks, strict=True):
+        seconds[bits] += block.seconds
+    assert sorted(seconds.values()) == pytest.approx([1e-6, 300, 399])
 
 
 def test_no_cut_in_program_order_is_better() -> None:
@@ -749,6 +781,18 @@ def test_a_parameter_on_two_ranks_costs_its_sum() -> None:
     assert apart is not None
     assert apart.seconds == pytest.approx(apart.schedule.simulate(apart.costs).makespan + 10**6 / 1e6)
     assert apart.peak_bytes == (16 * 250_000, 16 * 250_000)
+
+
+def test_gradients_of_the_same_ranks_are_summed_together_in_the_type_that_precision_says() -> None:
+    """Two parameters of 500,000 numbers, which stages run with in bfloat16 and sum in float32."""
+    work = work_of([1.0, 1.0], [(0, 1)], tied=[(0, 1), (0, 1)])
+    held = {key: HeldParameter(str(key), 10**6, 5 * 10**5, trained=True) for key in (0, 1)}
+    slow = replace(work.hardware, latency=10.0)
+    work = replace(work, held=held, account=Account(precision=fxpipe.Precision()), hardware=slow)
+    outcome = Judge(work, with_costs("1f1b"), 4, None).outcome(StageLayout((0, 1), (0, 1)))
+    assert outcome is not None
+    sums = 2 * (2 - 1) / 2 * (10.0 + 2 * 5 * 10**5 * 4 / 1e6)
+    assert outcome.seconds - outcome.makespan == pytest.approx(sums)
 
 
 def test_a_step_takes_no_less_than_its_busiest_link() -> None:
@@ -851,6 +895,20 @@ def test_an_encoder_is_on_all_ranks_where_that_gains_more_than_three_percent() -
     assert all(most > state for most in found.peak_bytes)  # value, gradient and AdamW's state, on each of its ranks
     chain = balanced(Chain(4), 2, several=True)
     assert all(isinstance(place, int) for place in chain.placement)
+
+
+def test_a_long_encoder_on_all_ranks_is_several_stages_which_fill_shorter_gaps() -> None:
+    """An encoder of 24 s in 8 blocks, beside an embedding in front of four language blocks of 3 s each."""
+    edges = [(block, block + 1) for block in (*range(7), *range(9, 12))] + [(7, 9), (8, 9)]
+    work = work_of([3.0] * 8 + [1e-3] + [3.0] * 4, edges)
+    found = search(work, 4, 16, with_costs("1f1b"), None, keep=False, several=True)
+    spread = [stage for stage, place in enumerate(found.best.layout.rank_of) if place == (0, 1, 2, 3)]
+    assert len(spread) == 4
+    encoder = [stage for stage in found.best.layout.stage_of if stage in spread]
+    assert encoder == sorted([*spread, *spread])  # two blocks in each
+    one = [other for other in found.others if "beside a stage on all ranks" in other.layout.origin]
+    assert found.best.seconds < 0.97 * one[0].seconds
+    assert found.best.seconds == pytest.approx(16 * work.seconds / 4, rel=1e-3)  # next to no bubble
 
 
 def test_it_is_not_where_it_writes_a_buffer_or_memory_is_short() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-import fxpipe.plan.capture.captures
+import fxpipe.plan.capture.auto_opaque
 from fxpipe import stage_boundary
 from fxpipe.plan.inputs.pattern import modules_of, parameters_in
 from tests.harness import assert_same, engine_of, gradients_of
@@ -101,13 +101,13 @@ def test_calls_of_any_shape_are_plain_pytorchs(engine: str, tracer: str, request
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that are captured."""
     shapes: list[tuple[int, ...]] = []
-    original = fxpipe.plan.capture.captures.capture
+    original = fxpipe.plan.capture.auto_opaque.capture
 
     def counting(request: Any, tracer: str) -> Any:
         shapes.append(request.example["batch"]["x"].shape)
         return original(request, tracer)
 
-    monkeypatch.setattr(fxpipe.plan.capture.captures, "capture", counting)
+    monkeypatch.setattr(fxpipe.plan.capture.auto_opaque, "capture", counting)
     return shapes
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.plan.capture import captures
+from fxpipe.plan.capture import auto_opaque
 from fxpipe.trace.state.reads import MOST, Reads
 from tests.harness import assert_same, current_seat, strict
 from tests.thinned import in_turn
@@ -349,7 +349,7 @@ class ReadsLater(nn.Module):
 def test_what_a_capture_has_read_that_another_rank_could_not_make_tells_no_ranks_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    capture, failed = captures.capture, list[str]()
+    capture, failed = auto_opaque.capture, list[str]()
 
     def failing(request: Any, tracer: str) -> Any:
         seat = current_seat()
@@ -358,7 +358,7 @@ def test_what_a_capture_has_read_that_another_rank_could_not_make_tells_no_ranks
             raise fxpipe.TraceError("no luck on this rank")
         return capture(request, tracer)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(captures, "capture", failing)
+    monkeypatch.setattr(auto_opaque, "capture", failing)
     torch.manual_seed(0)
     plain = ReadsLater()
     wanted = [plain(batch(0)[0])]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import stage_boundary
 from fxpipe.plan.agree import agreement
-from fxpipe.plan.capture import captures
+from fxpipe.plan.capture import auto_opaque
 from fxpipe.run.wire.wire_exchange import WireExchange
 from tests.harness import accumulate, assert_same, current_seat, cut, engine_of, gradients_of, replica_of, strict
 from tests.models import Inputs
@@ -429,7 +429,7 @@ def dropping(sizes: Sequence[tuple[int, int]], most: int, kinds: int) -> Found:
 def test_a_capture_that_one_rank_cannot_make_is_refused_on_all_and_leaves_them_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    capture, failed = captures.capture, list[str]()
+    capture, failed = auto_opaque.capture, list[str]()
 
     def failing(request: Any, tracer: str) -> Any:
         seat = current_seat()
@@ -439,7 +439,7 @@ def test_a_capture_that_one_rank_cannot_make_is_refused_on_all_and_leaves_them_a
             raise fxpipe.TraceError("no luck on this rank")
         return capture(request, tracer)
 
-    monkeypatch.setattr(captures, "capture", failing)
+    monkeypatch.setattr(auto_opaque, "capture", failing)
     sizes = [(8, 6), (8, 9), (8, 12), (8, 9)]
     runs = strict(1)(2, refused_once, sizes)
     assert ["no luck on this rank" in error for error, _ in runs] == [True, True]

@@ -11,8 +11,8 @@ from tests.harness import engine_of
 
 pytest.importorskip("transformers")
 
-from tests.opaque_regions import LORA, STUDIES, furthest, plainly, train
-from tests.thinned import every
+from tests.opaque_regions import AS_THEY_COME, LORA, STUDIES, furthest, plainly, train
+from tests.thinned import ALL, every
 
 ROUNDING = 1e-5
 
@@ -39,6 +39,37 @@ def test_two_steps_are_those_of_plain_pytorch(
 
 def _trained(name: str, data: int, in_one: bool, tracer: str) -> dict[str, Any]:
     return train(STUDIES[name], 4 // data, data, data - 1, in_one, tracer=tracer)
+
+
+OPAQUE = {"Qwen2.5-VL": "model.get_image_features", "Mistral 3": "model.get_image_features", "HuBERT": "loss_function"}
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("HuBERT", "distributed"),
+        ("Qwen2.5-VL", "distributed"),
+        *[(name, "distributed") for name in ("Mistral 3", "Longformer", "DETR") if ALL],
+    ],
+)
+def test_models_that_look_at_values_train_without_a_rule(
+    name: str, engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Micro-batches of other outcomes, and other numbers of images or boxes."""
+    start = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    wanted = plainly(AS_THEY_COME[name], 1, False)
+    for run in start(3 if name in ("HuBERT", "Longformer") else 4, _as_it_comes, name):
+        assert furthest(run, wanted) < ROUNDING
+        opaque = [line.split()[0] for line in run["stages"].splitlines() if "is opaque" in line]
+        assert set(opaque) <= {OPAQUE.get(name), *(_MERGES if name == "Qwen2.5-VL" else ()), "loss_function"}
+
+
+_MERGES = "model.compute_3d_position_ids", "model.get_rope_index"
+
+
+def _as_it_comes(name: str) -> dict[str, Any]:
+    ranks = 3 if name in ("HuBERT", "Longformer") else 4
+    return train(AS_THEY_COME[name], ranks, 1, 0, False)
 
 
 @pytest.mark.parametrize("engine", every(2, ["distributed", "local"]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.plan.capture import captures
+from fxpipe.plan.capture import auto_opaque
 from tests.harness import assert_same, compiled, engine_of, gradients_of, strict
 from tests.models import WIDTH, Case, linear
 from tests.thinned import every
@@ -52,8 +52,8 @@ def batch_of(length: int, g: torch.Generator) -> dict[str, Tensor]:
 
 def test_a_hundred_lengths_into_a_region_take_three_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    capture = captures.capture
-    monkeypatch.setattr(captures, "capture", lambda *args: made.append(args) or capture(*args))
+    capture = auto_opaque.capture
+    monkeypatch.setattr(auto_opaque, "capture", lambda *args: made.append(args) or capture(*args))
     model = CASE.model()
     forward_backward = compiled(CASE, boundaries=RULES, tracer="export", example_kwargs=CASE.batch())
     g, lengths = torch.Generator().manual_seed(0), random.Random(0)
@@ -195,8 +195,8 @@ def test_a_list_that_is_concatenated_takes_no_capture_for_each_length(
     how: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    capture = captures.capture
-    monkeypatch.setattr(captures, "capture", lambda *args: made.append(args) or capture(*args))
+    capture = auto_opaque.capture
+    monkeypatch.setattr(auto_opaque, "capture", lambda *args: made.append(args) or capture(*args))
     case = images_of(how, list)
     step = compiled(case, boundaries=SPLIT, batch_dim=PACKED, tracer="export", example_kwargs=rows_of_images(STEPS[0]))
     for images in STEPS * 2:

@@ -22,9 +22,10 @@ from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import encode
+from fxpipe.graph.question import Unanswered
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import read_for, written
-from fxpipe.plan.agree.reported_call import Proposal, ReportedCall
+from fxpipe.plan.agree.reported_call import Proposal, ReportedCall, sizes_of
 from fxpipe.plan.agree.together import plan_together
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, MOST
@@ -33,7 +34,7 @@ from fxpipe.plan.inputs.counts import Counts, check_cut, counts_of
 from fxpipe.plan.inputs.cuts import split
 from fxpipe.plan.inputs.label_count import with_number
 from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
-from fxpipe.plan.inputs.rows import whole_lists
+from fxpipe.plan.inputs.rows import row_count, whole_lists
 from fxpipe.plan.plan import Plan, digest_of
 from fxpipe.plan.planner import Planner
 from fxpipe.progress import log
@@ -137,7 +138,22 @@ class Agreement:
             counts = tuple(tuple(counts_of(values, self._options.batch_dim).items()) for values in given)
         except RunError as error:  # which the others, who may have been given something else, raise, too
             return Proposal(training, split_evenly, flags, Ambient(), (), error=str(error)), []
-        return Proposal(training, split_evenly, flags, Ambient.now(), described, counts, nothing), given
+        proposal = Proposal(training, split_evenly, flags, Ambient.now(), described, counts, nothing)
+        return self._answered(proposal, given), given
+
+    def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
+        """The proposal, with what this rank can answer of what forward asks about the inputs of each micro-batch."""
+        captures = self._planner.captures
+        if captures is None or not captures.questions.asked or proposal.error:
+            return proposal
+        parts = given
+        if proposal.split_evenly:
+            batch_dim, counts = self._options.batch_dim, dict(proposal.counts[0])
+            rows = row_count(proposal.given[0], batch_dim, counts)
+            if rows is None:  # this rank was given nothing that is cut
+                return proposal
+            parts = split(given[0], batch_dim, sizes_of([rows], proposal, self._planner.microbatches), counts)
+        return dataclasses.replace(proposal, answers=tuple(map(captures.questions.answers, parts)))
 
     def _check_parameters(self) -> None:
         """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
@@ -164,7 +180,22 @@ class Agreement:
             )
 
     def settle(self, proposal: Proposal, given: list[dict[str, Any]]) -> AgreedBatch:
-        """The same decision on every rank, or an error on every rank. A collective call."""
+        """The same decision on every rank, or an error on every rank. A collective call.
+
+        Where forward asks something new about the inputs, all ranks of the pipe group find that out, answer it, and
+        settle again.
+        """
+        everyone: tuple[int, ...] | None = None
+        while True:
+            reported, key, is_predicted = self._exchanged(proposal)
+            everyone = self._rows_of_everyone(reported.sizes) if everyone is None else everyone  # all replicas, once
+            try:
+                return self._known_or_decided(reported, key, everyone, is_predicted, given)
+            except Unanswered:
+                proposal = self._answered(proposal, given)
+
+    def _exchanged(self, proposal: Proposal) -> tuple[ReportedCall, tuple[int, ...], bool]:
+        """What all ranks report, its key, and whether all have shown each other that they have the same plan for it."""
         is_new = proposal not in self._numbers
         if is_new:
             self._numbers[proposal] = self._number(proposal.sent())
@@ -179,8 +210,16 @@ class Agreement:
             key, proposals = self._proposals(proposal.sent(), number, key)
             if key not in self._reported:
                 self._reported[key] = self._merged(proposals, proposal)
-        reported = self._reported[key]
-        everyone = self._rows_of_everyone(reported.sizes)
+        return self._reported[key], key, is_predicted
+
+    def _known_or_decided(
+        self,
+        reported: ReportedCall,
+        key: tuple[int, ...],
+        everyone: tuple[int, ...],
+        is_predicted: bool,
+        given: list[dict[str, Any]],
+    ) -> AgreedBatch:
         rows = everyone if (key, everyone) in self._settled else None
         agreed = self._settled.pop((key, rows), None)
         if agreed is None:
@@ -292,7 +331,10 @@ class Agreement:
             if rank is None or rank in graph.ranks(stage.index)
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
-        items = self._planner.items
+        captures, items = self._planner.captures, self._planner.items
+        if captures is not None and not rank:  # the first rank answers what no stage reads
+            read = {name for stage in graph for name in stage.batch_inputs}
+            used |= {name for one in captures.questions.asked.values() for name in one.inputs if name not in read}
         if ITEMS in used and items is not None and items.counts:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
         used |= read_for(used, self._options.batch_dim, graph.inputs)
@@ -369,7 +411,7 @@ class Agreement:
     def _layouts_of(self, plan: Plan, pattern: Pattern, reported: ReportedCall) -> tuple[int, ...]:
         """The number of each micro-batch, by what all ranks were given of it."""
         is_cut = reported.proposals[0].split_evenly and len(reported.sizes) > 1
-        fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=())
+        fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=(), answers=())
         return self._layouts.of(plan, (fixed, is_cut), reported.inputs(self._options.batch_dim))
 
     def _open(self, plan: Plan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from fxpipe.errors import RunError
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
+from fxpipe.graph.question import Answers
 from fxpipe.packed import BatchDim
 from fxpipe.plan.inputs.batch import Description, merge, sendable, with_own
 from fxpipe.plan.inputs.counts import Counts, merge_counts
@@ -34,6 +36,8 @@ class Proposal:
     counts: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
     """Of each, what is cut by a count, as far as this rank can count it."""
     error: str = ""
+    answers: tuple[Answers, ...] = ()
+    """Of each micro-batch, what forward asks about its inputs, as far as this rank can answer it."""
 
     def sent(self) -> Proposal:
         """As other ranks may be sent it."""
@@ -70,7 +74,7 @@ class ReportedCall(NamedTuple):
         has_rows = any(count is not None for count in rows)
         merged = [with_own(description, own) for description, own in zip(reported, mine.given, strict=True)]
         return ReportedCall(
-            tuple(proposals), merged, counts, _sizes(rows, proposals[0], planner.microbatches), has_rows
+            tuple(proposals), merged, counts, sizes_of(rows, proposals[0], planner.microbatches), has_rows
         )
 
     def pattern(self, planner: Planner, everyone: tuple[int, ...]) -> Pattern:
@@ -82,7 +86,13 @@ class ReportedCall(NamedTuple):
         if items is not None:
             merged = [items.described(description) for description in merged]
         pattern = pattern_of(merged, first.training, planner.options.loss_fn, first.flags, first.ambient)
-        return dataclasses.replace(pattern, everyone=everyone)
+        return dataclasses.replace(pattern, everyone=everyone, answers=self._answers)
+
+    @property
+    def _answers(self) -> tuple[Answers, ...]:
+        """Of each micro-batch, what any rank has answered; the first rank's where two have."""
+        each = [proposal.answers for proposal in self.proposals if proposal.answers]
+        return tuple(tuple(sorted(dict(chain(*reversed(answers))).items())) for answers in zip(*each, strict=True))
 
     def inputs(self, batch_dim: BatchDim) -> list[tuple[Any, ...]]:
         """For each micro-batch what each rank was given of it."""
@@ -94,7 +104,7 @@ class ReportedCall(NamedTuple):
         return [(who, *(given[place] for given in reported)) for place in range(len(self.sizes))]
 
 
-def _sizes(rows: Sequence[int | None], call: Proposal, wanted: int) -> tuple[int, ...]:
+def sizes_of(rows: Sequence[int | None], call: Proposal, wanted: int) -> tuple[int, ...]:
     if not call.split_evenly:
         return tuple(1 if count is None else count for count in rows)
     return split_rows(rows[0], wanted if call.training else min(wanted, rows[0] or wanted))

@@ -9,9 +9,10 @@ from functools import partial
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError, ScheduleError
+from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.options import Options
 from fxpipe.plan.capture.captures import Wrong
-from fxpipe.plan.example import with_first_plan
+from fxpipe.plan.example import answers_of_example, with_first_plan
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.schedules.action import Action
@@ -23,18 +24,25 @@ _EVERYONE = ("pipe", "data")
 def first_plan_together(transport: Transport, planner: Planner, options: Options) -> Planner:
     """A planner with the plan for ``options``' example, the same on every rank. A collective call of all ranks.
 
-    Where captures are checked, a tracer found wrong on one rank's example is passed over on all.
+    Where captures are checked, a tracer found wrong on one rank's example is passed over on all. What forward asks
+    about its inputs is answered by the first rank's example.
     """
     keeps_part = transport.pipe_rank is not None
-    attempt, agreed = _attempt(partial(with_first_plan, planner, options, keeps_part)), set[Wrong]()
+    answers: tuple[Answers, ...] = ()
+    attempt, agreed = _attempt(partial(with_first_plan, planner, options, answers, keeps_part)), set[Wrong]()
     while planner.captures is not None:
-        wrong = _of_everyone(transport, planner.captures.wrong)
-        if wrong.keys() == agreed:  # which is the same question on all ranks
-            break
-        agreed = set(wrong)
-        if planner.captures.wrong.keys() != agreed:
+        mine = answers_of_example(planner, options)
+        wrong, asked, theirs = _of_everyone(transport, (planner.captures.wrong, (_asks(attempt),), mine))
+        if wrong.keys() != agreed:
+            agreed = set(wrong)
+            if planner.captures.wrong.keys() == agreed:  # the others will ask the same again
+                continue
             planner = planner.without_tracers(wrong)
-            attempt = _attempt(partial(with_first_plan, planner, options, keeps_part))
+        elif len(set(asked)) == 1 and asked[0]:
+            answers = theirs
+        else:
+            break
+        attempt = _attempt(partial(with_first_plan, planner, options, answers, keeps_part))
     planner = planner_together(transport, attempt)
     if _same_everywhere(transport, [plan.digest for plan in planner.plans.values()]):
         planner.hold_what_all_use()
@@ -52,11 +60,28 @@ def _same_everywhere(transport: Transport, mine: list[str]) -> bool:
     return same
 
 
-def _of_everyone(transport: Transport, wrong: Mapping[Wrong, str]) -> Mapping[Wrong, str]:
+_State = tuple[Mapping[Wrong, str], tuple[str, ...], tuple[Answers, ...]]
+"""What was found wrong, the keys of questions that are not answered yet, and answers for the example."""
+
+
+def _of_everyone(transport: Transport, state: _State) -> _State:
+    """What all ranks have found wrong, what they ask, and the first rank's answers. A collective call of all ranks."""
     for scope in _EVERYONE:
-        for theirs in transport.gather(scope, wrong):
-            wrong = {**theirs, **wrong}
-    return wrong
+        everyone = transport.gather(scope, state)
+        wrong = {key: why for theirs, _, _ in reversed(everyone) for key, why in theirs.items()}
+        state = wrong, tuple(key for _, asked, _ in everyone for key in asked), everyone[0][2]
+    return state
+
+
+def _asks(attempt: Callable[[], Planner]) -> str:
+    """The key of the question that an attempt has met; "" where there is none."""
+    try:
+        attempt()
+    except Unanswered as error:
+        return error.question.key
+    except Exception:  # which is raised later, on all ranks
+        return ""
+    return ""
 
 
 def _attempt(make: Callable[[], Planner]) -> Callable[[], Planner]:
@@ -88,6 +113,8 @@ def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[]
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
     for scope in scopes:  # all of them, whatever has been found: others wait in the next one
         everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
+        if isinstance(failure, Unanswered) and any(other != wrong for _, other in everyone):  # who would not ask again
+            failure, wrong = None, next(other or "has a plan already" for _, other in everyone if other != wrong)
         problems = [f"{member(transport, scope, rank)} {other}" for rank, (_, other) in enumerate(everyone) if other]
         digests = [digest for digest, _ in everyone]
         if problems:

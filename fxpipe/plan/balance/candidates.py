@@ -31,7 +31,7 @@ class Recipe:
     origin: str
 
 
-def recipes(work: BlockGraph, ranks: int, keep: bool, room: Room | None) -> Iterator[Recipe]:
+def recipes(work: BlockGraph, ranks: int, microbatches: int, keep: bool, room: Room | None) -> Iterator[Recipe]:
     """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and apart.
 
     ``keep``: blocks are stages already, so that only their ranks are open.
@@ -44,7 +44,7 @@ def recipes(work: BlockGraph, ranks: int, keep: bool, room: Room | None) -> Iter
     for order in orders(work):
         line = Line(work, order)
         for laps, how in ((1, ""), (2, " in laps"))[: 1 if ranks == 1 else 2]:
-            for cuts in balanced(line, laps * ranks, room if laps == 1 else None):
+            for cuts in balanced(line, laps * ranks, *((room, microbatches) if laps == 1 else ())):
                 for kinds, apart in ways:
                     origin = f"{laps * ranks} segments{how}{apart}"
                     yield Recipe(order, cuts, tuple(range(ranks)) * laps, kinds, origin)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tabulate import tabulate
 
@@ -20,7 +21,7 @@ from fxpipe.passes.partition import components
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
 from fxpipe.plan.balance.candidates import connected
 from fxpipe.plan.balance.node_costs import NodeCosts
-from fxpipe.plan.balance.orders import topological, towers
+from fxpipe.plan.balance.orders import entries, topological
 from fxpipe.plan.balance.search import GAIN, Found, search
 from fxpipe.plan.balance.segments import Line, segments_of
 from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, StageLayout
@@ -216,7 +217,7 @@ def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
     """For each block the piece that it becomes a part of; pieces are acyclic, and connected.
 
     The blocks stand in a line, which is cut once in each of many intervals of equal time, where the fewest bytes
-    cross, and wherever another tower begins.
+    cross, and wherever blocks begin to depend on other sources of the graph, as towers and encoders do.
     """
     grains = max(GRAINS, GRAINS_A_RANK * ranks)
     if len(work) <= grains:
@@ -240,7 +241,6 @@ def _cheapest(line: Line, grains: int) -> list[int]:
 
 
 def _borders(line: Line) -> list[int]:
-    """Where a tower begins or ends."""
-    number = {block: place for place, tower in enumerate(towers(line.work)) for block in tower}
-    inside = [number.get(block) for block in line.order]
-    return [position for position in range(1, len(inside)) if inside[position] != inside[position - 1]]
+    """Where a tower, an encoder or what joins them begins: they depend on different sources of the graph."""
+    reached = entries(line.work)
+    return [place for place, (a, b) in enumerate(pairwise(line.order), start=1) if reached[a] != reached[b]]

@@ -80,7 +80,7 @@ def search(
     judge = Judge(work, family, few, memory, None if at_need else again)
     room = Room(memory, few) if memory is not None else None
     rooms = [None] if room is None else [room, None]  # what is cut for speed alone may fit, too
-    tried = [recipe for one in rooms for recipe in recipes(work, ranks, keep, one)]
+    tried = [recipe for one in rooms for recipe in recipes(work, ranks, few, keep, one)]
     made = {layout_of(work, recipe, keep): recipe for recipe in tried}
     most = ACTIONS * effort
     outcomes = _simulated(judge, made, most)

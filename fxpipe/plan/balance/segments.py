@@ -6,7 +6,9 @@ The slowest rank sets the pace of a pipeline, so the greatest segment is made as
 
 A(k, j) is the greatest cost of the first j blocks in k segments. This is PipeDream's partitioning without replication
 (Narayanan et al., SOSP 2019, section 3.1). Here cost(i, j) = seconds(i, j) + w · (hop(i) + hop(j)): 1F1B holds so few
-micro-batches in flight that a rank waits for a part w of its hops. The part depends on the table, hence several w.
+micro-batches in flight that a rank waits for a part w of its hops. The part depends on the table, hence several w. And
+each w is tried with seconds(0, i) / m added: a rank runs its m micro-batches behind the first one's forwards on the
+ranks before it, and in front of the last one's backwards there, so that a chain's last rank should have least.
 """
 
 from __future__ import annotations
@@ -72,11 +74,11 @@ class Line:
             change[end + 1] -= value.size
         return _sums(change)[1:-1]
 
-    def seconds(self, waits: float) -> Tensor:
-        """[i, j] → seconds of a segment from i to j, with this part of its hops."""
+    def seconds(self, waits: float, ahead: float = 0.0) -> Tensor:
+        """[i, j] → seconds of a segment from i to j, with these parts of its hops and of what is ahead of it."""
         inside = [self.work.hardware.hop(size) for size in self.crossing[1:-1]]
         hops = _tensor([0.0, *inside, 0.0])
-        return between(self.time) + waits * (hops[:, None] + hops)
+        return between(self.time) + waits * (hops[:, None] + hops) + ahead * _tensor(self.time)[:, None]
 
     def memory(self, in_flight: int) -> Tensor:
         """[i, j] → bytes that a rank needs for a segment while it holds so many micro-batches."""
@@ -120,17 +122,17 @@ def partition(cost: Callable[[int], Tensor], segments: int) -> Cuts | None:
     return tuple(reversed(cuts))
 
 
-def balanced(line: Line, segments: int, room: Room | None = None) -> Iterator[Cuts]:
+def balanced(line: Line, segments: int, room: Room | None = None, microbatches: int | None = None) -> Iterator[Cuts]:
     """Cuts into so many segments, all different. With a room those that fit it, and those of the fewest bytes: in all,
-    and of parameters alone."""
+    and of parameters alone. With ``microbatches`` also those in which later segments take less."""
 
-    def seconds(waits: float) -> Callable[[int], Tensor]:
-        plain = line.seconds(waits)
+    def seconds(waits: float, ahead: float) -> Callable[[int], Tensor]:
+        plain = line.seconds(waits, ahead)
         if room is None:
             return lambda behind: plain
         return lambda behind: plain.masked_fill(line.memory(room.in_flight(behind)) > room.most, math.inf)
 
-    costs = [seconds(waits) for waits in WAITS]
+    costs = [seconds(waits, ahead) for ahead in (0.0, *([1 / microbatches] if microbatches else [])) for waits in WAITS]
     if room is not None:
         costs += [lambda behind: line.memory(room.in_flight(behind)), lambda behind: between(line.static)]
     yield from dict.fromkeys(cuts for cost in costs if (cuts := partition(cost, segments)) is not None)

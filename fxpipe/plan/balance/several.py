@@ -1,6 +1,7 @@
 """Several ranks: layouts with a part of the work on all ranks beside the others, as encoders in front of a model are.
 
-What the others come to is found by the same search, of the work without that part.
+What the others come to is found by the same search, of the work without that part. The part is one stage, or several,
+each of them on all ranks: their shorter actions fit into shorter gaps of what a rank runs beside them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, StageLayout
 MOST_PARTS = 3
 """So many are tried, the largest first."""
 
+STAGES = (1, 2, 4)
+"""Into so many stages a part is cut, where it has as many blocks."""
+
 Part = frozenset[int]
-"""Blocks that are to be one stage on all ranks."""
+"""Blocks that are to be on all ranks."""
 
 
 def layouts(
@@ -31,14 +35,27 @@ def layouts(
         outcome = best_of(_only(work, rest)) if len(rest) >= ranks else None
         if outcome is None:
             continue
-        group_of = [-1] * len(work)
-        for block, stage in zip(rest, outcome.layout.stage_of, strict=True):
-            group_of[block] = stage
-        number = numbered(work, group_of, topological(work))
-        if number is not None:
-            places = (tuple(range(ranks)) if stage < 0 else outcome.layout.rank_of[stage] for stage in number)
-            origin = f"{outcome.layout.origin}, beside a stage on all ranks"
-            yield StageLayout(tuple(number[group] for group in group_of), tuple(places), origin)
+        for count in (count for count in STAGES if count <= len(part)):
+            group_of = _cut(work, part, count)
+            for block, stage in zip(rest, outcome.layout.stage_of, strict=True):
+                group_of[block] = stage
+            number = numbered(work, group_of, topological(work))
+            if number is not None:
+                places = (tuple(range(ranks)) if stage < 0 else outcome.layout.rank_of[stage] for stage in number)
+                what = "a stage" if count == 1 else f"{count} stages"
+                origin = f"{outcome.layout.origin}, beside {what} on all ranks"
+                yield StageLayout(tuple(number[group] for group in group_of), tuple(places), origin)
+
+
+def _cut(work: BlockGraph, part: Part, count: int) -> list[int]:
+    """The part's blocks → -1, -2, ..., so many segments of equal time; all others → 0."""
+    found, before, whole = [0] * len(work), 0.0, _seconds(work, part)
+    for block in topological(work):
+        if block in part:
+            middle = before + work.blocks[block].seconds / 2
+            found[block] = -1 - min(int(count * middle / whole), count - 1)
+            before += work.blocks[block].seconds
+    return found
 
 
 def _encoders(work: BlockGraph) -> Iterable[Part]:

@@ -164,15 +164,20 @@ class Staged:
 
     @cached_property
     def tied_seconds(self) -> float:
-        """What the sums of the gradients of parameters take that live on several ranks."""
+        """What the sums of the gradients of parameters take that live on several ranks: those of the same ranks travel
+        together, in the type in which gradients are summed."""
         owners: dict[int, set[int]] = {}
         for stage, rank in zip(self.stages, self.layout.rank_of, strict=True):
             for key in stage.parameters & self.work.shared if isinstance(rank, int) else stage.parameters:
                 owners.setdefault(key, set()).update(ranks_of(rank))
-        shared = [(self.work.held[key], len(ranks)) for key, ranks in owners.items() if len(ranks) > 1]
-        return sum(
-            2 * (count - 1) / count * self.work.hardware.hop(held.size) for held, count in shared if held.trained
-        )
+        precision = self.work.account.precision
+        sizes: dict[frozenset[int], float] = {}
+        for key, ranks in owners.items():
+            held = self.work.held[key]
+            if len(ranks) > 1 and held.trained:
+                size = held.count * precision.reduce.itemsize if precision and held.floating else held.size
+                sizes[frozenset(ranks)] = sizes.get(frozenset(ranks), 0.0) + size
+        return sum(2 * (len(ranks) - 1) / len(ranks) * self.work.hardware.hop(size) for ranks, size in sizes.items())
 
     @cached_property
     def static_bytes(self) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ import io
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,17 @@ from fxpipe.graph.boundary import ignored
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, SizeGuard
+from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance.balancing import Balancing, example_of
+from fxpipe.plan.capture.auto_opaque import capture_in_part, shares_of
 from fxpipe.plan.capture.capture_check import Sample, check
 from fxpipe.plan.capture.opaque_methods import unused, with_unused
+from fxpipe.plan.capture.questions import Questions
 from fxpipe.plan.capture.row_places import check_rows_known
 from fxpipe.plan.capture.sizes import (
     FAMILIES,
@@ -46,7 +49,7 @@ from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.trace import NEED_SHAPES, Cut, Request, capture
+from fxpipe.trace import NEED_SHAPES, Cut, Request
 from fxpipe.trace.cuts.cuts_by_name import is_auto, named, regions, resolve
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe
 from fxpipe.trace.opaque.outside import watch
@@ -80,6 +83,8 @@ class Captured:
     """What the stages were cut from, where some of them gather."""
     fixed_sizes: str = ""
     """Of which sizes that vary forward makes numbers, and where, in words."""
+    answers: Answers = ()
+    """What forward asked about the inputs, and the answers for which it holds."""
 
     @property
     def of_one_shape(self) -> bool:
@@ -118,12 +123,22 @@ class Captures:
     """Of captures for steps, and for evaluations."""
     whole: tuple[Region, ...] = ()
     """The opaque regions, which run for real in every step."""
+    by_itself: dict[str, str] = field(default_factory=dict)
+    """Those of them that no tracer could capture → what part of a step they take, and why, in words."""
+    beside: dict[str, None] = field(default_factory=dict)
+    """What captures keep opaque by themselves and what they ask of the inputs, in words."""
     observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late: in training or not, on what micro-batch."""
     unpacked: frozenset[str] = frozenset()
     """The regions of which forward unpacks what they return."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
+    questions: Questions = field(default_factory=Questions)
+    """What forward has asked about its inputs so far."""
+    asks_numbers: bool = False
+    """Whether it asks for numbers, too, since nothing else captures the model."""
+    paths: dict[Answers, None] = field(default_factory=dict)
+    """The answers for which captures were made."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Small buffers of integers and truth values as the first capture found them, which may decide sizes."""
     used: list[Pattern] = field(default_factory=list)
@@ -182,6 +197,8 @@ class Captures:
     def keep(self, used: Collection[Pattern]) -> None:
         """Drops all captures but these. What was seen to vary is remembered."""
         self.kept = {pattern: captured for pattern, captured in self.kept.items() if pattern in used}
+        self.paths = dict.fromkeys(captured.answers for captured in self.kept.values())
+        self.questions.keep(self.paths)
         self.families = dict(list(self.families.items())[-FAMILIES:])
         for family in self.families.values():
             family.general = [entry for entry in family.general if entry[0] in used]
@@ -194,6 +211,7 @@ class Captures:
     def rolled_back_on_error(self) -> Iterator[None]:
         """Where what is inside fails, all is as before: ranks on which it has not failed drop theirs, too."""
         before = dict(self.kept), {key: family.copy() for key, family in self.families.items()}, self.first
+        opaque = self.whole, dict(self.by_itself)
         beside = dict(self.wrong), {key: count.copy() for key, count in self.counts.items()}
         try:
             with self.reads.rolled_back_on_error():
@@ -201,6 +219,7 @@ class Captures:
         except BaseException:
             self.kept, self.families, self.first = before
             self.wrong, self.counts = beside
+            self.whole, self.by_itself = opaque
             raise
 
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
@@ -217,10 +236,11 @@ class Captures:
                 f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would hold "
                 'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'
             )
-        key = this if made.of_one_shape else this.for_any_shape()
+        key = this.for_answers(made.answers) if made.of_one_shape else this.for_any_shape()
         self.kept[key] = made
+        self.paths[made.answers] = None
         if shape is not None and made.of_one_shape:
-            family.note(shape, this, made.holds_for)
+            family.note(shape, key, made.holds_for)
             self.counts.setdefault(pattern.training, Count()).note(shape, made.fixed_sizes, made.tracer)
         return key
 
@@ -230,7 +250,9 @@ class Captures:
 
     def _known(self, this: Pattern, family: Family) -> Pattern | None:
         """The capture that holds for a micro-batch, by its pattern, where there is one."""
-        patterns = this.for_any_shape(), family.holding(this.shape), this
+        given = this.answered
+        own = (this.for_answers(path) for path in self.paths if set(path) <= set(given))
+        patterns = this.for_any_shape(), family.holding(this.shape, given), *own
         return next((pattern for pattern in patterns if pattern in self.kept), None)
 
     def _captured(self, this: Pattern, pattern: Pattern, sample: Sample | str, free: frozenset[Place]) -> Captured:
@@ -239,17 +261,16 @@ class Captures:
         accepted: list[Captured] = []
         cuts: list[Program] = []
 
-        def accept(program: Program) -> None:
+        def accept(program: Program, request: Request) -> None:
             for training in (True, pattern.training):  # what is wrong in training is not tried in evaluation
                 if (training, program.tracer) in self.wrong:
                     raise TraceError(self.wrong[training, program.tracer])
-            cut, made = self._cut(program, pattern, shape)
+            cut, made = self._cut(program, pattern, shape, request.whole)
             each = [one if made.of_one_shape else one.for_any_shape() for one in pattern.each()]
             places = [place for place, one in enumerate(each) if one in (this, any_shape)]
             with aside():
                 accepted.append(self._checked(made, request, sample, places))
             cuts.append(cut)
-            self.first = self.first or cut
 
         request = Request(
             self.model,
@@ -268,17 +289,33 @@ class Captures:
             around=partial(collectives_refused, self.topology),
             numbers=self.numbers,
             accept=accept,
+            asks_numbers=self.asks_numbers,
         )
-        if self.whole:
-            request = dataclasses.replace(request, seen=self._seen(request, pattern, shape, sample))
-        tracer = self.options.tracer if self.options.parallelize is None else "record"  # which leaves modules whole
+        if this.asks and self.options.tracer == "auto" and self.options.auto_opaque:
+            request = dataclasses.replace(request, answers=dict(this.answered), ask=self.questions.ask)
+        seen_before = len(self.observed)
+
+        def observe(request: Request) -> Request:
+            del self.observed[seen_before:]  # of fewer regions
+            return dataclasses.replace(request, seen=self._seen(request, pattern, shape, sample))
+
+        def shares() -> Mapping[str, float]:
+            return self._shares(cuts[-1], pattern, shape)
+
+        request = observe(request) if self.whole else request
+        observes = observe if self._can_run(sample, shape) else None
         with (
             progress(f"capturing {type(self.model).__name__}"),
             ignored(self.balancing.finds_cuts),
             self.reads.noting() as noted,
             naming_what_is_absent(shape or ()),
         ):
-            program = capture(request, tracer)
+            try:
+                program, request, by_itself = capture_in_part(request, self.options, observes, shares)
+            except Unanswered as error:
+                self.asks_numbers = error.numbers
+                raise
+        self.whole, self.asks_numbers = request.whole, request.asks_numbers
         roots = [root for root in (self.model, request.loss_module) if root is not None]
         own = {
             (id(vars(self.model.get_submodule(path))), name)
@@ -286,18 +323,48 @@ class Captures:
             for path, name in seen.sets  # which only regions read, or a capture refuses
         }
         self.reads.keep(noted - own, roots, _called(program), program.sets)
-        (made,), (cut,) = accepted, cuts
+        self.questions.note(program.answers)
+        made, cut = accepted[-1], cuts[-1]
+        self.first = self.first or cut
+        if by_itself:
+            parts, seen = shares(), {name for name, _ in request.seen}
+            for name, why in by_itself.items():
+                self.by_itself[name] = f"{name} is opaque, {parts.get(name, 0.0):.0%} of a step's FLOPs: {why}"
+            inside = self.by_itself.keys() - seen  # of others, which run them
+            self.by_itself = {name: words for name, words in self.by_itself.items() if name not in inside}
+            self.whole = tuple(region for region in self.whole if region.name not in inside)
+        beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
+        self.beside |= dict.fromkeys(beside)
+        if beside:
+            origin = "\n".join([made.graph.origin, *beside])
+            made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, origin=origin))
         calls = [call for part in cut.opaque.values() for call in opaque_calls(part)]
         self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
         self.numbers = self.numbers or _small_numbers(self.model)
         return made
 
+    def _can_run(self, sample: Sample | str, shape: Description | None) -> bool:
+        """Whether the model can run on a micro-batch, which shows what a region returns."""
+        return isinstance(sample, Sample) and not sample.later and shape is not None and not _on_meta(self.model)
+
+    def _shares(self, program: Program, pattern: Pattern, shape: Description | None) -> Mapping[str, float]:
+        """The part of a step that each region takes; nothing where it is not known."""
+        from fxpipe.plan.balance import CostUnknown
+
+        try:
+            assert shape is not None
+            return shares_of(program, self.balancing.costs(program, pattern, shape))
+        except CostUnknown:
+            return {}
+
     def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> SeenCalls:
         """What calls of opaque regions do: as the user has said, as a real run shows, or as an earlier one
         has shown."""
         found = declared(request)
-        if isinstance(sample, Sample) and not sample.later and shape is not None and not _on_meta(self.model):
+        if self._can_run(sample, shape):
+            assert isinstance(sample, Sample)
+            assert shape is not None
             with progress("running an opaque region"), ignored(self.balancing.finds_cuts):
                 batch = sample.batches[pattern.shapes.index(shape)]
                 called: set[str] = set()
@@ -314,7 +381,11 @@ class Captures:
                     check_called(request, called)
             del self.observed[: -2 * OBSERVED]
         elif self.observed and shape is not None:
-            order = [(training != pattern.training, unlike(then, shape)) for training, then, _ in self.observed]
+            names = {region.name for region in request.whole}  # of which an earlier run may have seen fewer
+            order = [
+                (len(names - {name for name, _ in calls}), training != pattern.training, unlike(then, shape))
+                for training, then, calls in self.observed
+            ]
             _, then, calls = self.observed[order.index(min(order))]
             sizes, entries = sizes_between(then, shape), entries_between(then, shape)
             lengths = sizes_between(then, shape, or_same=True)
@@ -329,7 +400,7 @@ class Captures:
         else:
             try:
                 with progress("checking the stages against the model"):
-                    checked = check(made.graph, request, sample, places)
+                    checked = check(made.graph, request, sample, places, partial(self._has, made.answers))
             except TraceError as error:
                 if not sample.later:  # or other captures are in use
                     self.wrong[request.training, made.tracer] = str(error)
@@ -338,9 +409,14 @@ class Captures:
         graph = dataclasses.replace(made.graph, origin="\n".join([f"{head}, {checked}", *rest]))
         return dataclasses.replace(made, graph=graph)
 
+    def _has(self, answers: Answers, batch: Mapping[str, Any]) -> bool:
+        """Whether forward is given these answers by a micro-batch."""
+        return not answers or set(answers) <= set(self.questions.answers(batch))
+
     def without_tracers(self, wrong: Mapping[Wrong, str]) -> Captures:
         """Before the first one; these tracers, with what is wrong of them, are not tried."""
-        return dataclasses.replace(self, wrong=dict(wrong), kept={}, families={}, first=None)
+        given = regions(self.model, named(self.model, self.options.boundaries))
+        return dataclasses.replace(self, wrong=dict(wrong), kept={}, families={}, first=None, whole=given, by_itself={})
 
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""
@@ -354,12 +430,15 @@ class Captures:
         """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
         return self.balancing.stage_work(self.first, pattern, placement)
 
-    def _cut(self, program: Program, pattern: Pattern, shape: Description | None) -> tuple[Program, Captured]:
-        """The program with its stages, and they themselves."""
+    def _cut(
+        self, program: Program, pattern: Pattern, shape: Description | None, whole: Collection[Region]
+    ) -> tuple[Program, Captured]:
+        """The program with its stages, and they themselves. ``whole``: what is opaque in it."""
         first = self.first
         found: Balanced | None = None
-        if self.whole:
+        if whole or program.answers:
             program = default_passes.drop_unused(program)
+        if whole:
             self.unused = unused(program) if first is None else self.unused
             program = with_unused(program, self.unused)
         if first is not None:
@@ -390,6 +469,7 @@ class Captures:
             program.holds_for,
             program if program.gathered else None,
             program.fixed_sizes,
+            program.answers,
         )
 
 

@@ -114,7 +114,7 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
                 "a stage gathers the rows of all replicas, which packed inputs give, and each replica knows its own; "
                 'the tracers "export" and "record" capture it for all rows: write tracer="symbolic", or gather="batch"'
             )
-    return dataclasses.replace(pattern, microbatches=len(shapes), shapes=shapes, everyone=())
+    return dataclasses.replace(pattern, microbatches=len(shapes), shapes=shapes, everyone=(), answers=(), asks=False)
 
 
 def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | str:

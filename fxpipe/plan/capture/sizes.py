@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fxpipe.errors import TraceError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
+from fxpipe.graph.question import Answers
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.inputs.batch import Description, InputDescription
 from fxpipe.plan.inputs.pattern import Pattern
@@ -199,11 +200,12 @@ class Family:
         """One that changes by itself."""
         return dataclasses.replace(self, shapes=self.shapes.copy(), general=list(self.general))
 
-    def holding(self, shape: Description | None) -> Pattern | None:
-        """The pattern of the latest capture that holds for this shape, too."""
+    def holding(self, shape: Description | None, answers: Answers = ()) -> Pattern | None:
+        """The pattern of the latest capture that holds for this shape, and these answers, too."""
         if shape is None:
             return None
-        return next((pattern for pattern, guard in reversed(self.general) if holds(guard, shape)), None)
+        fitting = [entry for entry in reversed(self.general) if set(entry[0].answered) <= set(answers)]
+        return next((pattern for pattern, guard in fitting if holds(guard, shape)), None)
 
     def free(self, shape: Description | None) -> frozenset[Place]:
         """The dimensions of a new shape to be kept symbolic: those that vary, and are not of size 1 in it."""
@@ -252,4 +254,4 @@ _REMEDY = {
 
 
 def family_of(pattern: Pattern, shape: Description) -> Hashable:
-    return dataclasses.replace(pattern, shapes=()), outline(shape)
+    return dataclasses.replace(pattern, shapes=(), answers=()), outline(shape)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
+from fxpipe.graph.question import Answers
 from fxpipe.plan.inputs.batch import Description
 
 
@@ -80,15 +81,30 @@ class Pattern:
     mixed: tuple[tuple[Inputs, Fixed], ...] = ()
     """What each micro-batch has, where they differ: one may lack an input that another has."""
 
+    answers: tuple[Answers, ...] = ()
+    """What forward asks of each micro-batch, as far as it is known; () where nothing is."""
+    asks: bool = field(default=True, compare=False)
+    """Whether forward may ask: not of inputs without numbers, nor of a group of micro-batches."""
+
     def each(self) -> list[Pattern]:
         """For each micro-batch what the capture for it alone depends on."""
         kinds = self.mixed or ((self.inputs, self.fixed),) * self.microbatches
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
+        answers = self.answers or ((),) * self.microbatches
         one = dataclasses.replace(self, microbatches=1, everyone=(), mixed=())
         return [
-            dataclasses.replace(one, inputs=inputs, fixed=fixed, shapes=shape)
-            for (inputs, fixed), shape in zip(kinds, shapes, strict=True)
+            dataclasses.replace(one, inputs=inputs, fixed=fixed, shapes=shape).for_answers(answer)
+            for (inputs, fixed), shape, answer in zip(kinds, shapes, answers, strict=True)
         ]
+
+    @property
+    def answered(self) -> Answers:
+        """The answers of the first micro-batch."""
+        return self.answers[0] if self.answers else ()
+
+    def for_answers(self, answers: Answers) -> Pattern:
+        """That of one micro-batch with these."""
+        return dataclasses.replace(self, answers=(answers,) if answers else ())
 
     @property
     def shape(self) -> Description | None:
@@ -97,7 +113,7 @@ class Pattern:
 
     def for_any_shape(self) -> Pattern:
         """The pattern without what only tracers that need shapes depend on."""
-        return dataclasses.replace(self, shapes=(), everyone=())
+        return dataclasses.replace(self, shapes=(), everyone=(), answers=())
 
 
 def pattern_of(

@@ -264,7 +264,8 @@ class _Forecast:
             left.append(f"what {listed(gathers)} computes between rows of several micro-batches counts as within each")
         if self.topology.size("tensor") > 1:
             left.append("what parallelize= spreads over the tensor axis counts whole")
-        return "\n".join([f"{self.account}", *left])
+        beside = () if self.planner.captures is None else self.planner.captures.beside
+        return "\n".join([f"{self.account}", *left, *beside])
 
 
 def most_under_way(

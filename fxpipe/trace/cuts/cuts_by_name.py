@@ -164,9 +164,12 @@ def _rules(model: nn.Module, boundaries: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_method(modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether it names a method of a submodule, or a property whose value is a function, as ``loss_function`` is."""
     owner, _, method = name.rpartition(".")
-    own = owner in modules and name not in modules and bool(name)
-    return own and callable(getattr(type(modules[owner]), method, None))
+    if owner not in modules or name in modules or not name:
+        return False
+    found = getattr(type(modules[owner]), method, None)
+    return callable(getattr(modules[owner], method, None) if isinstance(found, property) else found)
 
 
 def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:

@@ -90,6 +90,8 @@ class Traced:
     calls: Sequence[RegionCall] = ()
     """The calls of regions, as the operator for them is given their numbers."""
     root: str = "model"
+    of_any_size: bool = False
+    """Whether values may decide sizes: stages hold no such program, and a question may be one."""
 
     def program(self) -> Program:
         return _Conversion(self).program()
@@ -140,6 +142,14 @@ class _ModesInGraph:
         return Modes(not self.grad if self._other_grad else None, tuple(innermost.values()), number)
 
 
+class _Unconverted(TraceError):
+    """What no stage can hold. ``method``: the submodule that it runs in, and "", if that is known."""
+
+    def __init__(self, text: str, method: tuple[str, str] | None) -> None:
+        super().__init__(text)
+        self.method = method
+
+
 class _Conversion:
     """Builds the program's graph, node by node, in the order of the exported one."""
 
@@ -177,7 +187,8 @@ class _Conversion:
         for node in self._traced.exported.graph.nodes:
             known = node.op != "call_function" or node.target in ASSERTIONS or self._modes.follow(node)
             if not known and not self._is_late(node):
-                self._convert(node)
+                with self._naming_the_part_of(node):
+                    self._convert(node)
         self._add_output()
         return Program(
             self._traced.module,
@@ -189,6 +200,16 @@ class _Conversion:
             opaque={call.target: call.kept for call in self._traced.calls},
             effects=self._effects,
         )
+
+    @contextlib.contextmanager
+    def _naming_the_part_of(self, node: fx.Node) -> Iterator[None]:
+        """A TraceError about a node says in which submodule it runs."""
+        try:
+            yield
+        except TraceError as error:
+            parts = {path: self._traced.module.get_submodule(path) for path, _ in self._stack(node).values() if path}
+            own = [path for path, part in parts.items() if not type(part).__module__.startswith("torch.nn.")]
+            raise _Unconverted(str(error), (own[-1], "") if own else None) from error
 
     @property
     def _inputs(self) -> int:
@@ -255,7 +276,7 @@ class _Conversion:
                 f"function around it; tracer='record' keeps a submodule that uses it whole{_line_of(node)}"
             )
         made = self._call_region(node) if node.target is _WHOLE else self._call(node)
-        made.meta["val"] = _static(node)
+        made.meta["val"] = None if self._traced.of_any_size else _static(node)
         made.meta["sizes"] = sizes_of(node.meta.get("val"))
         made.meta["nn_module_stack"] = self._stack(node)
         if (line := users_line(node.stack_trace or "")) is not None:
@@ -322,7 +343,8 @@ class _Conversion:
     def _returned_by(self, key: tuple[str, int], place: int) -> fx.Node:
         """A tensor that a region has returned."""
         part = self._graph.call_function(operator.getitem, (self._regions[key], place))
-        part.meta["val"] = self._regions[key].meta["val"][place]
+        made = self._regions[key].meta["val"]
+        part.meta["val"] = None if made is None else made[place]
         part.meta["nn_module_stack"] = self._regions[key].meta["nn_module_stack"]
         part.meta["sizes"] = sizes_of(self._traced.stand_ins[key][place])
         return part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from fxpipe.errors import FxpipeError, TraceError
+from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
@@ -26,6 +27,7 @@ from fxpipe.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     guard_on_data,
+    module_calls_ended,
     pytree,
     sizes_like_any,
 )
@@ -33,6 +35,7 @@ from fxpipe.trace.cuts.crossing import check_boundaries, crossing
 from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.export.boundary_operator import marked
 from fxpipe.trace.export.conversion import Traced, modes_as_operations
+from fxpipe.trace.export.decisions import Asked, Decisions
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
 from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, sizes_as_numbers
 from fxpipe.trace.export.whole_operator import SizeClauses, whole
@@ -40,7 +43,7 @@ from fxpipe.trace.fake import fake_model
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import refuse
 from fxpipe.trace.request import Place, Request, named
-from fxpipe.trace.user_line import line_of
+from fxpipe.trace.user_line import is_torchs, line_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
 
@@ -93,8 +96,12 @@ def _export(request: Request) -> Program:
                 exported = _exported(call)
         program = call.traced(exported).program().replace(sets=guard.own.taken)
         program = program.replace(fixed_sizes=call.fixed_sizes(exported, lines))
+    answers = tuple(call.decisions.given.items())
+    if call.asked is not None:
+        request.ask(request, program, call.asked, answers)
+        raise TraceError(_branches(call.asked.line)) from call.asked
     check_boundaries(program.graph, call.boundaries)
-    return program
+    return program.replace(answers=answers)
 
 
 def _export_regions(request: Request) -> Program:
@@ -143,6 +150,10 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
     except FxpipeError:
         raise
     except Exception as error:
+        if call.asked is not None:  # what is no value of the graph
+            raise TraceError(_branches(call.asked.line)) from call.asked
+        if call.decisions.given and not is_torchs(_raised_in(error)):
+            raise RunError(f"forward raised {type(error).__name__}: {error}\n{line_of(error)}") from error
         raise TraceError(_explain(error)) from error
     sys.stderr.write(printed.getvalue())
     if call.guard.random.rewind():
@@ -152,13 +163,24 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
 
 def _explain(error: Exception) -> str:
     line = line_of(error)
-    at = f"\n{line}" if line else ""
     if isinstance(error, _NEEDS_VALUES):
-        return (
-            "forward branches on the value of a tensor, or asks for it, and a capture knows shapes only; use "
-            f"torch.where, or tracer='record' where the branch is inside a submodule{at}"
-        )
+        return _branches(line)
+    at = f"\n{line}" if line else ""
     return f"torch.export cannot follow the model: {type(error).__name__}: {error}{at}"
+
+
+def _branches(line: str) -> str:
+    at = f"\n{line}" if line else ""
+    return (
+        "forward branches on the value of a tensor, or asks for it, and a capture knows shapes only; use "
+        f"torch.where, or tracer='record' where the branch is inside a submodule{at}"
+    )
+
+
+def _raised_in(error: BaseException) -> str:
+    """The file whose code has raised it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename
 
 
 def _where_drawn(call: ExportedCall) -> TraceError:
@@ -182,6 +204,9 @@ class ExportedCall:
         stand_ins: Mapping[tuple[str, int], list[Tensor]],
     ) -> None:
         self.request, self.guard, self.values, self.stand_ins = request, guard, values, stand_ins
+        self.decisions = Decisions(request.answers, request.asks_numbers)
+        self.asked: Asked | None = None
+        """Where forward has ended, since it asks for what is not known: the export computes that."""
         self.boundaries = 0
         self._given: dict[tuple[str, int], list[Tensor]] = {}
         self.regions = Regions(request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
@@ -239,7 +264,12 @@ class ExportedCall:
         given, kept = iter(tensors), iter(stand_ins)
         self._given = {key: list(islice(kept, len(one))) for key, one in self.stand_ins.items()}
         values = pytree.tree_map_only(Tensor, lambda _: next(given), dict(self.values))
-        returned, self.spec = pytree.tree_flatten(self.run(model, values))
+        try:
+            with module_calls_ended():
+                result = self.run(model, values)
+        except Asked as asked:
+            self.asked, result = asked, asked.value
+        returned, self.spec = pytree.tree_flatten(result)
         self._result = [_kept(leaf) for leaf in returned]
         return [leaf for leaf in returned if isinstance(leaf, _COMPUTED)]
 
@@ -248,7 +278,7 @@ class ExportedCall:
         self.boundaries = 0
         request = replace(self.request, module=model)
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)
-        with recording(self._record), self.regions.kept(), cuts, self.guard.forward():
+        with self.decisions.answered(), recording(self._record), self.regions.kept(), cuts, self.guard.forward():
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None, gather: Gather | None) -> Any:
@@ -277,7 +307,8 @@ class ExportedCall:
     def traced(self, exported: torch.export.ExportedProgram) -> Traced:
         cached = tuple(self.guard.cached_regions)
         request, calls = self.request, tuple(self.regions.calls)
-        return Traced(exported, request.module, self.values, self._result, self.spec, cached, self.stand_ins, calls)
+        traced = Traced(exported, request.module, self.values, self._result, self.spec, cached, self.stand_ins, calls)
+        return replace(traced, of_any_size=self.asked is not None)
 
 
 class _Root(nn.Module):

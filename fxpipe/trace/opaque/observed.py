@@ -216,7 +216,7 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
     ``may_need_gradient``: whether its floats may another time: behind a branch on a value, or once what was frozen is
     trained.
     """
-    foreign = Structure(result).foreign
+    foreign = Structure(result).foreign()
     if foreign is not TENSOR:
         raise TraceError(
             f"{region.name}, an opaque region, returns a {type(foreign).__name__}, which is no tensor, no plain "

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,6 +75,11 @@ class Regions:
         with watching(self.request.module, self.request.whole, self._call), self._unread(), self._asked():
             yield
 
+    @cached_property
+    def _objects(self) -> set[int]:
+        """The identities of what the model's modules hold, such as their ``config``: each rank has its own."""
+        return {id(value) for part in self.request.module.modules() for value in vars(part).values()}
+
     @property
     def opaque(self) -> dict[str, nn.Module]:
         """For ``Program.opaque``."""
@@ -89,10 +95,10 @@ class Regions:
             with aside():
                 return inner(*args, **kwargs)
         given = Structure((args, kwargs), self.is_value)
-        if given.foreign is not TENSOR:
+        foreign = given.foreign(self._objects)
+        if foreign is not TENSOR:
             raise refuse(
-                f"{region.name}, an opaque region, is given a {type(given.foreign).__name__}, which cannot stand in "
-                "a graph",
+                f"{region.name}, an opaque region, is given a {type(foreign).__name__}, which cannot stand in a graph",
                 "keep a larger part of the model whole, in which it is made",
             )
         seen = self._seen(region, number)
@@ -167,19 +173,25 @@ def watching(model: nn.Module, regions: Sequence[Region], handle: Handler) -> It
     by_place = {(id(vars(modules[region.path])), region.method): region for region in regions}
     places = dict.fromkeys((type(modules[region.path]), region.method) for region in regions)
 
-    def patch(owner: type, method: str) -> Callable[..., Any]:
+    def patch(owner: type, method: str) -> Any:
         own = vars(owner).get(method)
         plain = getattr(owner, method)
 
-        @functools.wraps(plain)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
-            inner = getattr(super(owner, module), method) if own is None else own.__get__(module)
+        def called(module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             region = by_place.get((id(vars(module)), method))
             if region is None:
                 return inner(*args, **kwargs)
             numbers[region.name] += 1
             return handle(region, numbers[region.name] - 1, inner, args, kwargs)
+
+        if isinstance(plain, property):  # whose value is a function
+            return property(lambda module: functools.partial(called, module, plain.__get__(module)), plain.fset)
+
+        @functools.wraps(plain)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
+            inner = getattr(super(owner, module), method) if own is None else own.__get__(module)
+            return called(module, inner, *args, **kwargs)
 
         return call
 

@@ -109,11 +109,11 @@ def _resized_first(like: TensorLike, size: int) -> TensorLike:
 
 def _resized(like: TensorLike, sizes: Mapping[int, int]) -> TensorLike:
     """With other sizes in place of some. Of three dimensions and more, one as large as the first, as tokens of an image
-    may be as many as images, is another thing."""
-    first, several = like.shape[:1], len(like.shape) > 2
-    shape = tuple(
-        size if several and dim and (size,) == first else sizes.get(size, size) for dim, size in enumerate(like.shape)
-    )
+    may be as many as images, is another thing; so is the width of (rows, tokens, width) that is as large as a row."""
+    fixed = {dim for dim, size in enumerate(like.shape) if len(like.shape) > 2 and dim and size == like.shape[0]}
+    if len(like.shape) == 3 and like.shape[1] == like.shape[2]:
+        fixed.add(2)
+    shape = tuple(size if dim in fixed else sizes.get(size, size) for dim, size in enumerate(like.shape))
     if shape == like.shape:
         return like
     stride, step = [0] * len(shape), 1

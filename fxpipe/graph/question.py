@@ -1,0 +1,73 @@
+"""Question: a value that a model's forward asks for, and that its inputs alone decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import FxpipeError
+from fxpipe.graph.modes import Autocast, within
+from fxpipe.torch_compat import pytree
+
+Kind = Literal["truth", "number", "list"]
+Answer = bool | int | tuple[Any, ...]
+Answers = tuple[tuple[str, Answer], ...]
+"""(question's key, answer), in the order in which forward asks."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """``if attention_mask.all():``, asked of a micro-batch: the graph from its inputs to the value, and the line.
+
+    ``before``: the answers after which forward asks it; after others it may not even be defined.
+    """
+
+    key: str
+    """A digest of the graph, the same on all ranks."""
+    line: str
+    before: Answers
+    inputs: tuple[str, ...]
+    sizes: tuple[tuple[str, int, int, int], ...]
+    """(input, which of its leaves, dimension, size) of those for which alone the graph holds."""
+    run: nn.Module = field(compare=False, repr=False)
+    kind: Kind = "truth"
+    autocast: tuple[Autocast, ...] = ()
+    compute: torch.dtype | None = None
+    """The type that floating-point inputs are cast to beforehand."""
+    writes: bool = False
+    """Whether the graph writes into tensors, be it of copies."""
+
+    def answer(self, values: Mapping[str, Any]) -> Answer | None:
+        """The answer for a micro-batch; None where an input of the question is not among ``values``, or is of another
+        size."""
+        given = [values.get(name) for name in self.inputs]
+        leaves = {name: pytree.tree_leaves(one) for name, one in zip(self.inputs, given, strict=True)}
+        fits = (leaves[name][place].shape[dim] == size for name, place, dim, size in self.sizes)
+        if any(one is None for one in given) or not all(fits):
+            return None
+        cast = pytree.tree_map_only(Tensor, self._cast, given)
+        with torch.no_grad(), within(self.autocast):
+            value = self.run(*cast)[0]
+        of_kind: dict[Kind, Callable[[Any], Answer]] = {"truth": bool, "number": int, "list": _as_tuples}
+        return of_kind[self.kind](value)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.clone() if self.writes else tensor
+        return tensor.to(self.compute) if self.compute is not None and tensor.is_floating_point() else tensor
+
+
+def _as_tuples(value: Any) -> Any:
+    value = value.tolist() if isinstance(value, Tensor) else value
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+class Unanswered(FxpipeError):
+    """A capture needs the answer to a question that has not been asked before."""
+
+    def __init__(self, question: Question, numbers: bool) -> None:
+        super().__init__(f"what is captured depends on the inputs' values ({question.key})\n{question.line}")
+        self.question, self.numbers = question, numbers

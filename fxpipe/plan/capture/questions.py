@@ -1,0 +1,125 @@
+"""Questions: what a model's forward asks about its inputs, found in captures, and answered for each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from fxpipe.errors import RunError
+from fxpipe.graph.like import TensorLike
+from fxpipe.graph.program import Program
+from fxpipe.graph.question import Answer, Answers, Question, Unanswered
+from fxpipe.passes import alias_groups, drop_unused, erase_boundaries, mark_copies
+from fxpipe.torch_compat import pytree
+from fxpipe.trace import Request
+
+MOST_QUESTIONS = 16
+"""So many may be asked of one micro-batch."""
+MOST_ANSWERS = 8
+"""So many may there be to one question."""
+
+
+@dataclass
+class Questions:
+    """Those that captures have asked so far, in their order."""
+
+    asked: dict[tuple[Answers, str], Question] = field(default_factory=dict)
+    """By the answers before it, and its key."""
+    answered: dict[str, set[Answer]] = field(default_factory=dict)
+    """By a question's key, the answers for which something was captured."""
+
+    def answers(self, values: Mapping[str, Any]) -> Answers:
+        """What is known of a micro-batch with these inputs, of which some may be lacking."""
+        found: dict[str, Answer] = {}
+        for question in self.asked.values():
+            if question.key not in found and all(found.get(key, known) == known for key, known in question.before):
+                try:
+                    answer = question.answer(values)
+                except Exception:  # asked of a micro-batch of another kind, which has other questions
+                    answer = None
+                if answer is not None:
+                    found[question.key] = answer
+        return tuple(found.items())
+
+    def ask(self, request: Request, program: Program, asked: Any, before: Answers) -> None:
+        """``Unanswered`` for a new question, which a program computes; nothing where it is none: where more than inputs
+        decides. RunError where no rank was given what an old one needs.
+
+        ``asked``: the kind of value, the key and the line. ``before``: the answers that forward was given before.
+        """
+        question = None if len(before) == MOST_QUESTIONS else _question_of(program, asked, before, request)
+        if question is None:
+            return
+        if (before, question.key) in self.asked:
+            raise RunError(
+                f"forward asks for values of {' and '.join(map(repr, question.inputs))}, and no rank of the pipe group "
+                f"was given them, or they cannot be computed: pass them on one rank at least\n{question.line}"
+            )
+        self.asked[before, question.key] = question
+        raise Unanswered(question, request.asks_numbers)
+
+    def keep(self, used: Collection[Answers]) -> None:
+        """Forgets what no capture with one of these answers has asked."""
+        keys = {key for answers in used for key, _ in answers}
+        self.asked = {place: question for place, question in self.asked.items() if question.key in keys}
+
+    def described(self, answers: Answers) -> list[str]:
+        """What a capture holds for: the user's lines that ask, in their order."""
+        lines = {question.key: _in_a_line(question.line) for question in self.asked.values()}
+        asking = dict.fromkeys(lines[key] for key, _ in answers)
+        head = "each outcome of these takes a capture, and a step waits for a GPU to know it:"
+        return [head, *(f"  {line}" for line in asking)] if asking else []
+
+    def note(self, answers: Answers) -> None:
+        """A capture was made for these. RunError for one more than there may be to a question."""
+        for key, answer in answers:
+            others = self.answered.setdefault(key, set())
+            if len(others | {answer}) > MOST_ANSWERS:
+                line = next(question.line for (_, asked), question in self.asked.items() if asked == key)
+                raise RunError(
+                    f"forward asks its inputs for a number, which is {answer!r:.80}, and was {len(others)} others "
+                    "before, each of which took a capture: keep the submodule that asks whole, so that its Python runs "
+                    f'in every step, boundaries={{"name.of.it": "whole"}}, or compute with tensors\n{line}'
+                )
+            others.add(answer)
+
+
+def _in_a_line(line: str) -> str:
+    """A line in traceback form as ``if mask.all(): (model.py:12)``."""
+    head, _, code = line.strip().partition("\n")
+    file, _, rest = head.removeprefix('File "').partition('", line ')
+    return f"{code.strip()} ({Path(file).name}:{rest.partition(',')[0]})"
+
+
+def _question_of(program: Program, asked: Any, before: Answers, request: Request) -> Question | None:
+    """What a program computes, as a question; None where that depends on more than inputs and constants."""
+    if not asked.key:
+        return None
+    program = mark_copies(drop_unused(erase_boundaries(program)))
+    for node in program.graph.nodes:
+        if node.op == "get_attr" and node.target not in program.constants:
+            return None
+        if node.op.startswith("call_") and (node.name not in program.copied or "modes" in node.meta):
+            return None
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+    constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
+    writes = bool(alias_groups(program).written)
+    run, inputs = fx.GraphModule(constants, graph), tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
+    modes = request.autocast, request.compute
+    varying = request.varying if program.holds_for is not None else ()
+    sizes = tuple(
+        (name, place, dim, size)
+        for name in inputs
+        for place, leaf in enumerate(pytree.tree_leaves((request.example or {})[name]))
+        for dim, size in enumerate(leaf.shape if isinstance(leaf, TensorLike) else ())
+        if (name, place, dim) not in varying
+    )
+    return Question(asked.key, asked.line, before, inputs, sizes, run, asked.kind, *modes, writes)

@@ -1,0 +1,139 @@
+"""Decisions: the values that forward asks for while it is exported. Fake tensors have none."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.graph.question import Answer, Kind
+from fxpipe.torch_compat import FakeTensor, computation_of, fix_size, is_unbacked
+from fxpipe.trace.patching import patched
+from fxpipe.trace.user_line import current_line
+
+
+class Asked(BaseException):
+    """Ends a run of forward that asks what ``value`` is, which is not known; no handler of the user's takes it.
+
+    ``key``: by which an answer is known; "" where what is asked cannot be told from other values.
+    """
+
+    def __init__(self, value: Any, kind: Kind, key: str) -> None:
+        super().__init__()
+        self.value, self.kind, self.key, self.line = value, kind, key, current_line()
+
+
+class Decisions(TorchFunctionMode):
+    """Answers what forward asks by ``known``, question's key → answer; ``Asked`` for what is not known.
+
+    It asks for truth values, ``if mask.all():``. With ``numbers``, for numbers too: ``int(lengths.max())``, and how
+    many rows an operation picks, ``mask.nonzero()``.
+    """
+
+    def __init__(self, known: Mapping[str, Answer], numbers: bool) -> None:
+        super().__init__()
+        self._known, self._numbers = known, numbers
+        self.given: dict[str, Answer] = {}
+        """The answers, in the order in which they were asked for first."""
+        self._nodes: dict[Any, str] = {}
+        self._symbols: dict[str, str] = {}  # the symbol of a value → how that is computed
+
+    @contextlib.contextmanager
+    def answered(self) -> Iterator[None]:
+        """While it is open, forward is answered."""
+        symbolic: list[tuple[Any, str, Kind]] = [(torch.SymBool, "__bool__", "truth")]
+        symbolic += [(torch.SymInt, name, "number") for name in ("__int__", "__index__") if self._numbers]
+        with contextlib.ExitStack() as stack:
+            for owner, name, kind in symbolic:
+                stack.enter_context(patched(owner, name, self._instead_of(getattr(owner, name), kind)))
+            stack.enter_context(self)
+            yield
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = _KINDS.get(function)
+        if kind == "truth" and _is_asked(args[0]):
+            return self._of_tensor(args[0], kind)
+        if kind is not None and self._numbers and _is_asked(args[0]) and not args[0].is_floating_point():
+            is_truth = kind == "number" and args[0].dtype == torch.bool
+            return _as_lists(self._of_tensor(args[0], "truth" if is_truth else kind))
+        if function in (torch.equal, Tensor.equal) and any(map(_is_asked, args)):
+            one, other = args
+            return one.shape == other.shape and self._of_tensor((one == other).all(), "truth")
+        if function in (torch.allclose, Tensor.allclose) and any(map(_is_asked, args)):
+            return self._of_tensor(torch.isclose(*args, **kwargs).all(), "truth")
+        if self._numbers and function is Tensor.__getitem__:
+            args = args[0], self._by_places(args[1])
+        result = function(*args, **kwargs)
+        if function is Tensor.item and isinstance(result, _SYMBOLIC):
+            self._symbols[str(result.node.expr)] = self._made(args[0])
+        self._note_sizes(result)
+        return result
+
+    def _by_places(self, index: Any) -> Any:
+        """An index with the places that a mask picks in place of the mask: inputs may decide how many these are,
+        whatever is picked from."""
+        found: list[Any] = []
+        for one in index if isinstance(index, tuple) else (index,):
+            is_mask = isinstance(one, Tensor) and one.dtype == torch.bool and one.dim() and _is_asked(one)
+            places = one.nonzero(as_tuple=True) if is_mask else (one,)
+            self._note_sizes(places if is_mask else ())
+            found += places
+        return tuple(found)
+
+    def _note_sizes(self, result: Any) -> None:
+        """Asks for sizes that values decide."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            for dim, size in enumerate(tensor.shape if isinstance(tensor, Tensor) else ()):
+                if isinstance(size, torch.SymInt) and is_unbacked(size):
+                    made = self._made(tensor)
+                    self._symbols[str(size.node.expr)] = made = made and f"size {dim} of {made}"
+                    if self._numbers:
+                        fix_size(size, int(self._asked(size, "number", made)))
+
+    def _made(self, tensor: Tensor) -> str:
+        return computation_of(tensor, self._nodes, torch.ops.fxpipe.boundary.default)
+
+    def _of_tensor(self, tensor: Tensor, kind: Kind) -> Any:
+        return self._asked(tensor, kind, self._made(tensor))
+
+    def _asked(self, value: Any, kind: Kind, made: str) -> Answer:
+        key = made and f"{kind} of {made}"
+        if key not in self._known:
+            raise Asked(value, kind, key)
+        return self.given.setdefault(key, self._known[key])
+
+    def _instead_of(self, original: Callable[[Any], Any], kind: Kind) -> Callable[[Any], Any]:
+        def ask(symbol: Any) -> Any:
+            if not is_unbacked(symbol):
+                return original(symbol)
+            text = _SYMBOL.sub(lambda one: self._symbols.get(one[0]) or "?", str(symbol.node.expr))
+            return self._asked(symbol, kind, "" if "?" in text else text)
+
+        return ask
+
+
+_KINDS: dict[Any, Kind] = {
+    **dict.fromkeys((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero), "truth"),
+    **dict.fromkeys((Tensor.__int__, Tensor.__index__, Tensor.item), "number"),
+    Tensor.tolist: "list",
+}
+
+
+_SYMBOL = re.compile(r"\b(?:u|zuf)\d+\b")
+"""torch's name for the value of a tensor."""
+_SYMBOLIC = (torch.SymBool, torch.SymInt, torch.SymFloat)
+
+
+def _as_lists(answer: Any) -> Any:
+    return list(map(_as_lists, answer)) if isinstance(answer, tuple) else answer
+
+
+def _is_asked(value: Any) -> bool:
+    """Whether it has no value while forward is exported."""
+    return isinstance(value, FakeTensor) and value.constant is None

@@ -1,0 +1,282 @@
+"""What forward asks about its inputs: each outcome takes a capture, whichever rank was given the inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import FxpipeError, RunError, TraceError
+from tests.harness import accumulate, assert_same, cut, engine_of, gradients_of, replica_of
+from tests.layered import WIDTH, Layers, compiled
+from tests.models import Inputs
+from tests.pool import Pool
+
+CUTS = ["layers.1", "layers.3"]
+
+
+class Masked(Layers):
+    """As transformers' encoders skip a mask of ones, between submodules."""
+
+    def run(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if mask.all() else layer(x * mask[:, None]) + 1
+        return x
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        return (self.run(x, mask, lengths) - y).square().mean()
+
+
+class Checked(Masked):
+    """As CTC heads look at their labels, by a number of Python's."""
+
+    def run(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        if lengths.max().item() > 100:
+            raise ValueError("Label values must be <= 100")
+        return super().run(x, mask, lengths)
+
+
+class Cropped(Masked):
+    """A number of Python's by which it slices, in a submodule that cannot be opaque: the model itself."""
+
+    def run(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        width = int(lengths.max())
+        return torch.cat([self.layers[3](self.layers[2](x))[:, :width], x[:, width:]], 1)
+
+
+class Counted(Masked):
+    """As Longformer picks the tokens that all others look at: how many there are is the size of a tensor."""
+
+    def run(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        if mask.bool().any():
+            (places,) = mask.nonzero(as_tuple=True)
+            x = x + self.layers[0](x)[places].sum(0)
+        else:
+            x = x + self.layers[0](x)
+        for layer in self.layers[1:]:  # type: ignore[attr-defined]
+            x = layer(x)
+        return x
+
+
+def batch(number: int, holes: Sequence[int] = (), length: int = 3, rows: int = 8) -> Inputs:
+    """``holes``: the rows whose mask is 0; ``length``: the largest of ``lengths``."""
+    generator = torch.Generator().manual_seed(number)
+    mask = torch.ones(rows, dtype=torch.long)
+    mask[list(holes)] = 0
+    lengths = torch.full((rows,), length)
+    made = {name: torch.randn(rows, WIDTH, generator=generator) for name in ("x", "y")}
+    return made | {"mask": mask, "lengths": lengths}
+
+
+BATCHES = [batch(0, [1]), batch(1), batch(2, [1]), batch(3, [6]), batch(4, [0, 7]), batch(5, [1])]
+"""Cut in two: neither has a hole, the first, the second, both, the first again."""
+
+
+def steps(
+    make: Callable[[], nn.Module], batches: Sequence[Inputs], absent: Sequence[str] = (), **options: Any
+) -> list[tuple[Tensor, dict[str, Any], Tensor]]:
+    """For each batch but the first, with which it is compiled: the loss, gradients, and the loss of ``evaluate``.
+
+    ``absent``: inputs of which the last rank is given None.
+    """
+    torch.manual_seed(0)
+    topology = options.pop("topology", None) or fxpipe.Topology([("pipe", 2)])
+    fb = fxpipe.compile(make(), topology, boundaries=CUTS, microbatches=2, example_kwargs=batches[0], **options)
+    lacks = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+    found = []
+    for one in batches[1:]:
+        given = one | dict.fromkeys(absent if lacks else ())
+        fb.zero_grad()
+        loss = fb(**given)
+        gradients = gradients_of(fb.named_parameters())
+        found.append((loss, gradients, fb.evaluate(**given, outputs="loss")))
+    return found
+
+
+def assert_right(make: Callable[[], nn.Module], batches: Sequence[Inputs], found: Sequence[Any]) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    for one, (loss, gradients, evaluated) in zip(batches[1:], found, strict=True):
+        plain.zero_grad()
+        wanted, _ = accumulate(lambda _, part: plain(**part), cut(one, 2))
+        assert_same(loss, wanted, "loss", 1e-6)
+        assert_same(evaluated, wanted, "evaluate", 1e-6)
+        known = gradients_of(plain.named_parameters())
+        for name, gradient in gradients.items():
+            assert_same(gradient, known[name], name, 1e-6)
+
+
+ENGINES = ["local", "distributed"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [Masked, Checked, Counted], ids=lambda make: make.__name__)
+def test_each_outcome_has_its_stages(make: Any, engine: str, request: pytest.FixtureRequest) -> None:
+    """The second rank is given no mask and no lengths."""
+    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    for found in run(2, steps, make, BATCHES, ("mask", "lengths")):
+        assert_right(make, BATCHES, found)
+
+
+def test_there_is_a_capture_for_an_outcome_of_a_micro_batch_not_for_each_of_a_batch() -> None:
+    torch.manual_seed(0)
+    fb = compiled(Masked(), BATCHES[0], CUTS)
+    for one in BATCHES:
+        fb(**one)
+    captures = fb._planner.captures
+    assert captures is not None
+    assert len([pattern for pattern in captures.kept if pattern.training]) == 2
+    assert "if mask.all() else" in str(fb.stages)
+    assert "waits for a GPU" in str(fb.stages)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_number_may_be_eight_and_the_ninth_is_refused_on_all_ranks(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    eight = [batch(0, length=1), *(batch(n, length=1 + n) for n in range(8))]
+    for found in run(2, steps, Cropped, eight):
+        assert_right(Cropped, eight, found)
+    for message in run(2, refused, Cropped, [*eight, batch(9, length=0)]):
+        assert "width = int(lengths.max())" in message
+        assert "8 others" in message
+
+
+def refused(make: Callable[[], nn.Module], batches: Sequence[Inputs]) -> str:
+    """The message of the step that fails, the last; after it another one is as before."""
+    torch.manual_seed(0)
+    topology = fxpipe.Topology([("pipe", 2)])
+    fb = fxpipe.compile(make(), topology, boundaries=CUTS, microbatches=2, example_kwargs=batches[0])
+    for one in batches[:-1]:
+        loss = fb(**one)
+    with pytest.raises(RunError) as caught:
+        fb(**batches[-1])
+    assert torch.equal(fb(**batches[-2]), loss)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_branch_that_raises_is_a_check_and_raises_in_the_step(engine: str, request: pytest.FixtureRequest) -> None:
+    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    for message in run(2, refused, Checked, [batch(0), batch(1), batch(2, length=101)]):
+        assert "forward raised ValueError: Label values must be <= 100" in message
+
+
+def replicas(examples_differ: bool) -> Any:
+    """A step of replicas whose micro-batches have other outcomes."""
+    topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
+    mine = replica_of(topology)
+    given = [batch(mine + 2 * n, [mine] if n != 1 else [1 - mine][:mine]) for n in range(3)]
+    first = given[0] if examples_differ else batch(0, [1])
+    fb = fxpipe.compile(seeded(Masked), topology, boundaries=CUTS, microbatches=2, example_kwargs=first)
+    found = []
+    for one in given:
+        fb.zero_grad()
+        found.append((fb(**one), gradients_of(fb.named_parameters())))
+    return mine, given, found
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.parametrize("examples_differ", [False, True])
+def test_replicas_may_have_other_outcomes(examples_differ: bool, pool: Pool) -> None:
+    ran = pool.run(replicas, examples_differ, ranks=4)
+    batches = {mine: given for mine, given, _ in ran}
+    plain = seeded(Masked)
+    for step in range(3):
+        plain.zero_grad()
+        parts = [part for mine in (0, 1) for part in cut(batches[mine][step], 2)]
+        wanted, _ = accumulate(lambda _, part: plain(**part), parts)
+        known = gradients_of(plain.named_parameters())
+        for _, _, found in ran:
+            loss, gradients = found[step]
+            assert_same(loss, wanted, "loss", 1e-6)
+            for name, gradient in gradients.items():
+                assert_same(gradient, known[name], name, 1e-6)
+
+
+@pytest.mark.parametrize("options", [{"auto_opaque": False}, {"tracer": "export"}])
+def test_it_is_refused_where_that_is_asked_for(options: dict[str, Any]) -> None:
+    with pytest.raises(TraceError, match=r"branches on the value"):
+        compiled(Masked(), BATCHES[0], CUTS, **options)
+
+
+class Trained(Masked):
+    """Asks for what its parameters make."""
+
+    def run(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = x + 1 if bool(x.sum() > 0) else x
+        return self.layers[3](self.layers[1](x))  # type: ignore[no-any-return]
+
+
+def test_what_parameters_decide_is_no_question() -> None:
+    with pytest.raises(TraceError, match=r"value"):
+        compiled(Trained(), BATCHES[0], CUTS)
+
+
+def test_an_input_that_no_rank_is_given_is_named() -> None:
+    """The first rank asks what no stage reads, as ``lengths`` here."""
+    assert "lengths" in compiled(Checked(), BATCHES[0], CUTS).required_inputs
+    fb = compiled(Masked(), BATCHES[0], CUTS)
+    with pytest.raises(FxpipeError, match="mask"):
+        fb(**BATCHES[1] | {"mask": None})
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Masked()
+    before = copy.deepcopy(model.state_dict())
+    compiled(model, BATCHES[0], CUTS)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_batches_of_other_sizes_have_other_captures_and_the_same_stages() -> None:
+    """Each size is captured as it is, then symbolic: the question of one size is none of another's."""
+    rows = [8, 10, 8, 12, 6, 14]
+    given = [batch(n, [1] if n % 2 else (), rows=count) for n, count in enumerate(rows)]
+    assert_right(Masked, given, steps(Masked, given))
+    assert_right(Counted, given, steps(Counted, [given[1], *given[1:]]))
+
+
+class Written(Masked):
+    """Asks for a mask that it has written into, a copy of its own."""
+
+    def run(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        own = mask.clone()
+        own[0] = 0
+        for layer in self.layers:
+            x = layer(x) if own.any() else layer(x) + 1
+            own.zero_()
+        return x if bool(mask.sum() > 3) else x + 1
+
+
+def test_a_mask_that_forward_writes_is_asked_for_as_it_is_then() -> None:
+    given = [batch(0, [1]), batch(1), batch(2, [1, 2]), batch(3, [0, 1, 2, 3]), batch(4, range(8))]
+    before = [one["mask"].clone() for one in given]
+    assert_right(Written, given, steps(Written, given))
+    assert all(torch.equal(one["mask"], mask) for one, mask in zip(given, before, strict=True))
+
+
+class Gathered(Masked):
+    """The last stage runs on the whole batch."""
+
+    def run(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x if mask.all() else x + 1))
+        return self.layers[3](fxpipe.stage_boundary(x, gather="batch"))  # type: ignore[no-any-return]
+
+
+def test_questions_of_gathered_rows_are_refused() -> None:
+    """The answer for a group's rows is none of its micro-batches'."""
+    topology = fxpipe.Topology([("pipe", 2)])
+    with pytest.raises(TraceError, match="branches on the value"):
+        fxpipe.compile(Gathered(), topology, microbatches=2, example_kwargs=BATCHES[1])
