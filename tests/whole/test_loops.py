@@ -121,6 +121,24 @@ def test_torchrun_starts_a_run_again_which_goes_on_to_the_bit(tmp_path: Path, sc
     assert printed == scripts.run(["short.py", str(tmp_path / "undisturbed")], tmp_path)  # in one process
 
 
+# --- an unmodified LLaVA
+
+
+def test_the_llava_has_the_losses_of_plain_pytorch(tmp_path: Path, scripts: Scripts) -> None:
+    """Images are packed, and the vision tower is unfrozen behind the first of three steps."""
+    pytest.importorskip("sklearn", reason="the examples' extra is not installed; .ci/run compares the same losses")
+    losses, printed = {}, {}
+    for how, options in {"plain": ["--plain"], "pipeline": []}.items():
+        command = [str(EXAMPLES / "train_vlm.py"), *options, "--steps", "3", "--losses", str(tmp_path / how)]
+        printed[how] = scripts.run([*command, "--out", str(tmp_path / f"{how} model")], tmp_path)
+        losses[how] = [float.fromhex(loss) for loss in (tmp_path / how).read_text().split()]
+    assert len(losses["plain"]) == 3
+    assert losses["pipeline"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert printed["pipeline"].endswith(printed["plain"])  # the accuracy
+    assert "0, 1, 2, 3" in printed["pipeline"]  # the ranks of the vision tower
+    assert (tmp_path / "pipeline model" / "model.safetensors").exists()
+
+
 # --- transformers' Trainer
 
 
