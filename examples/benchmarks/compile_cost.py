@@ -43,7 +43,7 @@ from fxpipe.schedules.lower import lower
 
 Figures = dict[str, float]
 PHASES = {
-    "trace": ("fxpipe.plan.capture.captures", "capture"),
+    "trace": ("fxpipe.plan.capture.auto_opaque", "capture"),
     "passes": ("fxpipe.plan.capture.captures", "chain"),
     "cut": ("fxpipe.passes", "split"),
     "check": ("fxpipe.plan.capture.captures", "check"),
@@ -174,7 +174,7 @@ def actions(count: int, family: Any, ranks: int) -> Figures:
     """A chain of so many stages, one a rank."""
     edges = tuple(pairwise(range(ranks)))
     start = time.process_time()
-    table = build(family, edges, count // (3 if family == "zb_h1" else 2) // ranks)
+    table = build(family, edges, max(count // (3 if family == "zb_h1" else 2) // ranks, 1))
     marks = [start, time.process_time()]
     lower(table.rows, table.links, table.placement, table.backward)
     marks.append(time.process_time())
@@ -219,9 +219,10 @@ def exponent(sizes: list[int], figures: list[float]) -> float:
     return statistics.linear_regression(*logarithms).slope
 
 
-def growth(what: str) -> list[dict[str, Any]]:
+def growth(what: str, divided: int) -> list[dict[str, Any]]:
     rows = []
-    for name, run, given, sizes in GROWTH[what]:
+    for name, run, given, most in GROWTH[what]:
+        sizes = [size // divided for size in most]
         found = [measured(run, size, *given) for size in sizes]
         for figure in found[0].keys() & found[-1].keys():
             values = [one[figure] for one in found]
@@ -331,6 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="*", help=f"{', '.join(GROWTH)}; with --models: {', '.join(MODELS)}")
     parser.add_argument("--models", action="store_true", help="time to the first step, by phase")
+    parser.add_argument("--divided", type=int, default=1, help="by how much sizes are smaller")
     parser.add_argument("--json", help="a file for the figures")
     arguments = parser.parse_args()
     known = list(MODELS if arguments.models else GROWTH)
@@ -345,7 +347,7 @@ def main() -> None:
     else:
         one_rank = fxpipe.Topology([("pipe", 1)])
         fxpipe.preview(Blocks(2, 1), one_rank, tracer="export", example_args=(torch.ones(4, 4),))  # imports the rest
-        figures = [row for what in asked for row in growth(what)]
+        figures = [row for what in asked for row in growth(what, arguments.divided)]
         print(shown(figures))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(figures, indent=1))

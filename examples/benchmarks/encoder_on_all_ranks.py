@@ -15,44 +15,18 @@ rounds, of the slowest rank.
 
 import argparse
 import statistics
-import time
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from sleeping import Stage, in_turns
 from tabulate import tabulate
-from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.schedules import Costs, build, with_costs
 
 UNIT = 0.050  # seconds of F = 1
 ROWS, COLUMNS = 32, 128  # of a micro-batch: 16 KiB in float32
-
-
-class Sleep(torch.autograd.Function):
-    """The identity, which takes its time both ways."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, cost: float) -> Tensor:
-        ctx.cost = cost
-        time.sleep(cost * UNIT)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.cost * UNIT)
-        return gradient, None
-
-
-class Stage(nn.Module):
-    def __init__(self, cost: float, is_last: bool = False):
-        super().__init__()
-        self.scale, self.cost, self.is_last = nn.Parameter(torch.ones(())), cost, is_last
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = Sleep.apply(x * self.scale, self.cost)
-        return y.square().mean() if self.is_last else y
 
 
 def costs(ranks: int, encoder: float) -> Costs:
@@ -96,7 +70,8 @@ def table(ranks: int = 8) -> None:
 
 def compiled(ranks: int, microbatches: int, encoder: float, everywhere: bool) -> fxpipe.ForwardBackward:
     names = ["encoder", *(f"language_{stage}" for stage in range(ranks))]
-    stages = {"encoder": Stage(encoder)} | {name: Stage(1, name == names[-1]) for name in names[1:]}
+    stages = {"encoder": Stage(encoder * UNIT, 2 * encoder * UNIT)}
+    stages |= {name: Stage(UNIT, 2 * UNIT, name == names[-1]) for name in names[1:]}
     graph = fxpipe.StageGraph.from_callables(stages, list(pairwise(names)), {"encoder": ["x"]})
     placement = {"encoder": "all" if everywhere else 0} | {name: stage for stage, name in enumerate(names[1:])}
     schedule = with_costs("1f1b", costs(ranks, encoder))
@@ -110,16 +85,7 @@ def run(ranks: int, microbatches: int, encoder: float, rounds: int) -> None:
     ways = {"in stage 0": False, "on all ranks": True}
     contestants = {name: compiled(ranks, microbatches, encoder, everywhere) for name, everywhere in ways.items()}
     x = torch.ones(microbatches * ROWS, COLUMNS)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(rounds + 1):  # the first one warms up
-        for name, step in contestants.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(x)
-            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if number:
-                seconds[name].append(slowest.item())
+    seconds = in_turns(contestants, x, rounds)
     if dist.get_rank() == 0:
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         rows = []

@@ -17,15 +17,15 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sleeping import Stage, in_turns
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import fxpipe
@@ -34,41 +34,17 @@ FORWARD, BACKWARD = 0.020, 0.040  # seconds
 ROWS, COLUMNS = 128, 128  # of a micro-batch: 64 KiB in float32
 
 
-class Sleep(torch.autograd.Function):
-    """The identity, which takes its time both ways."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        time.sleep(FORWARD)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        time.sleep(BACKWARD)
-        return gradient
-
-
-class Stage(nn.Module):
-    def __init__(self, is_last: bool = False):
-        super().__init__()
-        self.scale, self.is_last = nn.Parameter(torch.ones(())), is_last
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        y = Sleep.apply(sum(inputs) * self.scale)
-        return y.square().mean() if self.is_last else y
-
-
 def stage_graph(names: list[str], edges: list[tuple[str, str]]) -> fxpipe.StageGraph:
     """The stages with these edges; those that none feeds read the batch."""
     fed = {target for _, target in edges}
-    stages = {name: Stage(is_last=name == "J") for name in names}
+    stages = {name: Stage(FORWARD, BACKWARD, is_last=name == "J") for name in names}
     return fxpipe.StageGraph.from_callables(stages, edges, {name: ["x"] for name in names if name not in fed})
 
 
 def torch_chain(ranks: int, microbatches: int) -> Callable[[Tensor], object]:
     """The same chain under torch.distributed.pipelining."""
     rank = dist.get_rank()
-    stage = PipelineStage(Stage(), rank, ranks, torch.device("cpu"))
+    stage = PipelineStage(Stage(FORWARD, BACKWARD), rank, ranks, torch.device("cpu"))
     kind = Schedule1F1B if microbatches >= ranks else ScheduleGPipe
     schedule = kind(stage, microbatches, loss_fn=lambda output, target: output.square().mean())
     if rank == 0:
@@ -96,20 +72,9 @@ def run(count: int, length: int, microbatches: int, rounds: int, path: str) -> N
         "torch.distributed.pipelining, chain": torch_chain(ranks, microbatches),
     }
     x = torch.ones(microbatches * ROWS, COLUMNS)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
     timelines: list[fxpipe.Timeline] = []
     graph.record_timeline()
-    for round in range(rounds + 1):  # the first one warms up
-        for name, step in contestants.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(x)
-            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if round:
-                seconds[name].append(slowest.item())
-        if round:
-            timelines.append(graph.timeline())
+    seconds = in_turns(contestants, x, rounds, lambda: timelines.append(graph.timeline()))
 
     if dist.get_rank() == 0:
         plan, chain_plan = (one.schedule.simulate(FORWARD, BACKWARD) for one in (graph, chain))

@@ -157,8 +157,10 @@ class Times:
         return loss
 
     def per_word(self, sizes: Sequence[tuple[int, int]]) -> float:
-        """Seconds, over the steps without a capture."""
+        """Seconds, over the steps without a capture; nan where each made one."""
         quiet = [place for place, made in enumerate(self.captures) if not made]
+        if not quiet:
+            return math.nan
         return sum(self.seconds[place] for place in quiet) / sum(math.prod(sizes[place]) for place in quiet)
 
     @property

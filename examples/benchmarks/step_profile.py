@@ -30,14 +30,14 @@ EDGES = [("A1", "A2"), ("A2", "J"), ("B1", "B2"), ("B2", "J")]
 NAMES = ["A1", "A2", "B1", "B2", "J"]
 
 
-def run(part: str, rounds: int) -> None:
+def run(part: str, rounds: int, width: int) -> None:
     torch.set_num_threads(1)
     fxpipe.init()
     torch.manual_seed(0)
     if part == "sleep":
         model, batch = stage_graph(NAMES, EDGES), torch.ones(8 * ROWS, COLUMNS)
     else:
-        model, batch = GPT(), ids_of(4)
+        model, batch = GPT(width), ids_of(4)
     topology = fxpipe.Topology([("pipe", dist.get_world_size())])
     microbatches = 8 if part == "sleep" else 4
     step = fxpipe.compile(model, topology, microbatches=microbatches, example_args=(batch,) if part == "gpt" else None)
@@ -110,12 +110,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help="sleep, gpt, collectives")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--width", type=int, default=512, help="of the GPT, a multiple of 64")
     arguments = parser.parse_args()
     parts = arguments.parts or ["sleep", "gpt", "collectives"]
     if "sleep" in parts:
-        fxpipe.launch(run, 5, "sleep", arguments.rounds)
+        fxpipe.launch(run, 5, "sleep", arguments.rounds, arguments.width)
     if "gpt" in parts:
-        fxpipe.launch(run, 2, "gpt", arguments.rounds)
+        fxpipe.launch(run, 2, "gpt", arguments.rounds, arguments.width)
     if "collectives" in parts:
         fxpipe.launch(collectives, 5, 10 * arguments.rounds)
 

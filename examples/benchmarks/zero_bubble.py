@@ -18,7 +18,8 @@ that their actions had; simulated is what each table takes at its own.
 import argparse
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def run(model: type[nn.Module], ranks: int, microbatches: int, batch: Tensor, rounds: int) -> None:
+def run(model: Callable[[], nn.Module], ranks: int, microbatches: int, batch: Tensor, rounds: int) -> None:
     torch.set_num_threads(1)
     fxpipe.init()
     topology = fxpipe.Topology([("pipe", ranks)])
@@ -179,7 +180,7 @@ def kind_of(operator: str) -> str:
     return next((kind for kind, ends in KINDS.items() if name.endswith(ends)), "other operators")
 
 
-def profile(microbatches: int, batch: Tensor, rounds: int) -> None:
+def profile(width: int, microbatches: int, batch: Tensor, rounds: int) -> None:
     """Prints what a step's operators take, in ms, of the fastest round; the rest is Python and autograd itself."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, float]] = {}
@@ -187,7 +188,7 @@ def profile(microbatches: int, batch: Tensor, rounds: int) -> None:
         torch.manual_seed(0)
         topology = fxpipe.Topology([("pipe", 2)])
         options = {"microbatches": microbatches, "schedule": schedule, "example_args": (batch,)}
-        step = fxpipe.compile(GPT(), topology, **options)
+        step = fxpipe.compile(GPT(width), topology, **options)
         step(batch)
         found[schedule] = min((operators(step, batch) for _ in range(rounds)), key=lambda one: one["in all"])
     kinds = sorted({kind for one in found.values() for kind in one}, key=lambda kind: found["1f1b"].get(kind, 0.0))
@@ -222,14 +223,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help="sleep, gpt, profile")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--width", type=int, default=512, help="of the GPT, a multiple of 64")
     arguments = parser.parse_args()
     arguments.parts = arguments.parts or ["sleep", "gpt", "profile"]
     if "sleep" in arguments.parts:
         fxpipe.launch(run, 5, Branches, 5, 8, torch.ones(8 * 128, 128), arguments.rounds)
     for microbatches in (2, 4, 8) if "gpt" in arguments.parts else ():
-        fxpipe.launch(run, 2, GPT, 2, microbatches, ids_of(microbatches), arguments.rounds)
+        fxpipe.launch(run, 2, partial(GPT, arguments.width), 2, microbatches, ids_of(microbatches), arguments.rounds)
     if "profile" in arguments.parts:
-        profile(4, ids_of(4), min(arguments.rounds, 3))
+        profile(arguments.width, 4, ids_of(4), min(arguments.rounds, 3))
 
 
 def ids_of(microbatches: int) -> Tensor:
