@@ -238,7 +238,6 @@ def main() -> None:
 
     losses: list[Tensor] = []
     if args.resume:
-        tower.requires_grad_(True)  # load leaves out the optimizer's state of what is frozen
         extra = fxpipe.load(args.resume, forward_backward, optimizer, scheduler=scheduler, required=False)
         losses += extra.get("losses", [])
     loader = batches(dataset, topo, args.batch_size, begun=len(losses))

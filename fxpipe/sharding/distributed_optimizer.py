@@ -12,7 +12,7 @@ import functools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -376,11 +376,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CheckpointError: the optimizer keeps what belongs to no parameter, or to a whole one of which ranks step
                 slices.
         """
-        assert self._inner is not None
         refuse_torchs_helpers()
+        return self.state_to_fill(())
+
+    def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
+        """``state_dict``, with an initial state of the frozen parameters, too, that were ``saved`` with a state."""
+        assert self._inner is not None
         check_saves_all(self._inner)
         entries = {
-            name: self._states.show(name, self.state.get(target.tensor), options_of(group), target)
+            name: self._states.show(name, self.state.get(target.tensor), options_of(group), target, name in saved)
             for group, targets in zip(self.param_groups, self._targets, strict=True)
             for target in targets
             if target.tensor.numel() or target.whole  # not a shard of none of its rows

@@ -51,10 +51,11 @@ class TargetStates:
         self._make, self._masters = make, masters
         self._copies: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # masters that state dicts have copies of
 
-    def show(self, name: str, state: Entry | None, options: Mapping[str, Any], target: Target) -> Entry:
-        """A target's entry of a state dict: nothing where it is frozen and has never been stepped."""
+    def show(self, name: str, state: Entry | None, options: Mapping[str, Any], target: Target, wanted: bool) -> Entry:
+        """A target's entry of a state dict: nothing where it is frozen and has never been stepped, unless it is
+        ``wanted`` to be filled."""
         entry = dict(state or {})
-        if not state and target.piece.parameter.requires_grad:
+        if not state and (wanted or target.piece.parameter.requires_grad):
             entry = initial_state(self._make, options, target.tensor)
         if self._has_master(target):
             with torch.inference_mode(False):  # so that what is written is counted, see ``_is_unread``

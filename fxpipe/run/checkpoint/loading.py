@@ -249,7 +249,7 @@ class _Loading:
         if more := [name for name in prepared.saved if name not in asked and not name.endswith(".initial_lr")]:
             self._warn(
                 f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
-                "optimizers that were saved, made of the same parameters, and none of these frozen since"
+                "optimizers that were saved, made of the same parameters"
             )
 
     def _warn(self, what: str) -> None:
@@ -310,15 +310,15 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader) -> dict[str, Any
     """The optimizer's state dict, with what the checkpoint has under ``name`` to be read into it.
 
     Options come as they were saved, a number where there is a tensor now and a tensor where there is a number. What was
-    frozen has no state in it, and begins anew; what was kept in full precision has no master, which then follows the
-    model.
+    never trained has no state in it, and begins anew; what was trained has one, though it may be frozen now. What was
+    kept in full precision has no master, which then follows the model.
 
     Raises:
         CheckpointError: it was saved without this optimizer, or with one of another kind.
     """
-    state = optimizer.state_dict()
     known = set(reader.names)  # and what they are in
     known |= {part for saved in reader.names if saved.startswith(f"{name}.") for part in _parents(saved)}
+    state = optimizer.state_to_fill({saved.removeprefix(f"{name}.state.") for saved in known})
     if f"{name}.param_groups" not in known:
         raise CheckpointError(f"{reader.folder} has no state of optimizer= ({name}): it was saved without it")
     for key, group in _groups(state["param_groups"]):

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -225,10 +225,11 @@ class PlainOptimizer:
             for parameter in group["params"]:
                 yield self._names[id(parameter)], parameter, group
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
         """``{"state": {name: {key: value}}, "param_groups": {name: {key: value}}}``; nothing is changed by it.
 
-        A parameter that was never stepped is there with an initial state.
+        A parameter that was never stepped is there with an initial state, and a frozen one if it was ``saved`` with a
+        state.
         """
         if isinstance(self._optimizer, torch.optim.LBFGS):
             raise CheckpointError(
@@ -238,6 +239,7 @@ class PlainOptimizer:
         entries = {
             name: dict(self._optimizer.state.get(parameter) or self._initial(parameter, options_of(group)))
             for name, parameter, group in self._parameters()
+            if parameter in self._optimizer.state or parameter.requires_grad or name in saved
         }
         return {
             "state": {name: entry for name, entry in entries.items() if entry},
@@ -245,7 +247,7 @@ class PlainOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``state_dict`` gave, with other values in it.
+        """Takes what ``state_to_fill`` gave, with other values in it.
 
         Raises:
             CheckpointError: parameters of one group were saved with different options.
@@ -259,15 +261,15 @@ class PlainOptimizer:
                 )
             entry = state["state"].get(name, {})
             stepped = parameter in self._optimizer.state
-            if stepped or not is_initial(entry, self._initial(parameter, options)):
+            if stepped or (entry and not is_initial(entry, self._initial(parameter, options))):
                 self._optimizer.state[parameter] = entry
         for group in self._optimizer.param_groups:
             for parameter in group["params"][:1]:
                 group.update(copy.deepcopy(state["param_groups"][self._names[id(parameter)]]))
 
     def _initial(self, parameter: Tensor, options: Mapping[str, Any]) -> Entry:
-        """What a first step would begin with: nothing where it is frozen."""
-        return initial_state(self._like_it, options, parameter.detach()) if parameter.requires_grad else {}
+        """What a first step would begin with."""
+        return initial_state(self._like_it, options, parameter.detach())
 
     def _like_it(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Another one of its class, without its state, its hooks and what schedulers have put around its ``step``."""

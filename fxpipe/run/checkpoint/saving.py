@@ -246,7 +246,9 @@ def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPla
     if parts.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
         plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(parts.module, model)}
     digests, trees, tensors = plain_parts(plain)
-    states: dict[str, Any] = {name: one.state_dict() for name, one in savable(given.optimizer, parts.module).items()}
+    states: dict[str, Any] = {
+        name: one.state_to_fill(()) for name, one in savable(given.optimizer, parts.module).items()
+    }
     states["model"] = model
     if given.scheduler is not None:
         states["scheduler"] = plain["scheduler"]  # for who reads it by torch alone; fxpipe reads each rank's
