@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,8 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fxpipe.errors import TraceError
 from fxpipe.trace.cuts.cuts_by_name import fnmatched
 from fxpipe.trace.request import Request
-
-_LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
+from fxpipe.trace.user_line import LINE, place_in
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def refused_in(error: BaseException, request: Request) -> str:
     of it, or where it is whole already. Parts that differ by a number, of one class, are named together."""
     paths = {id(vars(part)): path for path, part in request.module.named_modules()}
     traces = [list(traceback.walk_tb(link.__traceback__)) for link in _links(error)]
-    line = _LINE.search(str(error))
+    line = LINE.search(str(error))
     if line is not None:  # of the errors behind it, the one that the message names
         place = line["file"], int(line["line"])
         traces = [trace for trace in traces if any((f.f_code.co_filename, number) == place for f, number in trace)]
@@ -164,6 +161,5 @@ def _in_a_line(refusal: Refusal) -> str:
     """What the tracer met, and where; not what to write instead, since another one got further."""
     text, *rest = refusal.reason.splitlines()
     fact, _, _ = text.partition("; ")
-    found = next((match for match in map(_LINE.match, rest) if match), None)
-    at = f" ({Path(found['file']).name}:{found['line']})" if found else ""
-    return f"{refusal.tracer}: {fact}{at}"
+    at = place_in("\n".join(rest))
+    return f"{refusal.tracer}: {fact}" + (f" ({at})" if at else "")

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 
+LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
+"""A line in traceback form."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -49,6 +52,12 @@ def line_of(error: BaseException) -> str:
             found = _format(trace.tb_frame, trace.tb_lineno)
         trace = trace.tb_next
     return found
+
+
+def place_in(text: str) -> str:
+    """The first line that a text names in traceback form, as "model.py:12"; empty where it names none."""
+    found = LINE.search(text)
+    return f"{Path(found['file']).name}:{found['line']}" if found else ""
 
 
 def definition(function: Callable[..., object]) -> str:

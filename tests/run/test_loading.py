@@ -499,7 +499,7 @@ def test_what_was_trained_and_is_frozen_now_keeps_its_state(tmp_path: Path, plai
     second = made(1, plain, frozen=True)
     fxpipe.load(tmp_path, *second)
     one_step(second)
-    for name, parameter in second[0].named_parameters():
+    for parameter in second[0].parameters():
         parameter.requires_grad_(True)
     one_step(second)
     found = second[0].state_dict()

@@ -83,7 +83,7 @@ def test_what_is_loaded_into_does_not_matter(tmp_path: Path, name: str, before: 
 def test_lbfgs_is_refused() -> None:
     model, _ = made("AdamW")
     with pytest.raises(CheckpointError, match="LBFGS keeps what it has of all parameters with the first"):
-        PlainOptimizer(model.module, torch.optim.LBFGS(model.parameters())).state_dict()
+        PlainOptimizer(model.module, torch.optim.LBFGS(model.parameters())).state_to_fill(())
 
 
 def test_the_names_are_those_of_torchs_helper() -> None:
@@ -91,7 +91,7 @@ def test_the_names_are_those_of_torchs_helper() -> None:
     losses(run, 0, 1)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     wanted = get_optimizer_state_dict(run[0].module, run[1], options=options)
-    state = PlainOptimizer(run[0].module, run[1]).state_dict()
+    state = PlainOptimizer(run[0].module, run[1]).state_to_fill(())
     found = {
         f"{part}.{name}.{key}": value
         for part in state

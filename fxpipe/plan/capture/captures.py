@@ -327,12 +327,7 @@ class Captures:
         made, cut = accepted[-1], cuts[-1]
         self.first = self.first or cut
         if by_itself:
-            parts, seen = shares(), {name for name, _ in request.seen}
-            for name, why in by_itself.items():
-                self.by_itself[name] = f"{name} is opaque, {parts.get(name, 0.0):.0%} of a step's FLOPs: {why}"
-            inside = self.by_itself.keys() - seen  # of others, which run them
-            self.by_itself = {name: words for name, words in self.by_itself.items() if name not in inside}
-            self.whole = tuple(region for region in self.whole if region.name not in inside)
+            self._note_opaque(by_itself, shares(), {name for name, _ in request.seen})
         beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
         self.beside |= dict.fromkeys(beside)
         if beside:
@@ -343,6 +338,15 @@ class Captures:
         watch(cut, self.reads.changed)
         self.numbers = self.numbers or _small_numbers(self.model)
         return made
+
+    def _note_opaque(self, added: Mapping[str, str], shares: Mapping[str, float], called: Collection[str]) -> None:
+        """``added``: region → why no tracer could capture it. Those that nothing ``called`` lie inside of others, which
+        run them."""
+        for name, why in added.items():
+            self.by_itself[name] = f"{name} is opaque, {shares.get(name, 0.0):.0%} of a step's FLOPs: {why}"
+        inside = self.by_itself.keys() - called
+        self.by_itself = {name: words for name, words in self.by_itself.items() if name not in inside}
+        self.whole = tuple(region for region in self.whole if region.name not in inside)
 
     def _can_run(self, sample: Sample | str, shape: Description | None) -> bool:
         """Whether the model can run on a micro-batch, which shows what a region returns."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -16,6 +15,7 @@ from fxpipe.graph.question import Answer, Answers, Question, Unanswered
 from fxpipe.passes import alias_groups, drop_unused, erase_boundaries, mark_copies
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
+from fxpipe.trace.user_line import place_in
 
 MOST_QUESTIONS = 16
 """So many may be asked of one micro-batch."""
@@ -90,9 +90,8 @@ class Questions:
 
 def _in_a_line(line: str) -> str:
     """A line in traceback form as ``if mask.all(): (model.py:12)``."""
-    head, _, code = line.strip().partition("\n")
-    file, _, rest = head.removeprefix('File "').partition('", line ')
-    return f"{code.strip()} ({Path(file).name}:{rest.partition(',')[0]})"
+    code = line.rpartition("\n")[2]
+    return f"{code.strip()} ({place_in(line)})"
 
 
 def _question_of(program: Program, asked: Any, before: Answers, request: Request) -> Question | None:

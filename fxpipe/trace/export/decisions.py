@@ -62,11 +62,6 @@ class Decisions(TorchFunctionMode):
         if kind is not None and self._numbers and _is_asked(args[0]) and not args[0].is_floating_point():
             is_truth = kind == "number" and args[0].dtype == torch.bool
             return _as_lists(self._of_tensor(args[0], "truth" if is_truth else kind))
-        if function in (torch.equal, Tensor.equal) and any(map(_is_asked, args)):
-            one, other = args
-            return one.shape == other.shape and self._of_tensor((one == other).all(), "truth")
-        if function in (torch.allclose, Tensor.allclose) and any(map(_is_asked, args)):
-            return self._of_tensor(torch.isclose(*args, **kwargs).all(), "truth")
         if self._numbers and function is Tensor.__getitem__:
             args = args[0], self._by_places(args[1])
         result = function(*args, **kwargs)
