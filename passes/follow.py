@@ -153,7 +153,7 @@ def read_where_held(program: Program, first: Program) -> Program:
         source = min(holders)
         made = {node}
         for each in graph.nodes:
-            if each.name in copied and made.intersection(each.all_input_nodes):
+            if each.name in copied and made.intersection(map(made_by, each.all_input_nodes)):
                 made.add(each)
                 stage_of[each.name] = source
         copied -= {each.name for each in made}

@@ -51,7 +51,7 @@ class Question:
             return None
         cast = pytree.tree_map_only(Tensor, self._cast, given)
         with torch.no_grad(), within(self.autocast):
-            value = self.run(*cast)[0]
+            value = self.run.forward(*cast)[0]  # a call would print what fails for batches of other kinds
         of_kind: dict[Kind, Callable[[Any], Answer]] = {"truth": bool, "number": int, "list": _as_tuples}
         return of_kind[self.kind](value)
 

@@ -71,7 +71,8 @@ def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[s
     called: FrameType | None = None
     for frame in reversed(frames):
         inner, called = called, frame
-        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+        first = frame.f_code.co_varnames[:1]  # most call it "self"
+        owner, name = frame.f_locals.get(*first or ("",)), frame.f_code.co_name
         if not isinstance(owner, nn.Module) or type(owner).__module__.startswith("torch.nn."):
             continue
         path = paths.get(id(vars(owner)))

@@ -401,6 +401,18 @@ class LossInABuffer(Inner):
         return loss if self.training else (loss, commitment)
 
 
+class BufferBehindACut(LossInABuffer):
+    """As rotary embeddings of another kind of batch, that are made of a buffer of one stage and read in two."""
+
+    def forward(self, h: Tensor) -> Any:
+        angle = self.zero.cos()
+        h = self.b(h * angle).tanh()
+        if self.training:
+            return self.c(stage_boundary(h)).square().mean()
+        h, angle = stage_boundary((h, angle))
+        return (self.c(h) * angle.unsqueeze(0)).square().mean()
+
+
 def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tuple[Any, Any]:
     """What two evaluations give, before a step and after it."""
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -435,12 +447,13 @@ def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tup
         (LossInABuffer, 0, "symbolic", "distributed"),
         (LossInABuffer, 1, "export", "local"),
         (LossInABuffer, 1, "record", "strict 2"),
+        (BufferBehindACut, 0, "export", "distributed"),
     ],
 )
 def test_what_evaluation_alone_does_is_plain_pytorchs(
     kind: type[Inner], depth: int, tracer: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
-    ranks = 3 if kind in (DeepSupervision, ReturnsBoth, LossInABuffer) else 2
+    ranks = 3 if kind in (DeepSupervision, ReturnsBoth, LossInABuffer, BufferBehindACut) else 2
     results = engine_of(engine, lambda: request.getfixturevalue("pool"))(
         ranks, of_evaluation, kind, depth, tracer, ranks
     )

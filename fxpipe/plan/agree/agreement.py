@@ -322,8 +322,9 @@ class Agreement:
         """This rank's inputs per micro-batch."""
         return split(given[0], self._options.batch_dim, agreed.sizes, agreed.counts) if proposal.split_evenly else given
 
-    def required(self, graph: StageGraph, rank: int | None) -> tuple[str, ...]:
-        """The inputs that a rank (None: all of them) must be given."""
+    def required(self, graph: StageGraph, rank: int | None, answering: bool = True) -> tuple[str, ...]:
+        """The inputs that a rank (None: all of them) must be given. ``answering``: with those by which the first rank
+        answers what forward asks, and that no stage reads."""
         weighs = self._options.loss_weight is not None and rank in graph.ranks(graph.output_stage)
         used = {
             name
@@ -332,7 +333,7 @@ class Agreement:
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
         captures, items = self._planner.captures, self._planner.items
-        if captures is not None and not rank:  # the first rank answers what no stage reads
+        if answering and captures is not None and not rank:
             read = {name for stage in graph for name in stage.batch_inputs}
             used |= {name for one in captures.questions.asked.values() for name in one.inputs if name not in read}
         if ITEMS in used and items is not None and items.counts:
@@ -424,7 +425,7 @@ class Agreement:
     def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
         for rank, proposal in enumerate(proposals):
             for description, graph in zip(proposal.given, plan.graphs, strict=False):  # the batch, or each micro-batch
-                needed = self.required(graph, rank if self._transport.pipe_rank is not None else None)
+                needed = self.required(graph, rank if self._transport.pipe_rank is not None else None, False)
                 present = {name for name, given in description if given.kind != "none"}
                 missing = [name for name in needed if name not in present]
                 if missing:

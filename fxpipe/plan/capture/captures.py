@@ -241,7 +241,8 @@ class Captures:
         self.paths[made.answers] = None
         if shape is not None and made.of_one_shape:
             family.note(shape, key, made.holds_for)
-            self.counts.setdefault(pattern.training, Count()).note(shape, made.fixed_sizes, made.tracer)
+            asked = self.questions.described(made.answers)
+            self.counts.setdefault(pattern.training, Count()).note(shape, made.fixed_sizes, made.tracer, asked)
         return key
 
     def _family_of(self, this: Pattern, new: Family) -> Family:
@@ -323,7 +324,6 @@ class Captures:
             for path, name in seen.sets  # which only regions read, or a capture refuses
         }
         self.reads.keep(noted - own, roots, _called(program), program.sets)
-        self.questions.note(program.answers)
         made, cut = accepted[-1], cuts[-1]
         self.first = self.first or cut
         if by_itself:

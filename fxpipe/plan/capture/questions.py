@@ -19,8 +19,6 @@ from fxpipe.trace.user_line import place_in
 
 MOST_QUESTIONS = 16
 """So many may be asked of one micro-batch."""
-MOST_ANSWERS = 8
-"""So many may there be to one question."""
 
 
 @dataclass
@@ -29,8 +27,6 @@ class Questions:
 
     asked: dict[tuple[Answers, str], Question] = field(default_factory=dict)
     """By the answers before it, and its key."""
-    answered: dict[str, set[Answer]] = field(default_factory=dict)
-    """By a question's key, the answers for which something was captured."""
 
     def answers(self, values: Mapping[str, Any]) -> Answers:
         """What is known of a micro-batch with these inputs, of which some may be lacking."""
@@ -74,19 +70,6 @@ class Questions:
         head = "each outcome of these takes a capture, and a step waits for a GPU to know it:"
         return [head, *(f"  {line}" for line in asking)] if asking else []
 
-    def note(self, answers: Answers) -> None:
-        """A capture was made for these. RunError for one more than there may be to a question."""
-        for key, answer in answers:
-            others = self.answered.setdefault(key, set())
-            if len(others | {answer}) > MOST_ANSWERS:
-                line = next(question.line for (_, asked), question in self.asked.items() if asked == key)
-                raise RunError(
-                    f"forward asks its inputs for a number, which is {answer!r:.80}, and was {len(others)} others "
-                    "before, each of which took a capture: keep the submodule that asks whole, so that its Python runs "
-                    f'in every step, boundaries={{"name.of.it": "whole"}}, or compute with tensors\n{line}'
-                )
-            others.add(answer)
-
 
 def _in_a_line(line: str) -> str:
     """A line in traceback form as ``if mask.all(): (model.py:12)``."""
@@ -102,12 +85,13 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     for node in program.graph.nodes:
         if node.op == "get_attr" and node.target not in program.constants:
             return None
-        if node.op.startswith("call_") and (node.name not in program.copied or "modes" in node.meta):
+        is_computed = node.op.startswith("call_") and not _is_beside(node, program)
+        if is_computed and (node.name not in program.copied or "modes" in node.meta):
             return None
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and not node.users:
+    for node in reversed(graph.nodes):
+        if not node.users and (node.op == "placeholder" or _is_beside(node, program)):
             graph.erase_node(node)
     constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
     writes = bool(alias_groups(program).written)
@@ -122,3 +106,8 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
         if (name, place, dim) not in varying
     )
     return Question(asked.key, asked.line, before, inputs, sizes, run, asked.kind, *modes, writes)
+
+
+def _is_beside(node: fx.Node, program: Program) -> bool:
+    """Whether a node is an opaque region that forward has called by then, and that the value does not depend on."""
+    return node.target in program.opaque and not node.users

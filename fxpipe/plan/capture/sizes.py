@@ -233,20 +233,22 @@ class Count:
         """One that changes by itself."""
         return dataclasses.replace(self, shapes=self.shapes.copy(), fixed=dict(self.fixed))
 
-    def note(self, shape: Description, fixed_sizes: str, tracer: str) -> None:
-        """Tells of sizes that a capture has as numbers, and of the tenth capture."""
+    def note(self, shape: Description, fixed_sizes: str, tracer: str, asked: Sequence[str]) -> None:
+        """Tells of sizes that a capture has as numbers, and of the tenth capture. ``asked``: what forward asks."""
         self.shapes.append(shape)
         self.number += 1
         if fixed_sizes and fixed_sizes not in self.fixed:
             self.fixed[fixed_sizes] = None
             log(f"fxpipe: {fixed_sizes}")
         if self.number == MANY:
-            what = f"{MANY} captures by now, since batches differ in {differences(self.shapes)}"
-            log("\n".join([f"fxpipe: {what}{_REMEDY.get(tracer, '')}", *self.fixed]))
+            ways = [differences(self.shapes), "what forward asks about their values" + _ASKS if asked else ""]
+            what = f"{MANY} captures by now, since batches differ in {', and in '.join(filter(None, ways))}"
+            log("\n".join([f"fxpipe: {what}{_REMEDY.get(tracer, '')}", *self.fixed, *asked]))
 
 
 MANY = 10
 """So many captures are worth a word."""
+_ASKS = ', where computing with tensors, or an opaque part, boundaries={"name.of.it": "whole"}, would take one'
 _REMEDY = {
     "record": "; what record captures has each size and number as it was: pad batches to a few sizes, or, where it "
     'captures the model, write tracer="export", which keeps sizes that vary symbolic'
