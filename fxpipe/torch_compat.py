@@ -345,6 +345,15 @@ def is_unbacked(number: Any) -> bool:
     return hint_of(number) is None and bool(number.node.expr.free_symbols)
 
 
+def known_truth(truth: Any) -> bool | None:
+    """What a symbolic truth value is by the ranges of its symbols: no size is negative. None where values decide."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if statically_known_true(truth):
+        return True
+    return False if statically_known_true(torch.sym_not(truth)) else None  # type: ignore[no-untyped-call]
+
+
 def fix_size(size: Any, number: int) -> None:
     """Has export take a size that a value decides for this number."""
     size.node.shape_env.size_like.discard(size.node.expr)  # such a one it does not take for 0 or 1

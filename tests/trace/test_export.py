@@ -25,6 +25,7 @@ from fxpipe.passes.alias_groups import holders_of_written
 from fxpipe.passes.analysis import effects
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
+from fxpipe.torch_compat import known_truth
 from fxpipe.trace import Request, capture
 from fxpipe.trace.state.snapshot import Snapshot
 from tests.capturing import run_stages
@@ -787,3 +788,17 @@ def test_effects_of_an_opaque_module_are_what_it_was_seen_to_do() -> None:
     assert effects.aliased(program, first) == [y]
     assert effects.is_random(program, first)
     assert holders_of_written(program) == [[first, second]]
+
+
+def test_what_ranges_decide_of_a_size_that_values_decide_is_known() -> None:
+    """How many places there are is never negative, and inputs decide whether they are three."""
+    found: list[bool | None] = []
+
+    class Counts(nn.Module):
+        def forward(self, mask: Tensor) -> Tensor:
+            size = mask.nonzero().shape[0]
+            found.extend([known_truth(size < 0), known_truth(size >= 0), known_truth(size == 3)])
+            return mask + 1
+
+    torch.export.export(Counts(), (torch.ones(4),), strict=False)
+    assert found[:3] == [False, True, None]

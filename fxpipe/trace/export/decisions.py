@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.question import Answer, Kind
-from fxpipe.torch_compat import FakeTensor, computation_of, fix_size, is_unbacked
+from fxpipe.torch_compat import FakeTensor, computation_of, fix_size, is_unbacked, known_truth
 from fxpipe.trace.patching import patched
 from fxpipe.trace.user_line import current_line
 
@@ -107,6 +107,8 @@ class Decisions(TorchFunctionMode):
         def ask(symbol: Any) -> Any:
             if not is_unbacked(symbol):
                 return original(symbol)
+            if kind == "truth" and (known := known_truth(symbol)) is not None:
+                return known
             text = _SYMBOL.sub(lambda one: self._symbols.get(one[0]) or "?", str(symbol.node.expr))
             return self._asked(symbol, kind, "" if "?" in text else text)
 
