@@ -151,11 +151,12 @@ def entering(module: nn.Module) -> Iterator[set[int]]:
 
 def uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Uncaptured:
     """The error of several refusals, a line or two each; of those that got equally far, the last that was tried comes
-    first. What could be opaque is the first's, or else what another has met."""
-    first, *others = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]
-    part = next((refusal.inside for refusal in (first, *others) if refusal.inside), "")
-    text = "\n".join([f"{first.tracer}: {first.reason}{keep_whole(part, request)}", *map(_in_a_line, others)])
-    return Uncaptured(text + hint, part, _in_a_line(first))
+    first. What could be opaque is the first's, or else what another has met; the rule for it stands below that one."""
+    first, *others = every = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]
+    named = next((refusal for refusal in every if refusal.inside), first)
+    lines = [f"{first.tracer}: {first.reason}", *map(_in_a_line, others)]
+    lines[every.index(named)] += keep_whole(named.inside, request)
+    return Uncaptured("\n".join(lines) + hint, named.inside, _in_a_line(first))
 
 
 def _in_a_line(refusal: Refusal) -> str:
