@@ -163,6 +163,27 @@ def test_what_is_asked_behind_an_opaque_part_does_not_depend_on_it() -> None:
     assert "if mask.all() else" in str(compiled(Picked(), given[0], rules).stages)
 
 
+class Normed(Masked):
+    """As speech models merge what a conformer makes, whose batch norms write their statistics by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def run(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        return super().run(self.norm(x), mask, lengths)
+
+
+def test_what_is_asked_behind_a_batch_norm_does_not_depend_on_it() -> None:
+    torch.manual_seed(0)
+    fb, plain = compiled(Normed(), BATCHES[0], CUTS), Normed()
+    plain.load_state_dict(fb.state_dict(full=True))
+    for one in BATCHES[1:4]:
+        wanted, _ = accumulate(lambda _, part: plain(**part), cut(one, 2))
+        assert_same(fb(**one), wanted, "loss", 1e-6)
+    assert "if mask.all() else" in str(fb.stages)
+
+
 def test_there_is_a_capture_for_an_outcome_of_a_micro_batch_not_for_each_of_a_batch() -> None:
     torch.manual_seed(0)
     fb = compiled(Masked(), BATCHES[0], CUTS)

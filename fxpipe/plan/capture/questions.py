@@ -12,7 +12,7 @@ from fxpipe.errors import RunError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program
 from fxpipe.graph.question import Answer, Answers, Question, Unanswered
-from fxpipe.passes import alias_groups, drop_unused, erase_boundaries, mark_copies
+from fxpipe.passes import alias_groups, erase_boundaries, mark_copies
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
 from fxpipe.trace.user_line import place_in
@@ -81,18 +81,18 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     """What a program computes, as a question; None where that depends on more than inputs and constants."""
     if not asked.key:
         return None
-    program = mark_copies(drop_unused(erase_boundaries(program)))
-    for node in program.graph.nodes:
+    program = mark_copies(erase_boundaries(program))
+    needed = _needed(program)
+    for node in needed:
         if node.op == "get_attr" and node.target not in program.constants:
             return None
-        is_computed = node.op.startswith("call_") and not _is_beside(node, program)
-        if is_computed and (node.name not in program.copied or "modes" in node.meta):
+        if node.op.startswith("call_") and (node.name not in program.copied or "modes" in node.meta):
             return None
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    for node in reversed(graph.nodes):
-        if not node.users and (node.op == "placeholder" or _is_beside(node, program)):
-            graph.erase_node(node)
+    graph, copies = fx.Graph(), dict[fx.Node, Any]()
+    graph.output(graph.graph_copy(program.graph, copies))
+    for node, copy in reversed(copies.items()):
+        if node not in needed:
+            graph.erase_node(copy)
     constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
     writes = bool(alias_groups(program).written)
     run, inputs = fx.GraphModule(constants, graph), tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
@@ -108,6 +108,17 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     return Question(asked.key, asked.line, before, inputs, sizes, run, asked.kind, *modes, writes)
 
 
-def _is_beside(node: fx.Node, program: Program) -> bool:
-    """Whether a node is an opaque region that forward has called by then, and that the value does not depend on."""
-    return node.target in program.opaque and not node.users
+def _needed(program: Program) -> set[fx.Node]:
+    """What the value of a program is computed from, and what writes into that. What forward has done by then beside it,
+    such as an opaque region or a batch norm's statistics, is left out."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    written = alias_groups(program).written
+    needed: set[fx.Node] = set()
+    waiting = [program.graph.output_node()]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            groups = (group for group in written if node.name in group)
+            waiting += [*node.all_input_nodes, *(nodes[name] for group in groups for name in group)]
+    return needed
