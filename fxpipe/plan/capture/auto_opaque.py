@@ -38,7 +38,7 @@ def capture_in_part(
     tracer = options.tracer if options.parallelize is None else "record"  # which leaves modules whole
     given = request
     first: Uncaptured | None = None
-    parts: list[str] = []
+    parts = 0
     added: dict[str, str] = {}
     while True:
         try:
@@ -48,13 +48,13 @@ def capture_in_part(
                 _check_shares(shares(), added)
             return program, request, added
         except TraceError as error:
-            against = _against(error, options, len(parts)) if options.auto_opaque and observe else str(error)
+            against = _against(error, options, parts) if options.auto_opaque and observe else str(error)
             if not against and isinstance(error, Uncaptured):
                 first = first or error
                 before, request = request.whole, _with_regions(request, error.part)
                 added |= {region.name: error.in_a_line for region in request.whole if region not in before}
                 added = {region.name: added[region.name] for region in request.whole if region.name in added}
-                parts.append(error.part)
+                parts += 1
                 continue
             first = first or (error if isinstance(error, Uncaptured) else None)
             if first is None or request.asks_numbers or not options.auto_opaque:

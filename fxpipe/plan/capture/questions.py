@@ -82,7 +82,8 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     if not asked.key:
         return None
     program = mark_copies(erase_boundaries(program))
-    needed = _needed(program)
+    written = alias_groups(program).written
+    needed = _needed(program, written)
     for node in needed:
         if node.op == "get_attr" and node.target not in program.constants:
             return None
@@ -94,7 +95,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
         if node not in needed:
             graph.erase_node(copy)
     constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
-    writes = bool(alias_groups(program).written)
+    writes = any(node.name in group for node in needed for group in written)
     run, inputs = fx.GraphModule(constants, graph), tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
     modes = request.autocast, request.compute
     varying = request.varying if program.holds_for is not None else ()
@@ -108,11 +109,10 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     return Question(asked.key, asked.line, before, inputs, sizes, run, asked.kind, *modes, writes)
 
 
-def _needed(program: Program) -> set[fx.Node]:
+def _needed(program: Program, written: Collection[frozenset[str]]) -> set[fx.Node]:
     """What the value of a program is computed from, and what writes into that. What forward has done by then beside it,
     such as an opaque region or a batch norm's statistics, is left out."""
     nodes = {node.name: node for node in program.graph.nodes}
-    written = alias_groups(program).written
     needed: set[fx.Node] = set()
     waiting = [program.graph.output_node()]
     while waiting:
