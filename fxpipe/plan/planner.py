@@ -197,13 +197,6 @@ class Planner:
         graphs = _each_once(first.graphs, wider)
         self.plans[key] = dataclasses.replace(first, graph=joint(graphs), graphs=tuple(graphs))
 
-    def held(self, pattern: Pattern) -> Plan | None:
-        """What ``plan`` would give; None where it would make one, or where stages are gathered. Nothing changes."""
-        if self.captures is None or self.first.graph.gathers:
-            return None
-        used = self.captures.held(pattern)
-        return self._known(pattern) or (None if used is None else self._same(pattern, tuple(used)))
-
     def _known(self, pattern: Pattern) -> Plan | None:
         return self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
 

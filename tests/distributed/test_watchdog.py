@@ -467,8 +467,8 @@ def frozen_on_one_rank() -> str:
 @pytest.mark.parametrize(
     ("rank", "told"),
     [
-        (given_another_model, "have models of their own, of 3 modules with 4 parameters and 3 modules with 3 param"),
-        (frozen_on_one_rank, "differ in the requires_grad of 'two.weight', True and False; set it on every rank"),
+        (given_another_model, "differ in the models that they were given, of 3 modules with 4 parameters and 3 "),
+        (frozen_on_one_rank, "differ in the requires_grad of a parameter; change the model that was given"),
     ],
 )
 def test_how_models_differ_is_told(pool: Pool, rank: Callable[[], str], told: str) -> None:

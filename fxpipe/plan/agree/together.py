@@ -3,20 +3,18 @@ tables of their own, unless they meet in them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 
 from fxpipe.distributed.transport import Transport, member
-from fxpipe.errors import RunError, ScheduleError
+from fxpipe.errors import RunError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.options import Options
 from fxpipe.plan.capture.captures import Wrong
 from fxpipe.plan.example import answers_of_example, with_first_plan
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
-from fxpipe.schedules.action import Action
-from fxpipe.schedules.verify import verify_replicas
 
 _EVERYONE = ("pipe", "data")
 
@@ -29,26 +27,43 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
     """
     keeps_part = transport.pipe_rank is not None
     answers: tuple[Answers, ...] = ()
-    attempt, agreed = _attempt(partial(with_first_plan, planner, options, answers, keeps_part)), set[Wrong]()
-    while planner.captures is not None:
-        mine = answers_of_example(planner, options)
-        wrong, asked, theirs = _of_everyone(transport, (planner.captures.wrong, (_asks(attempt),), mine))
+    agreed, failure, is_made = set[Wrong](), None, False
+    while True:
+        if not is_made:
+            failure = _failure(partial(with_first_plan, planner, options, answers, keeps_part))
+        if planner.captures is None:
+            break
+        question = failure.question.key if isinstance(failure, Unanswered) else ""
+        mine = planner.captures.wrong, (question,), answers_of_example(planner, options)
+        wrong, asked, theirs = _of_everyone(transport, mine)
+        is_made = wrong.keys() != agreed and planner.captures.wrong.keys() == wrong.keys()  # the others do what we did
         if wrong.keys() != agreed:
             agreed = set(wrong)
-            if planner.captures.wrong.keys() == agreed:  # the others will ask the same again
-                continue
-            planner = planner.without_tracers(wrong)
+            planner = planner if is_made else planner.without_tracers(wrong)
         elif len(set(asked)) == 1 and asked[0]:
             answers = theirs
         else:
             break
-        attempt = _attempt(partial(with_first_plan, planner, options, answers, keeps_part))
-    planner = planner_together(transport, attempt)
+
+    def made() -> Planner:
+        if failure is not None:
+            raise failure
+        return planner
+
+    planner_together(transport, made)
     if _same_everywhere(transport, [plan.digest for plan in planner.plans.values()]):
         planner.hold_what_all_use()
     else:  # an example that only some can evaluate
         planner.keep(())
     return planner
+
+
+def _failure(make: Callable[[], object]) -> Exception | None:
+    try:
+        make()
+    except Exception as error:  # which is raised later, on all ranks
+        return error
+    return None
 
 
 def _same_everywhere(transport: Transport, mine: list[str]) -> bool:
@@ -73,35 +88,16 @@ def _of_everyone(transport: Transport, state: _State) -> _State:
     return state
 
 
-def _asks(attempt: Callable[[], Planner]) -> str:
-    """The key of the question that an attempt has met; "" where there is none."""
-    try:
-        attempt()
-    except Unanswered as error:
-        return error.question.key
-    except Exception:  # which is raised later, on all ranks
-        return ""
-    return ""
-
-
-def _attempt(make: Callable[[], Planner]) -> Callable[[], Planner]:
-    """A function that returns the planner, or raises what making it has raised."""
-    try:
-        planner = make()
-    except Exception as error:
-        return partial(_raise, error)
-    return lambda: planner
-
-
-def _raise(error: Exception) -> Planner:
-    raise error
-
-
 def planner_together(transport: Transport, make: Callable[[], Planner]) -> Planner:
     """The planner, whose first plan is the same on every rank; or every rank raises. A collective call of all ranks."""
-    attempt = _attempt(make)
-    plan_together(transport, _EVERYONE, lambda: attempt().first)
-    return attempt()
+    made: list[Planner] = []
+
+    def first() -> Plan:
+        made.append(make())
+        return made[0].first
+
+    plan_together(transport, _EVERYONE, first)
+    return made[0]
 
 
 def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[], Plan]) -> Plan:
@@ -131,16 +127,12 @@ def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[]
 
 
 def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:
-    ours, theirs = texts[0].splitlines(), texts[odd].splitlines()
-    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-    if place is None:
-        place = min(len(ours), len(theirs))
-    lines = [text[place] if place < len(text) else "(ends)" for text in (ours, theirs)]
+    lines = zip_longest(texts[0].splitlines(), texts[odd].splitlines(), fillvalue="(ends)")
+    mine, its = next(pair for pair in lines if pair[0] != pair[1])
     first, other = member(transport, scope, 0), member(transport, scope, odd)
     return (
         f"{first} and {other} have compiled different programs ({digests[0]} and {digests[odd]}); they first differ "
-        f"in\n  {first}: {lines[0]}\n  {other}: {lines[1]}\nbuild the same model and ask for the same schedule on "
-        "every rank"
+        f"in\n  {first}: {mine}\n  {other}: {its}\nbuild the same model and ask for the same schedule on every rank"
     )
 
 
@@ -156,27 +148,8 @@ def check_rows(transport: Transport, plan: Plan, zero: int) -> None:
     digests = plan.row_digests if zero == 2 or gathers else plan.pass_digests
     if len(set(transport.gather_int("data", digests[transport.pipe_rank or 0]))) > 1:
         what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
-        problems = _replicas_in_question(transport, plan) if gathers else ", or write zero=1"
         raise RunError(
             f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
             f"{len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
-            f"(drop_last=True in a DataLoader){problems}"
+            f"(drop_last=True in a DataLoader){'' if gathers else ', or write zero=1'}"
         )
-
-
-def _replicas_in_question(transport: Transport, plan: Plan) -> str:
-    """Where replicas that run these tables would wait for each other; a collective call of the data axis."""
-    mine = (plan.schedule.microbatches, [" ".join(map(str, row)) for row in plan.schedule.rows])
-    tables = [
-        dataclasses.replace(
-            plan.schedule,
-            rows=tuple(tuple(map(Action.parse, row.split())) for row in rows),
-            microbatches=microbatches,
-        )
-        for microbatches, rows in transport.gather("data", mine)
-    ]
-    try:
-        verify_replicas(tables, {stage.index for stage in plan.graph if "global" in stage.ways})
-    except ScheduleError as error:
-        return f"; {error}"
-    return ""

@@ -18,7 +18,7 @@ from fxpipe.hardware import Hardware
 from fxpipe.options import AUTO, Options
 from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.capture.sizes import bytes_of_inputs
-from fxpipe.plan.inputs.batch import Description
+from fxpipe.plan.inputs.batch import Description, example_of
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import log, progress
 from fxpipe.schedules.schedule import Schedule
@@ -137,8 +137,3 @@ class Balancing:
         if found.others:
             log(str(found))
         return found
-
-
-def example_of(shape: Description) -> dict[str, Any]:
-    """The inputs of a capture, each with a ``TensorLike`` for each tensor."""
-    return {name: given.like for name, given in shape if given.kind == "input"}

@@ -28,7 +28,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance.balancing import Balancing, example_of
+from fxpipe.plan.balance.balancing import Balancing
 from fxpipe.plan.capture.auto_opaque import capture_in_part, shares_of
 from fxpipe.plan.capture.capture_check import Sample, check
 from fxpipe.plan.capture.opaque_methods import unused, with_unused
@@ -44,7 +44,7 @@ from fxpipe.plan.capture.sizes import (
     sizes_between,
     unlike,
 )
-from fxpipe.plan.inputs.batch import Description, untold
+from fxpipe.plan.inputs.batch import Description, example_of, known_by_type
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import progress
 from fxpipe.schedules.costs import Costs
@@ -185,12 +185,6 @@ class Captures:
             return self.of(pattern, sample)
         return found
 
-    def held(self, pattern: Pattern) -> list[Pattern] | None:
-        """The captures that ``of`` would give, by their patterns; None where it would make one."""
-        keys = [self._known(one, self._family_of(one, Family())) for one in pattern.each()]
-        found = [key for key in keys if key is not None and not self._is_wrong(key)]
-        return found if len(found) == len(keys) else None
-
     def _is_wrong(self, key: Pattern) -> bool:
         return (key.training, self.kept[key].tracer) in self.wrong
 
@@ -231,7 +225,7 @@ class Captures:
         if known is not None:
             return known
         made = self._captured(this, pattern, sample, family.free(shape))
-        for name, leaf in untold(shape) if made.of_one_shape and shape is not None else ():
+        for name, leaf in known_by_type(shape) if made.of_one_shape and shape is not None else ():
             raise TraceError(
                 f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would hold "
                 'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'

@@ -15,12 +15,11 @@ from fxpipe.graph.boundary import Gathered
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import BatchDim
-from fxpipe.plan.balance.balancing import example_of
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import Captured, Captures
 from fxpipe.plan.capture.row_places import Shown, row_places
 from fxpipe.plan.capture.same_stages import alike
-from fxpipe.plan.inputs.batch import Description
+from fxpipe.plan.inputs.batch import Description, example_of
 from fxpipe.plan.inputs.cuts import joined, joined_description, with_rows
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.inputs.rows import row_count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fxpipe.graph.plain_data import admitted, encode
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list, is_mapping, shown
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Of what lies in a container beside tensors, what a capture can hold for alone."""
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 
@@ -35,17 +35,13 @@ class InputDescription:
     like: Any = field(default=None, compare=False)
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [tensor.shape for tensor in self._tensors]
-
-    @property
-    def needs_gradient(self) -> bool:
-        return any(tensor.requires_grad for tensor in self._tensors)
-
-    @property
-    def _tensors(self) -> list[TensorLike]:
+    def tensors(self) -> list[TensorLike]:
         leaves = self.detail[1] if self.kind == "input" else ()
         return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tensor.shape for tensor in self.tensors]
 
 
 Description = tuple[tuple[str, InputDescription], ...]
@@ -107,83 +103,59 @@ def described(value: Any, exact: bool) -> InputDescription:
     if isinstance(value, _FIXED):
         return InputDescription("fixed", value)
     leaves, spec = pytree.tree_flatten(value)
-    likes = [TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    described = tuple(leaf if isinstance(leaf, TensorLike) else _described(leaf, exact) for leaf in likes)
-    return InputDescription("input", ("" if spec.is_leaf() else str(spec), described), _made_of(likes, spec, value))
-
-
-def _made_of(likes: list[Any], spec: pytree.TreeSpec, value: Any) -> Any:
+    likes = [_like(leaf) for leaf in leaves]
+    described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf, exact) for leaf in likes)
     try:
-        return pytree.tree_unflatten(likes, spec)
+        like = pytree.tree_unflatten(likes, spec)
     except Exception as error:  # a container that looks at what it is made of, such as PackedSequence
         raise RunError(
             f"an input is a {type(value).__name__}, which cannot be made of anything but true tensors; pass its "
             f"tensors, and make it of them in forward ({type(error).__name__}: {error})"
         ) from error
-
-
-def _described(leaf: Any, exact: bool) -> Any:
-    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ."""
-    name = leaf.kind if isinstance(leaf, NotSent) else type(leaf).__name__
-    return (name, repr(leaf)) if exact and isinstance(leaf, _PLAIN) else name
+    return InputDescription("input", ("" if spec.is_leaf() else str(spec), described), like)
 
 
 @admitted
 @dataclass(frozen=True, repr=False)
-class NotSent:
-    """Stands for an object that is no plain data, on ranks that were not given it; or for an input whose containers are
-    none. ``kind``: the name of its class."""
+class ObjectLike:
+    """Stands for an object that is no plain data: other ranks cannot be sent it. ``kind``: the name of its class."""
 
-    what: str
     kind: str
 
     def __repr__(self) -> str:
-        return f"what this rank was not given and cannot be sent: {self.what}"
+        return f"an object of class {self.kind}"
 
 
-def sendable(description: Description) -> Description:
-    """The description as other ranks may be sent it."""
-    return tuple((name, replace(given, like=_sent(given.like))) for name, given in description)
-
-
-def _sent(like: Any) -> Any:
-    """With ``NotSent`` in place of objects that are no plain data, or of all of it where its containers are none."""
-    if _not_sent(like) is like:
-        return like
-    return _not_sent(pytree.tree_map(_not_sent, like))
-
-
-def _not_sent(value: Any) -> Any:
+def _like(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorLike.of(leaf)
+    if isinstance(leaf, (TensorLike, ObjectLike, *PLAIN)):
+        return leaf
     try:
-        encode(value)
-    except RunError as error:
-        return NotSent(str(error), type(value).__name__)
-    return value
+        encode(leaf)
+    except RunError:
+        return ObjectLike(type(leaf).__name__)
+    return leaf
 
 
-def with_own(merged: Description, mine: Description) -> Description:
-    """What ranks were given together, with this rank's own objects in place of those that could not be sent."""
-    own = {name: given.like for name, given in mine if given.kind != "none"}
-    return tuple(
-        (name, replace(given, like=pytree.tree_map(_own, given.like, own[name])) if name in own else given)
-        for name, given in merged
-    )
+def _named(leaf: Any, exact: bool) -> Any:
+    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ."""
+    name = leaf.kind if isinstance(leaf, ObjectLike) else type(leaf).__name__
+    return (name, repr(leaf)) if exact and isinstance(leaf, PLAIN) else name
 
 
-def _own(described: Any, own: Any) -> Any:
-    return own if isinstance(described, NotSent) else described
+def example_of(description: Description) -> dict[str, Any]:
+    """The inputs that are neither None nor fixed, each with a ``TensorLike`` for each tensor."""
+    return {name: given.like for name, given in description if given.kind == "input"}
 
 
-def untold(description: Description) -> Iterator[tuple[str, Any]]:
+def known_by_type(description: Description) -> Iterator[tuple[str, Any]]:
     """(input, leaf) for each leaf beside tensors of which the description gives the type alone."""
     for name, given in description:
-        if isinstance(given.like, NotSent):
-            yield name, given.like
-        elif given.kind == "input":
+        if given.kind == "input":
             leaves = pytree.tree_leaves(given.like, is_leaf=lambda leaf: leaf is None)
-            yield from (
-                (name, leaf) for leaf, described in zip(leaves, given.detail[1], strict=True) if type(described) is str
-            )
+            pairs = zip(leaves, given.detail[1], strict=True)
+            yield from ((name, leaf) for leaf, described in pairs if type(described) is str)
 
 
 def merge(descriptions: Sequence[Description]) -> Description:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
+from fxpipe.plan.inputs.batch import PLAIN
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.state.contents import walk
 from fxpipe.validation import is_mapping, shown
 
 Counts = Mapping[str, tuple[int, ...]]
 """Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple[int, ...]]:
@@ -30,45 +30,32 @@ def check_cut(values: Mapping[str, Any], batch_dim: BatchDim) -> None:
     """RunError for tensors in what torch's pytree sees as one object, and for arrays: each micro-batch would be given
     them whole."""
     for name, value in values.items():
-        if not isinstance(value, (Tensor, *_PLAIN)):
-            _check_known(name, value, rule_at(batch_dim, name))
+        _check_cut(name, value, rule_at(batch_dim, name))
 
 
-def _check_known(name: str, value: Any, rule: Rule) -> None:
+def _check_cut(name: str, value: Any, rule: Rule) -> None:
     if rule is None or isinstance(rule, Packed):  # whole, or by its entries, whatever they are
         return
     if is_mapping(value) and not pytree.tree_structure(value).is_leaf():
         for entry, inside in value.items():
-            _check_known(f"{name}.{entry}", inside, rule.get(entry, 0) if isinstance(rule, Mapping) else rule)
+            _check_cut(f"{name}.{entry}", inside, rule.get(entry, 0) if isinstance(rule, Mapping) else rule)
         return
-    is_list = isinstance(value, list | tuple)
-    of_dicts = is_list and all(map(is_mapping, value))  # which is refused where its rows are counted
-    each = f", {written(name, 'fxpipe.Packed(1)')} where it has one for each row" if is_list else ""
-    whole = f"or write {written(name, 'None')} where each micro-batch takes all of it{each}"
-    for leaf in (leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, Tensor)):
-        if _is_array(leaf):
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, (Tensor, *PLAIN)) and _has_numbers(leaf):
             raise RunError(
-                f"input {name!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass "
-                f"torch.as_tensor of it; {whole}"
-            )
-        inside = (part.value for part in walk(list(leaf.values()) if is_mapping(leaf) else leaf))
-        if (is_mapping(leaf) or not of_dicts) and any(isinstance(one, Tensor) and one.dim() for one in inside):
-            instead = (
-                f"pass it as **{name}, where forward takes its entries, or as dict({name})"
-                if is_mapping(leaf)
-                else "pass them in a dict or a tuple, or register a dataclass by torch.export.register_dataclass"
-            )
-            raise RunError(
-                f"input {name!r} is or holds a {type(leaf).__name__}, in which torch's pytree finds no tensors to be "
-                f"cut; {instead}; {whole}"
+                f"input {name!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass tensors, "
+                "as torch.as_tensor or dict() makes them, in a dict or a tuple, or a dataclass registered by "
+                f"torch.export.register_dataclass; or write {written(name, 'None')} where each micro-batch takes all "
+                f"of it, or {written(name, 'fxpipe.Packed(1)')} where it is a list with an entry for each row"
             )
 
 
-def _is_array(leaf: Any) -> bool:
-    """Whether it has numbers in dimensions, as NumPy's and pandas' arrays and tables have."""
-    if not hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
-        return False
-    return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
+def _has_numbers(leaf: Any) -> bool:
+    """Whether it is an array, as NumPy's and pandas' are, or an object that holds tensors with dimensions."""
+    if hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
+        return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
+    inside = walk(list(leaf.values()) if is_mapping(leaf) else leaf)
+    return any(isinstance(part.value, Tensor) and part.value.dim() > 0 for part in inside)
 
 
 def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -15,7 +15,7 @@ from fxpipe.errors import RunError
 from fxpipe.graph.gathering import concatenated
 from fxpipe.graph.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
-from fxpipe.plan.inputs.batch import Description, InputDescription, NotSent, described
+from fxpipe.plan.inputs.batch import Description, described, example_of
 from fxpipe.plan.inputs.counts import Counts
 from fxpipe.plan.inputs.rows import is_entries, pieces_of
 from fxpipe.torch_compat import pytree
@@ -34,27 +34,17 @@ def split_description(
     description: Description, batch_dim: BatchDim, sizes: Sequence[int], counts: Counts
 ) -> list[Description]:
     """The descriptions of the micro-batches."""
-    pieces = pieces_of(batch_dim, sizes, counts)
-
-    def parts(name: str, given: InputDescription) -> list[InputDescription]:
-        rule = rule_at(batch_dim, name)
-        return _each(name, given, rule, lambda tree: _parts(name, tree, rule, sizes, pieces), len(sizes))
-
-    columns = [[(name, part) for part in parts(name, given)] for name, given in description]
-    return list(zip(*columns, strict=True)) or [()] * len(sizes)
+    return [_described(description, part) for part in split(example_of(description), batch_dim, sizes, counts)]
 
 
-def _each(
-    name: str, given: InputDescription, rule: Rule, cut: Callable[[Any], list[Any]], count: int
-) -> list[InputDescription]:
-    """What ``cut`` makes of an input that is described, described again."""
-    if given.kind != "input" or rule is None:
-        return [given] * count
-    container, leaves = given.detail
-    if isinstance(given.like, NotSent):  # nothing but its tensors is known here
-        return [InputDescription("input", (container, tuple(part)), given.like) for part in cut(list(leaves))]
-    exact = any(isinstance(leaf, tuple) for leaf in leaves)
-    return [described(part, exact) for part in cut(given.like)]
+def _described(description: Description, likes: Mapping[str, Any]) -> Description:
+    """A description with these in place of its inputs."""
+    return tuple(
+        (name, described(likes[name], any(isinstance(leaf, tuple) for leaf in given.detail[1])))
+        if name in likes
+        else (name, given)
+        for name, given in description
+    )
 
 
 # --- a value → its parts
@@ -118,16 +108,7 @@ def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[st
 
 def joined_description(descriptions: Sequence[Description], batch_dim: BatchDim) -> Description:
     """The description of several micro-batches in a row."""
-    found = []
-    for (name, first), *rest in zip(*descriptions, strict=True):
-        rule, others = rule_at(batch_dim, name), [given for _, given in rest]
-        (whole,) = _each(name, first, rule, lambda tree: [joined_input([tree, *map(_tree, others)], rule)], 1)  # noqa: B023
-        found.append((name, whole))
-    return tuple(found)
-
-
-def _tree(given: InputDescription) -> Any:
-    return list(given.detail[1]) if isinstance(given.like, NotSent) else given.like
+    return _described(descriptions[0], joined(list(map(example_of, descriptions)), batch_dim))
 
 
 def joined_input(parts: Sequence[Any], rule: Rule) -> Any:
@@ -142,7 +123,7 @@ def joined_input(parts: Sequence[Any], rule: Rule) -> Any:
     if isinstance(rule, Packed) and is_entries(first):
         return type(first)(entry for part in parts for entry in part)
     if isinstance(rule, Offsets):
-        return _in_a_row_of_offsets(parts)
+        return _offsets_in_a_row(parts)
     flat, spec = [pytree.tree_leaves(part) for part in parts], pytree.tree_structure(first)
     along = rule.dim if isinstance(rule, Packed) else rule
     return pytree.tree_unflatten([_in_a_row(column, along) for column in zip(*flat, strict=True)], spec)
@@ -155,7 +136,7 @@ def _in_a_row(column: Sequence[Any], along: int) -> Any:
     return concatenated(column, along) if isinstance(first, Tensor) and first.dim() else first
 
 
-def _in_a_row_of_offsets(parts: Sequence[Any]) -> Any:
+def _offsets_in_a_row(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], TensorLike):
         return replace(parts[0], shape=(sum(part.shape[0] - 1 for part in parts) + 1,))
     found = list(parts[:1])
@@ -166,15 +147,15 @@ def _in_a_row_of_offsets(parts: Sequence[Any]) -> Any:
 
 def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Description:
     """The description of a batch of so many rows; what is packed stays unchanged."""
-
-    def of_rows(name: str, given: InputDescription) -> InputDescription:
-        rule = rule_at(batch_dim, name)
-        if not isinstance(rule, int):
-            return given
-        size = partial(resized, along=rule, size=rows)
-        return _each(name, given, rule, lambda tree: [pytree.tree_map_only(TensorLike, size, tree)], 1)[0]
-
-    return tuple((name, of_rows(name, given)) for name, given in description)
+    rules = {name: (like, rule_at(batch_dim, name)) for name, like in example_of(description).items()}
+    return _described(
+        description,
+        {
+            name: pytree.tree_map_only(TensorLike, partial(resized, along=rule, size=rows), like)
+            for name, (like, rule) in rules.items()
+            if isinstance(rule, int)
+        },
+    )
 
 
 def resized(leaf: TensorLike, along: int, size: int) -> TensorLike:

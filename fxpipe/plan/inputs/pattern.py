@@ -25,6 +25,17 @@ class Flags:
     trainable: bytes
     state: int = 0
 
+    def difference(self, other: Flags) -> str:
+        """In what the models of two ranks differ, in words."""
+        sizes = [f"{len(one.training)} modules with {len(one.trainable)} parameters" for one in (self, other)]
+        if sizes[0] != sizes[1]:
+            return f"the models that they were given, of {' and '.join(sizes)}"
+        if self.training != other.training:
+            return "the training flag of a module"
+        if self.trainable != other.trainable:
+            return "the requires_grad of a parameter"
+        return "what forward reads of the model's Python, an attribute or a hook"
+
 
 def flags_of(model: nn.Module, state: int = 0) -> Flags:
     """The flags of a model as it is now."""

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 from fxpipe.errors import RunError, nearest
 from fxpipe.graph.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
-from fxpipe.plan.inputs.batch import Description, NotSent
+from fxpipe.plan.inputs.batch import Description
 from fxpipe.plan.inputs.counts import Counts
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_mapping, shown
 
 
 class InputRows(NamedTuple):
-    """An input, or a value in a dict input, whose values follow one rule. ``like``: with ``TensorLike`` for tensors;
-    None where this rank cannot know it."""
+    """An input, or a value in a dict input, whose values follow one rule. ``like``: with ``TensorLike`` for tensors."""
 
     rule: Rule
     shapes: Sequence[tuple[int, ...]]
@@ -31,17 +30,8 @@ def is_entries(value: Any) -> bool:
 
 def entries_of(description: Description, batch_dim: BatchDim) -> dict[str, InputRows]:
     """By their paths, the inputs of a batch."""
-    found: dict[str, InputRows] = {}
-    for name, given in description:
-        if given.kind == "input":
-            rule = rule_at(batch_dim, name)
-            if isinstance(given.like, NotSent):
-                if isinstance(rule, Packed | Offsets | Mapping):
-                    raise RunError(f"input {name!r} is packed, and what it is made of is unknown: {given.like.what}")
-                found[name] = InputRows(rule, given.shapes, None)
-            else:
-                found |= dict(_within(name, given.like, rule))
-    return found
+    inputs = [(name, given.like) for name, given in description if given.kind == "input"]
+    return {path: one for name, like in inputs for path, one in _within(name, like, rule_at(batch_dim, name))}
 
 
 def _within(path: str, like: Any, rule: Rule) -> Iterator[tuple[str, InputRows]]:
@@ -68,7 +58,7 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
     """
     entries = entries_of(description, batch_dim)
     sizes = {path: _size(path, entry) for path, entry in entries.items()}
-    by_input = {path: _rows(path, entries[path].rule, size) for path, size in sizes.items() if size is not None}
+    by_input = {path: _rows(path, entries[path].rule, size) for path, size in sizes.items()}
     for path, rule in counted(batch_dim).items():
         if rule.of is None and path in (counts or {}):
             by_input[f"counts of {path}"] = len((counts or {})[path])
@@ -114,61 +104,50 @@ def _size(path: str, entry: InputRows) -> int | None:
     return next(iter(found), None)
 
 
-def _rows(path: str, rule: Rule, size: int) -> int | None:
+def _rows(path: str, rule: Rule, size: int | None) -> int | None:
     """How many rows the batch has by an input of that size; None where it does not give it."""
-    if isinstance(rule, Offsets):
-        return size - 1 if rule.of is None else None
-    if isinstance(rule, Packed):
-        if rule.of is not None or not isinstance(rule.counts, int):
-            return None
-        if size % rule.counts:
-            raise RunError(f"input {path!r} has {size} rows, which are not {rule.counts} for each row of a batch")
-        return size // rule.counts
-    return size
+    if isinstance(rule, Packed | Offsets) and rule.of is not None:
+        return None
+    if size is None or isinstance(rule, Offsets):
+        return size and size - 1
+    if not isinstance(rule, Packed):
+        return size
+    if not isinstance(rule.counts, int):
+        return None
+    if size % rule.counts:
+        raise RunError(f"input {path!r} has {size} rows, which are not {rule.counts} for each row of a batch")
+    return size // rule.counts
 
 
 def _check_lists(entries: Mapping[str, InputRows], rows: Mapping[str, int], batch_dim: BatchDim) -> None:
     """RunError for a list that may have an entry for each row, where nobody has said whether it has."""
     unnamed = {path: entry for path, entry in entries.items() if path in rows and not _is_named(path, batch_dim)}
     lists = {path: dict(_lists(path, entry.like)) for path, entry in unnamed.items()}
-    others = rows.keys() - {path for path, found in lists.items() if found}
+    is_alone = all(lists.get(path) for path in rows)
     for path, found in lists.items():
-        for place, entries_of_it in found.items():
-            if _may_be_rows(entries_of_it, rows[path], bool(others)):
+        for place, listed in found.items():
+            if _may_be_rows(listed, rows[path], is_alone):
                 raise RunError(
-                    f"input {place!r} is a list of {len(entries_of_it)}, and it is not clear where it has the batch's "
+                    f"input {place!r} is a list of {len(listed)}, and it is not clear where it has the batch's "
                     f"rows: write {written(place, 'fxpipe.Packed(1)')} where it has an entry for each row, or "
                     f"{written(place, '0')} where each of its tensors has all rows in dimension 0"
                 )
 
 
 def whole_lists(description: Description, batch_dim: BatchDim, rows: int) -> list[str]:
-    """The lists, without tensors, that have as many entries as the batch has rows, where nobody has said what for."""
-    entries = [place for path, one in entries_of(description, batch_dim).items() for place in _plain(path, one.like)]
-    return [path for path, like in entries if len(like) == rows and not _is_named(path, batch_dim)]
+    """The lists, without tensors, that have as many entries as the batch has rows, where nobody has said what for.
 
-
-_FEW = 4
-"""A tuple of so many numbers is a shape, or a mean, more often than it is rows."""
-
-
-def _plain(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
-    """The lists without tensors that an input is or has in a dict, and the tuples that may be rows."""
-    if is_mapping(like):
-        for name, value in like.items():
-            yield from _plain(f"{path}.{name}", value)
-    elif _looks_like_rows(like) and not any(map(_has_tensors, like)):
-        yield path, like
-
-
-def _looks_like_rows(like: Any) -> bool:
-    return type(like) is list or (
-        type(like) is tuple and (len(like) > _FEW or (len(like) > 0 and isinstance(like[0], str)))
-    )
-
-
-def _has_tensors(entry: Any) -> bool:
-    return any(isinstance(leaf, TensorLike) for leaf in pytree.tree_leaves(entry))
+    As a ``DataLoader`` makes them of strings, which it puts into tuples. A tuple of numbers is a shape, or a mean.
+    """
+    lists = [each for path, one in entries_of(description, batch_dim).items() for each in _sequences(path, one.like)]
+    return [
+        path
+        for path, listed in lists
+        if len(listed) == rows
+        and (isinstance(listed, list) or isinstance(listed[0], str))
+        and not _is_named(path, batch_dim)
+        and not any(isinstance(leaf, TensorLike) for leaf in pytree.tree_leaves(listed))
+    ]
 
 
 def _is_named(path: str, batch_dim: BatchDim) -> bool:
@@ -180,24 +159,30 @@ def _is_named(path: str, batch_dim: BatchDim) -> bool:
     return True
 
 
-def _lists(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
-    """The lists of tensors, or of dicts, that an input is or has in a dict."""
+def _sequences(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """The lists, and tuples without names, that an input is or has in a dict."""
     if is_mapping(like):
         for name, value in like.items():
-            yield from _lists(f"{path}.{name}", value)
-    elif is_entries(like) and like and all(isinstance(one, TensorLike) or is_mapping(one) for one in like):
+            yield from _sequences(f"{path}.{name}", value)
+    elif is_entries(like) and like:
         yield path, like
 
 
-def _may_be_rows(entries: Sequence[Any], rows: int, others_tell: bool) -> bool:
+def _lists(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Those of tensors, or of dicts."""
+    for place, listed in _sequences(path, like):
+        if all(isinstance(one, TensorLike) or is_mapping(one) for one in listed):
+            yield place, listed
+
+
+def _may_be_rows(listed: Sequence[Any], rows: int, is_alone: bool) -> bool:
     """Dicts are; tensors may be that are as many as rows, or images alone, of which the first dimension is a colour."""
-    tensors = [one for one in entries if isinstance(one, TensorLike)]
-    if len(tensors) < len(entries):
+    if any(map(is_mapping, listed)):
         return True
-    dims = {len(one.shape) for one in tensors}
-    if len(dims) > 1 or min(dims) < 2 or len({one.dtype for one in tensors}) > 1:
+    dims = {len(one.shape) for one in listed}
+    if len(dims) > 1 or min(dims) < 2 or len({one.dtype for one in listed}) > 1:
         return False
-    return len(entries) == rows or (not others_tell and dims == {3})
+    return len(listed) == rows or (is_alone and dims == {3})
 
 
 def _check_counts(sizes: Mapping[str, int | None], rows: int | None, counts: Counts, batch_dim: BatchDim) -> None:
