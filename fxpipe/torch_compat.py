@@ -185,9 +185,6 @@ CHECKS = (torch._assert, torch._assert_async)
 """The same as users write it."""
 
 CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-AUTOCAST_CACHE = "_cache_enabled"
-"""The attribute of a ``torch.autocast`` that says whether a weight is cast once in it."""
-
 CHECKPOINT_GENERATOR = next(
     name
     for name in (
@@ -409,28 +406,6 @@ def sizes_like_any() -> Iterator[None]:
             yield
     finally:
         symbolic_shapes.make_symbol = make
-
-
-@contextlib.contextmanager
-def flags_as_numbers() -> Iterator[None]:
-    """While it is open, ``size + True`` is ``size + 1`` of a symbolic size, too, and so on, as it is from 2.13 on."""
-    if torch.__version__ >= "2.13":  # compared as versions are
-        yield
-        return
-    importlib.import_module("torch.fx.experimental.sym_node")  # which makes the methods
-    names = [f"__{side}{name}__" for name in ("add", "sub", "mul") for side in ("", "r")]
-    before = {name: vars(torch.SymInt)[name] for name in names}
-
-    def with_number(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        return lambda size, other: method(size, int(other) if type(other) is bool else other)
-
-    try:
-        for name, method in before.items():
-            setattr(torch.SymInt, name, with_number(method))
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(torch.SymInt, name, method)
 
 
 def size_decisions() -> tuple[type, str]:

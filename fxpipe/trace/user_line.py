@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, TracebackType
-from typing import Any
 
 import torch
 
@@ -28,11 +26,6 @@ def is_users(filename: str) -> bool:
 def is_torchs(filename: str) -> bool:
     """Whether a file is a part of torch."""
     return filename.startswith(_LIBRARIES[0])
-
-
-def is_librarys(filename: str) -> bool:
-    """Whether a file is a part of torch or fxpipe."""
-    return filename.startswith(_LIBRARIES)
 
 
 def current_line() -> str:
@@ -78,37 +71,6 @@ def mentions(function: Callable[..., object], wanted: Callable[..., object]) -> 
     names = _names(plain.__code__)
     known = [plain.__globals__.get(name) for name in names] + [cell.cell_contents for cell in plain.__closure__ or ()]
     return wanted.__name__ in names or any(value is wanted for value in known)
-
-
-def only_tells(frame: FrameType) -> bool:
-    """Whether text that a line makes is for its reader alone: an argument of a call whose result nobody takes, such as
-    ``check(length > 0, f"no {length}")`` or ``print(x.shape)``; not a key, say, of a table that the call looks into."""
-    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    return frame.f_lineno in _telling_lines(source)
-
-
-@functools.lru_cache(64)
-def _telling_lines(source: str) -> frozenset[int]:
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except SyntaxError:  # written anew since it was imported, say
-        return frozenset()
-    calls = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    passed = {id(argument) for call in calls for argument in (*call.args, *(each.value for each in call.keywords))}
-    used = (node for node in nodes if _makes_text(node) and id(node) not in passed)
-    return _lines(calls) - _lines(used)
-
-
-def _makes_text(node: ast.AST) -> bool:
-    if isinstance(node, ast.Name):
-        return node.id in ("str", "repr", "format")
-    if isinstance(node, ast.Attribute):
-        return node.attr in ("format", "join")
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod))
-
-
-def _lines(nodes: Iterable[Any]) -> frozenset[int]:
-    return frozenset(line for node in nodes for line in range(node.lineno, node.end_lineno + 1))
 
 
 def _plain(function: Callable[..., object]) -> FunctionType | None:

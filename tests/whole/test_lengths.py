@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import io
 import random
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 from weakref import WeakSet
 
@@ -84,84 +81,16 @@ class Eights(Sized):
         return self.second(h.view(h.shape[0], -1, 8, WIDTH).sum(2).mean(1))
 
 
-class Typed(Sized):
-    """Asks what a size is, as code does that takes a size or a pair of them."""
+class Cached(Sized):
+    """Looks a number up by a size."""
 
     def behind(self, h: Tensor, words: Tensor) -> Tensor:
-        length = words.shape[1]
-        named = isinstance(length, (int, str)) and type(length) is int and isinstance(int, type)
-        kind = type("Meta", (type,), {})  # classes are what they are
-        plain = type(type(self)) is type and not isinstance(int, kind) and isinstance(kind("Own", (), {}), kind)
-        return self.second(h.mean(1)) * (2 if named else 3) * (5 if plain else 7)
+        return self.second(h.mean(1)) * squared(words.shape[1])
 
 
-class Sorted(Sized):
-    """Asks by ways that find no name in a module: what stands there has none to be asked by."""
-
-    def behind(self, h: Tensor, words: Tensor) -> Tensor:
-        length, alike = words.shape[1], isinstance
-        match length, length > 99:
-            case int(), bool():
-                scale = 2 if alike(length, Integral) and length.__class__ is int else 3
-            case _:
-                scale = 5
-        in_namespace = eval("isinstance(length, int)", {"length": length})
-        scale *= 7 if (length > 0) is True and type(type) is type and in_namespace else 11
-        return self.second(h.mean(1)) * scale * kind_of(length)
-
-
-@functools.singledispatch
-def kind_of(value: object) -> int:
-    return 2
-
-
-@kind_of.register
-def _(value: int) -> int:
-    return 3
-
-
-class Tabled(Sized):
-    """Asks a table, and makes do without where that is refused."""
-
-    def behind(self, h: Tensor, words: Tensor) -> Tensor:
-        with contextlib.suppress(Exception):
-            return self.second(h.mean(1)) * {9: 2, 12: 3}.get(words.shape[1], 4)
-        return self.second(h.mean(1)) * 5
-
-
-class Written(Sized):
-    """Writes a size, as a key of a table."""
-
-    def behind(self, h: Tensor, words: Tensor) -> Tensor:
-        length = words.shape[1]
-        scale = {"9": 2, "12": 3}.get(f"{length}", 1) * len(str([*words.shape]))
-        return self.second(h.mean(1)) * scale
-
-
-class Told(Sized):
-    """Writes sizes for those who read them, as the messages of checks are, and what is printed."""
-
-    def behind(self, h: Tensor, words: Tensor) -> Tensor:
-        rows, length = words.shape
-        checked(
-            length > 0,
-            f"{length} words of {rows} rows",
-            rows=f"{rows} rows",
-        )
-        print(words.shape, file=io.StringIO())
-        return self.second(h.mean(1))
-
-
-def checked(condition: bool, message: str, rows: str) -> None:
-    assert condition, (message, rows)
-
-
-class Flagged(Sized):
-    """Reckons with sizes and truth values."""
-
-    def behind(self, h: Tensor, words: Tensor) -> Tensor:
-        length, yes, no = words.shape[1], self.second is not None, self.second is None
-        return self.second(h.sum(1)) / ((length + yes) * yes - no + (yes + length) + no * (yes - length))
+@functools.lru_cache
+def squared(length: int) -> int:
+    return length**2
 
 
 class Limited(Sized):
@@ -301,15 +230,12 @@ def test_record_tells_which_input_varies_and_what_takes_any_length(capsys: pytes
     assert 'tracer="export"' in told
 
 
-@pytest.mark.parametrize("cls", every(2, [Typed, Sorted, Written, Tabled, Told, Flagged]))
-def test_a_size_is_a_number_to_pythons_own(cls: type[nn.Module], captured: list[Any]) -> None:
-    """To torch.export it is an object, that is no int, and is written "s27"."""
-    sizes = [(8, length) for length in (6, 7, 9, 11, 12)]
-    before = [vars(kind).copy() for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)]
-    check([ran(cls, sizes)], cls, sizes)
-    assert [vars(kind).copy() for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)] == before
-    assert cls in (Written, Tabled) or len(captured) <= 1 + 1 + 1, "one of each example's sizes, rows, and words"
-    assert not {"len", "isinstance", "type"} & globals().keys()
+def test_a_cache_by_a_size_takes_a_capture_for_each(captured: list[Any]) -> None:
+    """As transformers' DETR and DINOv3 have. torch.export refuses a key that has no number of its own."""
+    sizes = [(8, length) for length in (6, 7, 9, 6)]
+    check([ran(Cached, sizes)], Cached, sizes)
+    assert len(captured) == 1 + 3, "one of the example, and of each length"
+    assert "len" not in globals()
 
 
 # --- what travels

@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise, starmap
 from typing import Any
 
@@ -38,9 +37,8 @@ from fxpipe.torch_compat import (
     set_grad_enabled,
     size_guard,
 )
-from fxpipe.trace.export.boundary_operator import marked  # noqa: F401  (it registers the operator)
+from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
 from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
-from fxpipe.trace.export.whole_operator import clauses_of, guards_of, sizes_in
 from fxpipe.trace.opaque.region_calls import RegionCall
 from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, patched
 from fxpipe.trace.state.snapshot import storage_of
@@ -49,6 +47,8 @@ from fxpipe.trace.user_line import is_users
 _BOUNDARY = torch.ops.fxpipe.boundary.default
 _WHOLE = torch.ops.fxpipe.whole.default
 _SIZE = torch.ops.aten.sym_size.int
+_ROOT = "model"
+"""The name of the model in the exported module."""
 _GIVEN = ("input", "stand-in")
 _ASKED = re.compile(r"L\['t(\d+)'\]")
 
@@ -62,46 +62,14 @@ def modes_as_operations() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for module, name in mode_passes():
-            stack.enter_context(patched(module, name, _unchanged))
+            stack.enter_context(patched(module, name, lambda graph_module, signature: (graph_module, signature)))
         yield
-
-
-def _unchanged(graph_module: Any, signature: Any) -> tuple[Any, Any]:
-    return graph_module, signature
-
-
-@dataclass(frozen=True)
-class Traced:
-    """What was exported, and what its graph does not show.
-
-    ``values``: the inputs by name, ``result``: the leaves of the result with ``TENSOR`` for each tensor, ``spec``: how
-    they make the result. ``root``: the name of the model in the exported module. ``cached``: of each autocast region,
-    in the order they were entered, whether a weight is cast once in it.
-    """
-
-    exported: torch.export.ExportedProgram
-    module: nn.Module
-    values: Mapping[str, Any]
-    result: Sequence[Any]
-    spec: pytree.TreeSpec
-    cached: Sequence[bool]
-    stand_ins: Mapping[tuple[str, int], Sequence[Tensor]] = field(default_factory=dict)
-    """What stood for what calls of regions return, by their keys, as inputs of the export behind ``values``."""
-    calls: Sequence[RegionCall] = ()
-    """The calls of regions, as the operator for them is given their numbers."""
-    root: str = "model"
-    of_any_size: bool = False
-    """Whether values may decide sizes: stages hold no such program, and a question may be one."""
-
-    def program(self) -> Program:
-        return _Conversion(self).program()
 
 
 @dataclass
 class _ModesInGraph:
     """Follows the modes through a graph. ``with`` blocks are numbered where they are entered."""
 
-    cached: Iterator[bool]
     grad: bool
     """Whether gradients are on around the call."""
     _autocasts: list[tuple[int, Autocast]] = field(default_factory=list)
@@ -113,24 +81,22 @@ class _ModesInGraph:
     def follow(self, node: fx.Node) -> bool:
         """Whether the node changes a mode; the change is then noted."""
         if node.target is set_grad_enabled:
-            self._set_grad(bool(node.args[0]))
+            is_other = bool(node.args[0]) is not self.grad
+            if is_other and not self._other_grad:
+                self._entered += 1
+                self._other_grad = self._entered
+            elif not is_other:
+                self._other_grad = 0
         elif node.target is enter_autocast:
             device, dtype, enabled, _ = node.args
+            # a trace runs without autocast's cache of weights, and so the node says; a step runs with it
             self._entered += 1
-            region = Autocast(str(device), bool(enabled), dtype, next(self.cached))  # type: ignore[arg-type]
-            self._autocasts.append((self._entered, region))
+            self._autocasts.append((self._entered, Autocast(str(device), bool(enabled), dtype)))  # type: ignore[arg-type]
         elif node.target is exit_autocast:
             self._autocasts.pop()
         else:
             return False
         return True
-
-    def _set_grad(self, on: bool) -> None:
-        if on is self.grad:
-            self._other_grad = 0
-        elif not self._other_grad:
-            self._entered += 1
-            self._other_grad = self._entered
 
     def now(self) -> Modes | None:
         """The modes, in which a block is the same after a block inside it; None where nothing is changed."""
@@ -150,119 +116,110 @@ class _Unconverted(TraceError):
         self.method = method
 
 
-class _Conversion:
-    """Builds the program's graph, node by node, in the order of the exported one."""
+@dataclass
+class Conversion:
+    """Builds the program's graph, node by node, in the order of the exported one.
 
-    def __init__(self, traced: Traced) -> None:
-        self._traced = traced
+    ``values``: the inputs by name, ``result``: the leaves of the result with ``TENSOR`` for each tensor.
+    ``stand_ins``: what stood for what calls of regions return, by their keys, as inputs of the export behind
+    ``values``. ``calls``: the calls of regions, as the operator for them is given their numbers. ``of_any_size``:
+    whether values may decide sizes: stages hold no such program, and a question may be one.
+    """
+
+    exported: torch.export.ExportedProgram
+    module: nn.Module
+    values: Mapping[str, Any]
+    result: Sequence[Any]
+    stand_ins: Mapping[tuple[str, int], Sequence[Tensor]] = field(default_factory=dict)
+    calls: Sequence[RegionCall] = ()
+    of_any_size: bool = False
+
+    def __post_init__(self) -> None:
         self._graph = fx.Graph()
-        self._modes = _ModesInGraph(iter(traced.cached), torch.is_grad_enabled())
+        self._modes = _ModesInGraph(torch.is_grad_enabled())
         self._constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._parts: dict[tuple[Any, ...], fx.Node] = {}
         self._built: dict[fx.Node, fx.Node] = {}
         self._named: dict[int, str] = {}
         self._in_memory: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in [*traced.module.named_parameters(), *traced.module.named_buffers()]:
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             self._named.setdefault(id(tensor), name)
             self._in_memory.setdefault(storage_of(tensor), {})[name] = tensor
-        self._sources_of = self._origins()
+        self._origin = self._origins()
         self._regions: dict[Hashable, fx.Node] = {}
         self._effects: dict[str, Effects] = {}
+        self._given = [node for node, origin in self._origin.items() if origin[0] in _GIVEN]
+        """The tensors among the inputs, and behind them the stand-ins."""
+        self._inputs = sum(self._origin[node][0] == "input" for node in self._given)
         self._clauses = self._taken_for_granted()
-        ends = accumulate((len(one) for one in traced.stand_ins.values()), initial=self._inputs)
-        places = dict(zip(traced.stand_ins, starmap(range, pairwise(ends)), strict=True))
-        called = [(call.region.name, places[call.key]) for call in traced.calls]
-        uses = [zip(places[call.key], call.kept.uses, strict=True) for call in traced.calls]
-        unused = {place for each in uses for place, used in each if not used}
-        used = [clause for clause in self._clauses if unused.isdisjoint(place for place, _ in sizes_in(clause))]
-        guards = guards_of(used, called)
-        self._guards = {call.key: guard for call, guard in zip(traced.calls, guards, strict=True)}
+        self._guards = self._guards_of_calls()
 
     def program(self) -> Program:
-        for name, value in self._traced.values.items():
+        for name, value in self.values.items():
             placeholder = self._graph.placeholder(name)
             placeholder.meta["val"] = value
             self._parts[(name,)] = placeholder
-        for node in self._traced.exported.graph.nodes:
+        for node in self.exported.graph.nodes:
             known = node.op != "call_function" or node.target in ASSERTIONS or self._modes.follow(node)
             if not known and not self._is_late(node):
-                with self._naming_the_part_of(node):
+                try:
                     self._convert(node)
-        self._add_output()
+                except TraceError as error:
+                    raise self._in_its_part(node, error) from error
+        (returned,) = self.exported.graph.output_node().args
+        tensors = iter(returned)
+        leaves = [fx.node.map_arg(next(tensors), self._read) if leaf is TENSOR else leaf for leaf in self.result]
+        self._graph.output(tuple(leaves))
         return Program(
-            self._traced.module,
+            self.module,
             self._graph,
             constants=self._constants,
             tracer="export",
-            result=self._traced.spec,
             holds_for=self._holds_for(),
-            opaque={call.target: call.kept for call in self._traced.calls},
+            opaque={call.target: call.kept for call in self.calls},
             effects=self._effects,
         )
 
-    @contextlib.contextmanager
-    def _naming_the_part_of(self, node: fx.Node) -> Iterator[None]:
-        """A TraceError about a node says in which submodule it runs."""
-        try:
-            yield
-        except TraceError as error:
-            parts = {path: self._traced.module.get_submodule(path) for path, _ in self._stack(node).values() if path}
-            own = [path for path, part in parts.items() if not type(part).__module__.startswith("torch.nn.")]
-            raise _Unconverted(str(error), (own[-1], "") if own else None) from error
+    def _in_its_part(self, node: fx.Node, error: TraceError) -> _Unconverted:
+        """An error about a node, with the submodule in which it runs."""
+        parts = {path: self.module.get_submodule(path) for path, _ in self._stack(node).values() if path}
+        own = [path for path, part in parts.items() if not type(part).__module__.startswith("torch.nn.")]
+        return _Unconverted(str(error), (own[-1], "") if own else None)
 
-    @property
-    def _inputs(self) -> int:
-        """How many tensors there are among the inputs; stand-ins come behind them."""
-        return sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(dict(self._traced.values)))
-
-    def _given(self) -> list[Tensor]:
-        """The inputs and stand-ins as they were exported."""
-        return [node.meta["val"] for node in self._sources_of if self._sources_of[node][0] in _GIVEN]
+    # what the graph takes for granted of sizes
 
     def _taken_for_granted(self) -> list[str]:
-        """What the graph takes for granted of the sizes of inputs and of what regions return."""
-        given = self._given()
+        """Of the sizes of inputs and of what regions return."""
+        given = [node.meta["val"] for node in self._given]
         if any(map(is_symbolic, given)):
             return clauses_of(size_guard(given))
         return [f"L['t{i}'].size()[{dim}] == {n}" for i, one in enumerate(given) for dim, n in enumerate(one.shape)]
 
     def _holds_for(self) -> SizeGuard | None:
         """For what sizes of its inputs the graph holds; None where none is symbolic."""
-        if not any(map(is_symbolic, self._given()[: self._inputs])):
+        if not any(is_symbolic(node.meta["val"]) for node in self._given[: self._inputs]):
             return None
         about = [one for one in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(one))]
         code = compile(" and ".join(about) or "True", "<what a capture takes for granted>", "eval")
         return lambda given: holds_for(code, {f"t{place}": one for place, one in enumerate(given)})
 
+    def _guards_of_calls(self) -> dict[Hashable, SizeClauses]:
+        """What is checked of what each region returns, of which the code behind it uses something."""
+        ends = accumulate((len(one) for one in self.stand_ins.values()), initial=self._inputs)
+        places = dict(zip(self.stand_ins, starmap(range, pairwise(ends)), strict=True))
+        uses = [zip(places[call.key], call.kept.uses, strict=True) for call in self.calls]
+        unused = {place for each in uses for place, used in each if not used}
+        used = [clause for clause in self._clauses if unused.isdisjoint(place for place, _ in sizes_in(clause))]
+        guards = guards_of(used, [(call.region.name, places[call.key]) for call in self.calls])
+        return {call.key: guard for call, guard in zip(self.calls, guards, strict=True)}
+
+    # operations
+
     def _is_late(self, node: fx.Node) -> bool:
         """Whether it is a size of what a region returns, which export asks for before the region is called."""
         source = node.args[0] if node.target is _SIZE else None
-        return isinstance(source, fx.Node) and self._sources_of.get(source, ("",))[0] == "stand-in"
-
-    def _call_region(self, node: fx.Node) -> fx.Node:
-        """A call of a region in place of the operator that stood for it."""
-        values, numbers, _, number = node.args
-        call = self._traced.calls[number]  # type: ignore[index]
-        given = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
-        args = [fx.node.map_arg(next(given[isinstance(value, Tensor)]), self._read) for value in call.values]
-        call.kept.guard = guard = self._guards[call.key]
-        call.kept.of_one_type = True
-        args += [self._graph.call_function(_SIZE, (self._tensor(place), dim)) for place, dim in guard.others]
-        made = self._graph.create_node("call_module", call.target, tuple(args), name=call.target)
-        self._regions[call.key] = made
-        node.meta["nn_module_stack"] = self._in_region(node, call)
-        self._effects[made.name] = call.effects
-        return made
-
-    def _in_region(self, node: fx.Node, call: RegionCall) -> dict[str, Any]:
-        """The submodules that a region is called in, and it itself, as export notes them."""
-        path = f"{self._traced.root}.{call.region.path}"
-        return {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
-
-    def _tensor(self, place: int) -> fx.Node:
-        """An input, or a tensor that a region has returned, by its number in a guard."""
-        return self._read([node for node, origin in self._sources_of.items() if origin[0] in _GIVEN][place])
+        return isinstance(source, fx.Node) and self._origin.get(source, ("",))[0] == "stand-in"
 
     def _convert(self, node: fx.Node) -> fx.Node:
         if isinstance(node.target, HigherOrderOperator):
@@ -275,78 +232,94 @@ class _Conversion:
                 f"forward uses {getattr(node.target, '__name__', node.target)}, which means nothing outside of the "
                 f"function around it; tracer='record' keeps a submodule that uses it whole{_line_of(node)}"
             )
-        made = self._call_region(node) if node.target is _WHOLE else self._call(node)
-        made.meta["val"] = None if self._traced.of_any_size else _static(node)
+        if node.target is _WHOLE:
+            made = self._call_region(node)
+        else:
+            target = boundary if node.target is _BOUNDARY else node.target
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
+            made = self._graph.create_node("call_function", target, args, kwargs, name=node.name)
+        made.meta["val"] = None if self.of_any_size else _static(node)
         made.meta["sizes"] = sizes_of(node.meta.get("val"))
         made.meta["nn_module_stack"] = self._stack(node)
-        if (line := users_line(node.stack_trace or "")) is not None:
-            made.stack_trace = line
+        if line := _line_of(node):
+            made.stack_trace = line.removeprefix("\n")
         if (modes := self._modes.now()) is not None:
             made.meta["modes"] = modes
         self._built[node] = made
         return made
 
-    def _call(self, node: fx.Node) -> fx.Node:
-        return self._graph.create_node(
-            "call_function",
-            boundary if node.target is _BOUNDARY else node.target,
-            fx.node.map_arg(node.args, self._read),
-            fx.node.map_arg(node.kwargs, self._read),
-            name=node.name,
-        )
+    def _call_region(self, node: fx.Node) -> fx.Node:
+        """A call of a region in place of the operator that stood for it."""
+        values, numbers, _, number = node.args
+        call = self.calls[number]  # type: ignore[index]
+        given = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
+        args = [fx.node.map_arg(next(given[isinstance(value, Tensor)]), self._read) for value in call.values]
+        call.kept.guard = guard = self._guards[call.key]
+        call.kept.of_one_type = True
+        args += [self._graph.call_function(_SIZE, (self._read(self._given[place]), dim)) for place, dim in guard.others]
+        made = self._graph.create_node("call_module", call.target, tuple(args), name=call.target)
+        self._regions[call.key] = made
+        path = f"{_ROOT}.{call.region.path}"
+        node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
+        self._effects[made.name] = call.effects
+        return made
+
+    def _stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
+        """The submodules that the operation was called in, under the model's own names."""
+        stack = node.meta.get("nn_module_stack") or {}
+        model = f"{_ROOT}."
+        return {
+            key: (f"{path}.".removeprefix(model).removesuffix("."), kind)
+            for key, (path, kind) in stack.items()
+            if f"{path}.".startswith(model)
+        }
 
     # where values come from
 
     def _origins(self) -> dict[fx.Node, tuple[Any, ...]]:
         """Each input of the exported graph → what it is: ("input", path…), ("stand-in", key, place), ("tensor", name)
         or ("constant", name)."""
-        exported = self._traced.exported
-        inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
-        leaves, _ = pytree.tree_flatten_with_path(dict(self._traced.values))
-        stand_ins = self._traced.stand_ins
+        inputs = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
+        leaves, _ = pytree.tree_flatten_with_path(dict(self.values))
         given = iter(
             [("input", *path) for path, leaf in leaves if isinstance(leaf, Tensor)]
-            + [("stand-in", key, place) for key in stand_ins for place in range(len(stand_ins[key]))]
+            + [("stand-in", key, place) for key, one in self.stand_ins.items() for place in range(len(one))]
         )
         found: dict[fx.Node, tuple[Any, ...]] = {}
-        for node, spec in zip(inputs, exported.graph_signature.input_specs, strict=True):
+        for node, spec in zip(inputs, self.exported.graph_signature.input_specs, strict=True):
             if spec.kind is InputKind.USER_INPUT:
                 found[node] = next(given)
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                name = str(spec.target).removeprefix(f"{self._traced.root}.")
-                found[node] = ("tensor", self._first_name(name))
+                owner, _, name = str(spec.target).removeprefix(f"{_ROOT}.").rpartition(".")
+                found[node] = ("tensor", self._named[id(getattr(self.module.get_submodule(owner), name))])
             else:
                 found[node] = ("constant", spec.target)
         return found
 
-    def _first_name(self, name: str) -> str:
-        owner, _, last = name.rpartition(".")
-        return self._named[id(getattr(self._traced.module.get_submodule(owner), last))]
-
     def _read(self, node: fx.Node) -> fx.Node:
         if node in self._built:
             return self._built[node]
-        origin = self._sources_of.get(node)
         if self._is_late(node):
             return self._convert(node)
-        if origin is not None and origin[0] == "stand-in":
-            return self._returned_by(origin[1], origin[2])
-        if origin is None:
+        kind, *rest = self._origin.get(node, ("",))
+        if kind == "stand-in":
+            return self._returned_by(*rest)
+        if not kind:
             raise TraceError(f"{node.format_node()} is no operation that stages can hold")
-        if origin[0] == "input":
-            made = self._part(origin[1:])
+        if kind == "input":
+            made = self._part(tuple(rest))
         else:
-            made = self._source(node, origin[1] if origin[0] == "tensor" else self._constant(node, origin[1]))
+            made = self._source(node, rest[0] if kind == "tensor" else self._constant(node, rest[0]))
         self._built[node] = made
         return made
 
     def _returned_by(self, key: tuple[str, int], place: int) -> fx.Node:
         """A tensor that a region has returned."""
-        part = self._graph.call_function(operator.getitem, (self._regions[key], place))
-        made = self._regions[key].meta["val"]
-        part.meta["val"] = None if made is None else made[place]
-        part.meta["nn_module_stack"] = self._regions[key].meta["nn_module_stack"]
-        part.meta["sizes"] = sizes_of(self._traced.stand_ins[key][place])
+        region = self._regions[key]
+        part = self._graph.call_function(operator.getitem, (region, place))
+        part.meta["val"] = None if region.meta["val"] is None else region.meta["val"][place]
+        part.meta["nn_module_stack"] = region.meta["nn_module_stack"]
+        part.meta["sizes"] = sizes_of(self.stand_ins[key][place])
         return part
 
     def _part(self, path: tuple[Any, ...]) -> fx.Node:
@@ -354,8 +327,10 @@ class _Conversion:
         path = (path[0].key if isinstance(path[0], pytree.MappingKey) else path[0], *path[1:])
         if path in self._parts:
             return self._parts[path]
-        parent = self._part(path[:-1])
-        function, key = _step(path[-1])
+        parent, step = self._part(path[:-1]), path[-1]
+        is_attribute, is_index = isinstance(step, pytree.GetAttrKey), isinstance(step, pytree.SequenceKey)
+        function: Any = getattr if is_attribute else operator.getitem
+        key = step.name if is_attribute else step.idx if is_index else step.key
         part = self._parts[path] = self._graph.call_function(function, (parent, key))
         part.meta["val"] = function(parent.meta["val"], key)
         return part
@@ -369,25 +344,15 @@ class _Conversion:
 
     def _constant(self, node: fx.Node, target: str) -> str:
         """The name of a tensor that forward has met: the model's, where it is one of the model's, from a list say."""
-        tensor = self._traced.exported.constants[target]
+        tensor = self.exported.constants[target]
         if isinstance(tensor, FakeTensor):
             raise TraceError(LEFT_BEHIND + _line_of(*node.users))
         if not isinstance(tensor, Tensor):
             raise TraceError(
-                f"forward uses {target.removeprefix(self._traced.root + '.')}, a {type(tensor).__name__} that is no "
+                f"forward uses {target.removeprefix(_ROOT + '.')}, a {type(tensor).__name__} that is no "
                 f"input and no result of torch's operations; a stage cannot hold it{_line_of(*node.users)}"
             )
-        known = self._of_memory(node, tensor)
-        if known is not None:
-            return known
-        if tensor.requires_grad:
-            raise TraceError("; ".join(UNREGISTERED) + _line_of(*node.users))
-        name = f"_constant{len(self._constants)}"
-        self._constants[name] = tensor
-        return name
-
-    def _of_memory(self, node: fx.Node, tensor: Tensor) -> str | None:
-        """The name of the model's tensor with the same memory: for a parameter, export gives another object."""
+        # of the same memory: for a parameter, export gives another object
         memory = storage_of(tensor)
         for name, other in self._in_memory.get(memory, {}).items() if memory else ():
             if _layout(other) == _layout(tensor):
@@ -396,34 +361,11 @@ class _Conversion:
                 f"forward uses a view of {name} that was made outside of it; make the view in forward"
                 f"{_line_of(*node.users)}"
             )
-        return None
-
-    # facts
-
-    def _stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
-        """The submodules that the operation was called in, under the model's own names."""
-        root = self._traced.root
-        found: dict[str, tuple[str, Any]] = {}
-        for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
-            if path == root or path.startswith(f"{root}."):
-                found[key] = path[len(root) + 1 :], kind
-        return found
-
-    def _add_output(self) -> None:
-        (returned,) = self._traced.exported.graph.output_node().args
-        tensors = iter(returned)
-        leaves = [self._returned(next(tensors)) if leaf is TENSOR else leaf for leaf in self._traced.result]
-        self._graph.output(tuple(leaves))
-
-    def _returned(self, value: Any) -> Any:
-        return fx.node.map_arg(value, self._read)
-
-
-def _step(key: Any) -> tuple[Callable[[Any, Any], Any], Any]:
-    """A step of a path into a container, as a function and its second argument."""
-    if isinstance(key, pytree.GetAttrKey):
-        return getattr, key.name
-    return operator.getitem, key.idx if isinstance(key, pytree.SequenceKey) else key.key
+        if tensor.requires_grad:
+            raise TraceError("; ".join(UNREGISTERED) + _line_of(*node.users))
+        name = f"_constant{len(self._constants)}"
+        self._constants[name] = tensor
+        return name
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -440,20 +382,18 @@ def _static(node: fx.Node) -> Any:
                 "passes between stages has a fixed shape; use torch.where or a mask, or tracer='record' where it is "
                 f"inside a submodule{_line_of(node)}"
             )
-    for symbolic, stand_in in ((torch.SymInt, 1), (torch.SymFloat, 1.0), (torch.SymBool, True)):
-        value = pytree.tree_map_only(symbolic, partial(_hint_or, stand_in), value)
-    return pytree.tree_map_only(FakeTensor, as_captured, value)
+
+    def hinted(leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            return as_captured(leaf)
+        stand_in = next((one for kind, one in _STAND_INS.items() if isinstance(leaf, kind)), None)
+        hint = leaf if stand_in is None else hint_of(leaf)
+        return stand_in if hint is None else hint
+
+    return pytree.tree_map(hinted, value)
 
 
-def _hint_or(stand_in: Any, number: Any) -> Any:
-    hint = hint_of(number)
-    return stand_in if hint is None else hint
-
-
-def _line_of(*nodes: fx.Node) -> str:
-    """The user's line of the first of the nodes that has one, for the end of a message."""
-    lines = (users_line(node.stack_trace or "") for node in nodes)
-    return next((f"\n{line}" for line in lines if line), "")
+_STAND_INS: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
 
 
 def _is_known(target: Any) -> bool:
@@ -463,12 +403,14 @@ def _is_known(target: Any) -> bool:
     return (isinstance(target, OpOverload) and target not in DUAL_NUMBERS) or known
 
 
-def users_line(stack_trace: str) -> str | None:
-    """The innermost line of user code in a stack trace, in traceback form; None where there is none."""
-    lines = stack_trace.splitlines()
-    for place in reversed(range(len(lines))):
-        head = lines[place].strip()
-        if head.startswith('File "') and is_users(head.removeprefix('File "').partition('"')[0]):
-            code = lines[place + 1].strip() if place + 1 < len(lines) else ""
-            return f"  {head}\n    {code}"
-    return None
+def _line_of(*nodes: fx.Node) -> str:
+    """The innermost line of the user's, in traceback form, of the first of the nodes that has one, for the end of a
+    message."""
+    for node in nodes:
+        lines = (node.stack_trace or "").splitlines()
+        for place in reversed(range(len(lines))):
+            head = lines[place].strip()
+            if head.startswith('File "') and is_users(head.removeprefix('File "').partition('"')[0]):
+                code = lines[place + 1].strip() if place + 1 < len(lines) else ""
+                return f"\n  {head}\n    {code}"
+    return ""

@@ -33,12 +33,11 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.cuts.crossing import check_boundaries, crossing
 from fxpipe.trace.cuts.cutting import cutting
-from fxpipe.trace.export.boundary_operator import marked
-from fxpipe.trace.export.conversion import Traced, modes_as_operations
+from fxpipe.trace.export.conversion import Conversion, modes_as_operations
 from fxpipe.trace.export.decisions import Asked, Decisions
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
-from fxpipe.trace.export.symbolic_sizes import fixing_lines, is_fixed, sizes_as_numbers
-from fxpipe.trace.export.whole_operator import SizeClauses, whole
+from fxpipe.trace.export.operators import SizeClauses, marked, whole
+from fxpipe.trace.export.symbolic_sizes import fixing_lines, symbolic_lengths
 from fxpipe.trace.fake import fake_model
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import refuse
@@ -65,14 +64,15 @@ def export(request: Request) -> Program:
     try:
         program = made(request)
         opened = [call for part in program.opaque.values() for call in opaque_calls(part) if call.opened]
-        counted = _as_large(request, {one.count for call in opened for one in call.opened if not one.unpacked})
+        lists = [one for call in opened for one in call.opened if not one.unpacked]
+        counted = _as_large(request, {one.count for one in lists})
         if not counted:
             return program
+        # one entry for each image, say: the capture holds for that number of them
         made_again = made(replace(request, varying=request.varying - counted))
-        counts = [f"forward looks at entries of a list that {call.name} returns" for call in opened]
-        lines = dict.fromkeys(one.opened_at for call in opened for one in call.opened if not one.unpacked)
-        shown = "\n".join([f"{' and '.join(counts)}, so each number of them takes a capture", *filter(None, lines)])
-        return made_again.replace(fixed_sizes="\n".join(filter(None, [shown, made_again.fixed_sizes])))
+        looks = " and ".join(f"forward looks at entries of a list that {call.name} returns" for call in opened)
+        lines = [f"{looks}, so each number of them takes a capture", *dict.fromkeys(one.opened_at for one in lists)]
+        return made_again.replace(fixed_sizes="\n".join(filter(None, [*lines, made_again.fixed_sizes])))
     except TraceError as error:
         why = f"torch.export takes no symbolic size of {named(request.varying)}: {error}"
     return made(replace(request, varying=frozenset())).replace(fixed_sizes=why)
@@ -94,8 +94,7 @@ def _export(request: Request) -> Program:
             call = ExportedCall(request, guard, fake.inputs(request.example), stand_ins)
             with fixing_lines() as lines:  # none, where nothing is symbolic
                 exported = _exported(call)
-        program = call.traced(exported).program().replace(sets=guard.own.taken)
-        program = program.replace(fixed_sizes=call.fixed_sizes(exported, lines))
+        program = call.program(exported).replace(sets=guard.own.taken, fixed_sizes=call.fixed_sizes(exported, lines))
     answers = tuple(call.decisions.given.items())
     if call.asked is not None:
         request.ask(request, program, call.asked, answers)
@@ -140,57 +139,44 @@ def _refuse_objects(example: Mapping[str, Any]) -> None:
 
 def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
     printed = io.StringIO()  # where it fails, torch.export prints all that it has of the graph
+    given = call.tensors, [tensor for returned in call.stand_ins.values() for tensor in returned]
+    sizes = call.dynamic_shapes if call.request.varying or call.stand_ins else None
     try:
-        with within(call.request.autocast), modes_as_operations(), contextlib.redirect_stderr(printed):
-            sizes = call.dynamic_shapes if call.request.varying or call.stand_ins else None
-            given = call.tensors, [tensor for returned in call.stand_ins.values() for tensor in returned]
-            any_size = sizes_like_any() if call.stand_ins else contextlib.nullcontext()
-            with any_size, sizes_as_numbers() if sizes is not None else contextlib.nullcontext():
-                exported = torch.export.export(_Root(call), given, dynamic_shapes=sizes, strict=False)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(within(call.request.autocast))
+            stack.enter_context(modes_as_operations())
+            stack.enter_context(contextlib.redirect_stderr(printed))
+            if call.stand_ins:
+                stack.enter_context(sizes_like_any())
+            if sizes is not None:
+                stack.enter_context(symbolic_lengths())
+            exported = torch.export.export(_Root(call), given, dynamic_shapes=sizes, strict=False)
     except FxpipeError:
         raise
     except Exception as error:
         if call.asked is not None:  # what is no value of the graph
             raise TraceError(_branches(call.asked.line)) from call.asked
-        if call.decisions.given and not is_torchs(_raised_in(error)):
+        *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
+        if call.decisions.given and not is_torchs(raised_in.f_code.co_filename):
             raise RunError(f"forward raised {type(error).__name__}: {error}\n{line_of(error)}") from error
-        raise TraceError(_explain(error)) from error
+        line = line_of(error)
+        if isinstance(error, _NEEDS_VALUES):
+            raise TraceError(_branches(line)) from error
+        text = f"torch.export cannot follow the model: {type(error).__name__}: {error}\n{line}".rstrip()
+        raise TraceError(text) from error
     sys.stderr.write(printed.getvalue())
-    if call.guard.random.rewind():
-        raise _where_drawn(call)
+    if call.guard.random.rewind():  # once more, to find the line: it may be a part that can be opaque
+        with RandomWatch(call.guard.random):
+            call.result(call.request.module, call.values)
+        raise random_numbers_drawn()
     return exported
 
 
-def _explain(error: Exception) -> str:
-    line = line_of(error)
-    if isinstance(error, _NEEDS_VALUES):
-        return _branches(line)
-    at = f"\n{line}" if line else ""
-    return f"torch.export cannot follow the model: {type(error).__name__}: {error}{at}"
-
-
 def _branches(line: str) -> str:
-    at = f"\n{line}" if line else ""
     return (
-        "forward branches on the value of a tensor, or asks for it, and a capture knows shapes only; use "
-        f"torch.where, or tracer='record' where the branch is inside a submodule{at}"
-    )
-
-
-def _raised_in(error: BaseException) -> str:
-    """The file whose code has raised it."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_filename
-
-
-def _where_drawn(call: ExportedCall) -> TraceError:
-    """Runs the call once more, watched, to find the line."""
-    try:
-        with RandomWatch(call.guard.random):
-            call.run(call.request.module, call.values)
-    except TraceError as error:
-        return error
-    return random_numbers_drawn()
+        "forward branches on the value of a tensor, or asks for it, and a capture knows shapes only; use torch.where, "
+        f"or tracer='record' where the branch is inside a submodule\n{line}"
+    ).rstrip()
 
 
 class ExportedCall:
@@ -211,18 +197,15 @@ class ExportedCall:
         self._given: dict[tuple[str, int], list[Tensor]] = {}
         self.regions = Regions(request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
         self._result: list[Any] = []
-        self.spec = pytree.tree_structure(None)
+        self._spec = pytree.tree_structure(None)
         """How they are put together."""
-
-    @property
-    def _leaves(self) -> list[tuple[str, int, Tensor]]:
-        """The tensors: (input, which of its leaves, the tensor)."""
-        return [
+        self._leaves = [
             (name, place, leaf)
-            for name, value in self.values.items()
+            for name, value in values.items()
             for place, leaf in enumerate(pytree.tree_leaves(value))
             if isinstance(leaf, Tensor)
         ]
+        """The tensors: (input, which of its leaves, the tensor)."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -242,43 +225,47 @@ class ExportedCall:
 
     def fixed_sizes(self, exported: torch.export.ExportedProgram, lines: Sequence[tuple[str, bool]]) -> str:
         """What of the dimensions that vary the capture has as numbers, and which lines made numbers of sizes."""
+        varying = self.request.varying
         inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
         specs = zip(inputs, exported.graph_signature.input_specs, strict=True)
         given = [node.meta["val"] for node, spec in specs if spec.kind is InputKind.USER_INPUT]
-        asked, _ = self.dynamic_shapes
         places = [
             (name, place, dim)
-            for (name, place, _), dims, tensor in zip(self._leaves, asked, given, strict=False)
-            for dim in dims
-            if is_fixed(tensor.shape[dim])
+            for (name, place, _), tensor in zip(self._leaves, given, strict=False)
+            for dim, size in enumerate(tensor.shape)
+            if (name, place, dim) in varying and not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols)
         ]
         # what a region returns has sizes too, of which a number may be the code's own, as in .expand(3, -1, -1)
         shown = list(dict.fromkeys(line for line, of_size in lines if line and (places or not of_size)))[:_LINES]
-        if not self.request.varying or not (places or shown):
+        if not varying or not (places or shown):
             return ""
         what = f"the size of {named(places)}" if places else "a size"
         return "\n".join([f"forward makes a number of Python's of {what}, so each takes a capture", *shown])
 
     def flat(self, model: nn.Module, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> list[Any]:
-        """What the model computes of these tensors; keeps what else is in its result."""
+        """What the model, or torch.export's stand-in for it, computes of these tensors; keeps what else is in its
+        result."""
         given, kept = iter(tensors), iter(stand_ins)
         self._given = {key: list(islice(kept, len(one))) for key, one in self.stand_ins.items()}
         values = pytree.tree_map_only(Tensor, lambda _: next(given), dict(self.values))
         try:
             with module_calls_ended():
-                result = self.run(model, values)
+                result = self.result(model, values)
         except Asked as asked:
             self.asked, result = asked, asked.value
-        returned, self.spec = pytree.tree_flatten(result)
-        self._result = [_kept(leaf) for leaf in returned]
+        returned, self._spec = pytree.tree_flatten(result)
+        # an object, such as a cache of keys and values, is no part of what a graph returns
+        self._result = [
+            TENSOR if isinstance(leaf, _COMPUTED) else leaf if isinstance(leaf, PLAIN) else None for leaf in returned
+        ]
         return [leaf for leaf in returned if isinstance(leaf, _COMPUTED)]
 
-    def run(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
-        """Calls the model, or the stand-in for it by which torch.export knows the submodules of a call."""
+    def result(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
+        """What forward returns for these inputs."""
         self.boundaries = 0
         request = replace(self.request, module=model)
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)
-        with self.decisions.answered(), recording(self._record), self.regions.kept(), cuts, self.guard.forward():
+        with self.decisions.answered(), recording(self._record), self.regions.kept(), cuts, self.guard.tracing():
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None, gather: Gather | None) -> Any:
@@ -304,11 +291,10 @@ class ExportedCall:
         likes = call.seen.likes
         return [one if like.requires_grad else one.detach() for one, like in zip(returned, likes, strict=True)]
 
-    def traced(self, exported: torch.export.ExportedProgram) -> Traced:
-        cached = tuple(self.guard.cached_regions)
-        request, calls = self.request, tuple(self.regions.calls)
-        traced = Traced(exported, request.module, self.values, self._result, self.spec, cached, self.stand_ins, calls)
-        return replace(traced, of_any_size=self.asked is not None)
+    def program(self, exported: torch.export.ExportedProgram) -> Program:
+        module, calls, of_any_size = self.request.module, self.regions.calls, self.asked is not None
+        made = Conversion(exported, module, self.values, self._result, self.stand_ins, calls, of_any_size).program()
+        return made.replace(result=self._spec)
 
 
 class _Root(nn.Module):
@@ -321,10 +307,3 @@ class _Root(nn.Module):
 
     def forward(self, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> list[Any]:
         return self._flat(self.model, tensors, stand_ins)
-
-
-def _kept(leaf: Any) -> Any:
-    """A leaf of the result as a graph can return it; None for an object such as a cache of keys and values."""
-    if isinstance(leaf, _COMPUTED):
-        return TENSOR
-    return leaf if isinstance(leaf, PLAIN) else None

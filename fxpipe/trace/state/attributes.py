@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.trace.patching import patched, refuse
+from fxpipe.seeds import RandomState
+from fxpipe.trace.patching import no_checkpoints, patched, refuse, refuse_changes
+from fxpipe.trace.state.snapshot import Snapshot
 from fxpipe.trace.user_line import current_line
+
+MISSING: Any = object()
+"""Stands for an attribute that there is not."""
 
 
 @contextlib.contextmanager
@@ -54,12 +58,12 @@ class CallAttributes:
         """Whether this may be set. ``is_constant``: whether any call would set the same, so that forward may have
         looked whether an earlier one has."""
         table = vars(module)
-        key, before = (id(table), name), table.get(name, _MISSING)
+        key, before = (id(table), name), table.get(name, MISSING)
         if key in self._before:
             return True
         if any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
             return False
-        is_read, was_nothing = key in self.read, before is None or before is _MISSING
+        is_read, was_nothing = key in self.read, before is None or before is MISSING
         if isinstance(value, (nn.Module, nn.Parameter)) or (is_read and not (is_constant and was_nothing)):
             return False
         self.taken |= frozenset() if is_read else {key}
@@ -71,27 +75,15 @@ class CallAttributes:
         self.read.clear()
         while self._before:
             (_, name), (table, value) = self._before.popitem()
-            if value is _MISSING:
-                table.pop(name, None)
-            else:
-                table[name] = value
+            put(table, name, value)
 
 
-_MISSING = object()
-
-
-@dataclass(frozen=True)
-class _Assigned:
-    """A buffer that forward has set: where it is held, the tensor that it was, and the user's line."""
-
-    table: dict[str, Any]
-    name: str
-    before: Tensor
-    line: str
-
-
-def _anywhere(line: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+def put(table: dict[str, Any], name: str, value: Any) -> None:
+    """Gives a table the entry that it had, or none."""
+    if value is MISSING:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 class AssignedBuffers:
@@ -100,7 +92,8 @@ class AssignedBuffers:
     def __init__(self) -> None:
         self.count = 0
         """How many times forward has set one."""
-        self._assigned: dict[tuple[int, str], _Assigned] = {}
+        self._assigned: dict[tuple[int, str], tuple[dict[str, Any], Tensor, str]] = {}
+        """(the table that holds it, the tensor that it was, the user's line)"""
 
     def assign(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
         """Whether a new tensor is set as a buffer: what reads it from now on gets that; the old is written at the end.
@@ -117,22 +110,68 @@ class AssignedBuffers:
                 "keep its shape and type",
             )
         self.count += 1
-        key = id(module._buffers), name  # by the table, as above
-        self._assigned.setdefault(key, _Assigned(module._buffers, name, before, current_line()))
+        self._assigned.setdefault((id(module._buffers), name), (module._buffers, before, current_line()))
         module._buffers[name] = value
         return True
 
-    def write(self, at: Callable[[str], contextlib.AbstractContextManager[None]] = _anywhere) -> None:
+    def write(self, at: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
         """Only now, since whoever has read the old tensor still holds it in the model. ``at``: as if on that line."""
         with torch.no_grad():
-            for assigned in self._assigned.values():
-                value = assigned.table[assigned.name]
-                if value is not assigned.before:
-                    with at(assigned.line):
-                        assigned.before.copy_(value)
+            for (_, name), (table, before, line) in self._assigned.items():
+                if table[name] is not before:
+                    with at(line):
+                        before.copy_(table[name])
 
     def put_back(self) -> None:
         """The model holds the tensors that it held."""
-        for assigned in self._assigned.values():
-            assigned.table[assigned.name] = assigned.before
+        for (_, name), (table, before, _) in self._assigned.items():
+            table[name] = before
         self._assigned.clear()
+
+
+class CaptureGuard:
+    """Watches one capture of a model, and of its loss function where that is a module: refuses what the capture gets
+    wrong, and leaves the model and random state as they were.
+
+    ``has_regions``: whether a part of it runs for real in every step, where it may look for what forward sets.
+    """
+
+    def __init__(self, module: nn.Module, loss: nn.Module | None, has_regions: bool) -> None:
+        self.roots = [module] if loss is None else [loss, module]  # what is in both is called as in the model
+        self.paths = {id(vars(part)): path for root in self.roots for path, part in root.named_modules()}
+        self.own, self.random, self.has_regions = CallAttributes(), RandomState(), has_regions
+        self.snapshots: dict[nn.Module, Snapshot] = {}
+
+    @contextlib.contextmanager
+    def preserving(self) -> Iterator[None]:
+        """Around the whole capture."""
+        self.snapshots = {root: Snapshot(root) for root in self.roots}
+        try:
+            yield
+        finally:
+            for snapshot in self.snapshots.values():
+                snapshot.restore()
+            self.random.rewind()
+
+    @contextlib.contextmanager
+    def forward(
+        self, patches: list[tuple[Any, str, Any]], instead: str, allowed: Callable[[str], bool]
+    ) -> Iterator[None]:
+        """Around the call of the model. TraceError where it has changed other attributes than those ``allowed``;
+        ``instead``: what to write."""
+        try:
+            with contextlib.ExitStack() as stack:
+                for owner, name, value in patches:
+                    stack.enter_context(patched(owner, name, value))
+                stack.enter_context(watching_attributes(self.paths, self.take_attribute, self.own))
+                stack.enter_context(no_checkpoints())
+                yield
+            self.own.put_back()
+            for root, snapshot in self.snapshots.items():
+                refuse_changes(root, (name for name in snapshot.changes() if not allowed(name)), instead)
+        finally:
+            self.own.put_back()
+
+    def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        """Hears of an attribute that forward sets: see ``watching_attributes``."""
+        raise NotImplementedError

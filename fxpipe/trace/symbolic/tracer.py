@@ -30,15 +30,13 @@ from fxpipe.trace.patching import (
     ONCE,
     UNREGISTERED,
     devices,
-    no_checkpoints,
     patched,
     refuse,
     refuse_backward,
-    refuse_changes,
 )
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.attributes import CallAttributes, watching_attributes
-from fxpipe.trace.state.snapshot import Snapshot, storage_of
+from fxpipe.trace.state.attributes import CaptureGuard
+from fxpipe.trace.state.snapshot import storage_of
 from fxpipe.trace.user_line import current_line, definition, line_of, mentions
 
 
@@ -53,7 +51,7 @@ def _captured(request: Request) -> Program:
     tracer = _Tracer(request)
     try:
         with (
-            tracer.guard.watching(),
+            tracer.guard.tracing(),
             recording(tracer.record_boundary),
             tracer.regions.kept(),
             cutting(request.module, request.cuts, request.may_lack_cuts),
@@ -154,7 +152,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         module = request.module
         self.request = request
-        self.guard = Guard(module, request.loss_module, bool(request.whole))
+        self.guard = _SymbolicGuard(module, request.loss_module, bool(request.whole))
         self.constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
@@ -315,74 +313,57 @@ def _proxied_factories(tracer: fx.Tracer) -> Iterator[None]:
         yield
 
 
-class Guard:
-    """Watches one capture of ``module``, and of its loss function where that is a module. ``has_regions``: whether a
-    part of it runs for real in every step.
+class _SymbolicGuard(CaptureGuard):
+    """Watches one symbolic capture. ``check()`` is called as each node is recorded."""
 
-    ``check()`` is called as each node is recorded.
-    """
-
-    def __init__(self, module: nn.Module, loss: nn.Module | None = None, has_regions: bool = False) -> None:
-        watched = [module] if loss is None else [loss, module]  # what is in both is called as in the model
-        self._paths = {id(vars(m)): name or type(m).__name__ for root in watched for name, m in root.named_modules()}
-        self._has_regions, self.own = has_regions, CallAttributes()
+    def __init__(self, module: nn.Module, loss: nn.Module | None, has_regions: bool) -> None:
+        super().__init__(module, loss, has_regions)
         self._modes = _modes()
-        self._random = RandomState()
-        self._snapshots = {root: Snapshot(root) for root in watched}
-        storages = {place: name for shot in self._snapshots.values() for place, name in shot.storages().items()}
-        self._state = _StateMode(storages, _storages([*module.parameters(), *module.buffers()]))
+        tensors = [*module.parameters(), *module.buffers()]
+        self._state = _StateMode(frozenset(storage_of(tensor) for tensor in tensors) - {0})
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Refuses, while it is open, what a capture gets wrong; leaves the model and random state as they were."""
+    def tracing(self) -> Iterator[None]:
+        """While it is open, what a capture gets wrong is refused."""
         grad_mode = torch.is_grad_enabled()
         with self._state:
             # The first operation under any dispatch mode imports torch._dynamo, which then keeps torch's functions
             # as it finds them, for good: so now, before any of them is patched.
             torch.empty(0)
         torch.overrides.get_overridable_functions()  # and so this, or what patches hold would never go: all parameters
-        try:
-            with (
-                self._state,
-                watching_attributes(self._paths, self._refuse_attribute, self.own),
-                patched(torch.autograd.Function, "apply", classmethod(_refuse_function)),
-                patched(torch.autocast, "__enter__", _refuse_autocast),
-                no_checkpoints(),
-            ):
-                yield
-                self.check()
-            self.own.put_back()
-            for root, snapshot in self._snapshots.items():
-                refuse_changes(root, snapshot.changes(), _RETURN_IT)
-        finally:
-            torch.set_grad_enabled(grad_mode)
-            for snapshot in self._snapshots.values():
-                snapshot.restore()
-            self._random.rewind()
+        patches = [
+            (torch.autograd.Function, "apply", classmethod(_refuse_function)),
+            (torch.autocast, "__enter__", _refuse_autocast),
+        ]
+        with self.preserving():
+            for snapshot in self.snapshots.values():
+                self._state.names = snapshot.storages() | self._state.names
+            try:
+                with self._state, self.forward(patches, _RETURN_IT, lambda name: False):
+                    yield
+                    self.check()
+            finally:
+                torch.set_grad_enabled(grad_mode)
 
     def keep(self, tensor: Tensor) -> None:
         """A tensor has become a constant of the program: from now on it may not be written either."""
-        self._state.watch(tensor, "a tensor that the program uses already")
+        self._state.names.setdefault(storage_of(tensor), "a tensor that the program uses already")
 
     def check(self) -> None:
         """Refuses a mode that changed, and a draw of random numbers that nothing has recorded."""
         for (name, instead), now in _modes().items():
             if now != self._modes[name, instead]:
                 raise refuse(f"{name} is changed inside forward, which a symbolic trace cannot record", instead)
-        if RandomState() != self._random:
+        if RandomState() != self.random:
             raise refuse(
                 DRAWN.format(where="while tracing"),
                 "draw with torch from a traced tensor (torch.rand_like(x)), or pass the number in as an input",
             )
 
-    def _refuse_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
-        if not self._has_regions and self.own.take(module, name, value, is_constant=isinstance(value, Tensor)):
+    def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        if not self.has_regions and self.own.take(module, name, value, is_constant=isinstance(value, Tensor)):
             return False
-        raise refuse(f"forward sets {path}.{name}, {ONCE}", _RETURN_IT)
-
-
-def _storages(tensors: list[Tensor]) -> frozenset[int]:
-    return frozenset(storage_of(tensor) for tensor in tensors) - {0}
+        raise refuse(f"forward sets {path or type(module).__name__}.{name}, {ONCE}", _RETURN_IT)
 
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -392,12 +373,11 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation on real tensors: refuses random ones, writes to what the model holds, and reads of its
     parameters and buffers."""
 
-    def __init__(self, names: dict[int, str], changing: frozenset[int]) -> None:
+    def __init__(self, changing: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._changing = names, changing
-
-    def watch(self, tensor: Tensor, name: str) -> None:
-        self._names.setdefault(storage_of(tensor), name)
+        self._changing = changing
+        self.names: dict[int, str] = {}
+        """Memory that may not be written, and what the user calls it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -413,14 +393,14 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, storage: int, is_write: bool) -> None:
-        if is_write and storage in self._names:
+        if is_write and storage in self.names:
             raise refuse(
-                f"forward writes {self._names[storage]} while tracing, which would happen once",
+                f"forward writes {self.names[storage]} while tracing, which would happen once",
                 "write it as self.<name>.add_(...), which is recorded, or outside of forward",
             )
         if storage in self._changing and func not in _ALIASES:
             raise refuse(
-                f"forward computes with the values that {self._names[storage]} has while tracing, and the result would "
+                f"forward computes with the values that {self.names[storage]} has while tracing, and the result would "
                 "be the same ever after",
                 "use it as self.<name>, which is recorded",
             )

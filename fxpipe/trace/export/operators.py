@@ -1,7 +1,7 @@
-"""An opaque region as an operator of torch, which is what torch.export can record.
+"""A stage boundary and an opaque region as operators of torch, which is what torch.export can record.
 
-What it returns are inputs of the export, ``stand_ins``, whose sizes are symbolic as those of inputs may be: what the
-code behind a region takes for granted of them is then among the guards of the export.
+What a region returns are inputs of the export, ``stand_ins``, whose sizes are symbolic as those of inputs may be: what
+the code behind a region takes for granted of them is then among the guards of the export.
 """
 
 from __future__ import annotations
@@ -17,25 +17,30 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.torch_compat import holds_for
 
-_SCHEMA = "(Tensor[] values, SymInt[] numbers, Tensor[] stand_ins, int call) -> Tensor[]"
+
+def _copying(name: str, schema: str, place: int) -> Any:
+    """An operator that returns copies of the tensors in its ``place``-th argument. It is traced, and never runs."""
+
+    def copies(*args: Any) -> list[Tensor]:
+        return [tensor.clone() for tensor in args[place]]
+
+    def fakes(*args: Any) -> list[Tensor]:
+        # the strides stay: what is computed from the copies may depend on them
+        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in args[place]]
+
+    def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+        return tuple(gradients if argument == place else None for argument in range(4))
+
+    operator = torch.library.custom_op(f"fxpipe::{name}", copies, mutates_args=(), schema=schema)
+    operator.register_fake(fakes)
+    operator.register_autograd(backward)
+    return operator
 
 
-@torch.library.custom_op("fxpipe::whole", mutates_args=(), schema=_SCHEMA)
-def whole(values: list[Tensor], numbers: Any, stand_ins: list[Tensor], call: int) -> list[Tensor]:
-    """What a region returns. It is traced, and never runs: a converted graph calls the region."""
-    return [stand_in.clone() for stand_in in stand_ins]
-
-
-@whole.register_fake
-def _whole_fake(values: list[Tensor], numbers: Any, stand_ins: list[Tensor], call: int) -> list[Tensor]:
-    return [stand_in.new_empty_strided(stand_in.shape, stand_in.stride()) for stand_in in stand_ins]
-
-
-def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[None, None, list[Tensor], None]:
-    return None, None, gradients, None
-
-
-whole.register_autograd(_backward)
+marked = _copying("boundary", "(Tensor[] values, str? name, str? gather=None, int? group=None) -> Tensor[]", 0)
+"""The values behind a boundary. A converted graph has ``boundary`` of fxpipe.graph in its place."""
+whole = _copying("whole", "(Tensor[] values, SymInt[] numbers, Tensor[] stand_ins, int call) -> Tensor[]", 2)
+"""What a call of a region returns. A converted graph calls the region in its place."""
 
 Size = tuple[int, int]
 """Which of the tensors that a guard is about, and which dimension of it."""
