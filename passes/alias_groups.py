@@ -15,13 +15,13 @@ def alias_groups(program: Program) -> Program:
     """Fills ``Program.written``; PartitionError where a private copy would hide a write from a later reader."""
     memory = Union(program.graph.nodes)
     together = Union(program.graph.nodes)  # and with it those who write into it, whatever they return
-    first_write: dict[fx.Node, fx.Node] = {}  # by what is written: the first of each memory
     for node in program.graph.nodes:
         apart = writes_apart(program, node)
         for source in aliased(program, node):
             together.join(node, source)
             if not apart:
                 memory.join(node, source)
+    first_write: dict[fx.Node, fx.Node] = {}  # by what is written: the first of each memory
     for node in program.graph.nodes:
         for target in written(program, node):
             first_write.setdefault(memory.find(target), node)
@@ -54,33 +54,28 @@ def nodes_of_written(program: Program) -> frozenset[str]:
 
 
 def _changed(program: Program) -> set[int]:
+    """The parameters and buffers that forward writes, by identity."""
     in_groups = frozenset().union(*program.written)
     found = {id(program.attribute(name)) for name in program.written_before}
     for node in program.graph.nodes:
         if node.op == "call_module":
-            found |= _changed_by(program, node)
+            known = program.effects.get(node.name, Effects())
+            seen = [program.attribute(name) for name in known.writes]
+            found |= {id(tensor) for tensor in (*own_writes(program.attribute(str(node.target))), *seen)}
         elif node.op == "get_attr" and node.name in in_groups:
             found |= held(program, node)
     return found
-
-
-def _changed_by(program: Program, node: fx.Node) -> set[int]:
-    """The parameters and buffers that the call of a module writes, by identity."""
-    known = program.effects.get(node.name, Effects())
-    seen = [program.attribute(name) for name in known.writes]
-    return {id(tensor) for tensor in (*own_writes(program.attribute(str(node.target))), *seen)}
 
 
 def held(program: Program, node: fx.Node) -> set[int]:
     """The parameters and buffers that a node names, or that the module it calls holds or uses, by identity."""
     if node.op == "get_attr":
         return {id(program.attribute(str(node.target)))}
-    if node.op == "call_module":
-        module = program.attribute(str(node.target))
-        known = program.effects.get(node.name, Effects())
-        used = [program.attribute(name) for name in (*known.reads, *known.writes)]
-        return {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *used)}
-    return set()
+    if node.op != "call_module":
+        return set()
+    module, known = program.attribute(str(node.target)), program.effects.get(node.name, Effects())
+    used = [program.attribute(name) for name in (*known.reads, *known.writes)]
+    return {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *used)}
 
 
 def _check_private_copies(program: Program, memory: Union[fx.Node], first_write: dict[fx.Node, fx.Node]) -> None:
@@ -90,31 +85,24 @@ def _check_private_copies(program: Program, memory: Union[fx.Node], first_write:
         originals.join(memory.find(node), node)
         if is_boundary_value(node):
             originals.join(before_boundary(node), node)
-    copies = {memory.find(group[0]): group for group in memory.groups()}
+    copies = {memory.find(node) for node in program.graph.nodes if is_boundary_value(node)}
     members = {originals.find(group[0]): group for group in originals.groups()}
     for target, write in first_write.items():
-        if not any(is_boundary_value(member) for member in copies[target]):
+        if memory.find(target) not in copies:
             continue
         for member in members[originals.find(target)]:
-            if not memory.same(member, target):
-                _check_original(member, write)
-
-
-def _check_original(member: fx.Node, write: fx.Node) -> None:
-    """``member`` has the memory that ``write`` would write if no boundary lay in between."""
-    if member.op == "get_attr":
-        raise PartitionError(
-            f"{write.name}{where(write)} writes {member.target} behind a stage boundary, on the later stage's "
-            "own copy, so the model would keep the old value; write it in front of the boundary"
-        )
-    reader = next((user for user in member.users if _reads_after(write, user)), None)
-    if reader is not None:
-        raise PartitionError(
-            f"{write.name}{where(write)} writes a value that crossed a stage boundary, and "
-            f"{reader.name}{where(reader)} reads the old value afterwards; the write acts on the later "
-            "stage's own copy, so write out of place, or read what was written"
-        )
-
-
-def _reads_after(write: fx.Node, user: fx.Node) -> bool:
-    return write < user and not is_boundary(user) and not is_number(user)
+            if memory.same(member, target):
+                continue
+            if member.op == "get_attr":
+                raise PartitionError(
+                    f"{write.name}{where(write)} writes {member.target} behind a stage boundary, on the later stage's "
+                    "own copy, so the model would keep the old value; write it in front of the boundary"
+                )
+            reads = (user for user in member.users if write < user and not is_boundary(user) and not is_number(user))
+            reader = next(reads, None)
+            if reader is not None:
+                raise PartitionError(
+                    f"{write.name}{where(write)} writes a value that crossed a stage boundary, and "
+                    f"{reader.name}{where(reader)} reads the old value afterwards; the write acts on the later "
+                    "stage's own copy, so write out of place, or read what was written"
+                )

@@ -57,27 +57,27 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     A parameter's gradient that I needs, it makes; so it does whatever writes, or draws random numbers. The module is
     changed: a call that makes gradients for both becomes two.
     """
-    results = _results(backward)
-    now = [node for place, node in enumerate(results) if node is not None and place not in later]
-    weights = [node for place, node in enumerate(results) if node is not None and place in later]
-    effects = [node for node in backward.graph.nodes if node.op.startswith("call_") and node.is_impure()]
-    _mask(backward.graph, _before([*now, *effects], ()))
-    given = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    graph = backward.graph
+    returned: Any = graph.output_node().args[0]
+    gradients = {place: node for place, node in enumerate(returned) if isinstance(node, fx.Node)}
+    now = [node for place, node in gradients.items() if place not in later]
+    weights = [node for place, node in gradients.items() if place in later]
+    effects = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
+    _call_twice(graph, _before([*now, *effects], ()))
+    given = [node for node in graph.nodes if node.op == "placeholder"]
     in_input = _before([*now, *effects], given)
-    in_input |= {node for node in backward.graph.nodes if _is_item(node) and node.args[0] in in_input}
-    known = {*given, *(node for node in in_input if not _is_view(node))}
+    in_input |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in in_input}
+    # a view is cheaper made again than handed on
+    views = {node for node in in_input if isinstance(node.target, OpOverload) and node.target.is_view}
+    known = {*given, *in_input} - views
     crossing = _taken(weights, known)
+    gives = [node for node in dict.fromkeys([*now, *crossing]) if node not in given]
     return Halves(
         tuple(node.name for node in given),
-        tuple(None if node is None else node.name for node in results),
-        _part(backward, [node for node in dict.fromkeys([*now, *crossing]) if node not in given], effects, given),
+        tuple(gradients[place].name if place in gradients else None for place in range(len(returned))),
+        _part(backward, gives, effects, given),
         _part(backward, [node for node in dict.fromkeys(weights) if node not in known], (), known),
     )
-
-
-def _results(module: fx.GraphModule) -> list[fx.Node | None]:
-    found: Any = module.graph.output_node().args[0]
-    return [node if isinstance(node, fx.Node) else None for node in found]
 
 
 def _before(ends: Iterable[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
@@ -97,53 +97,36 @@ def _taken(ends: Collection[fx.Node], known: Collection[fx.Node]) -> list[fx.Nod
     return sorted(node for node in known if node in ends or any(user in users for user in node.users))
 
 
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether it is cheaper made again than handed on."""
-    return isinstance(node.target, OpOverload) and node.target.is_view
-
-
-def _mask(graph: fx.Graph, in_input: Collection[fx.Node]) -> None:
-    """Gives each half a call of its own, for its gradients alone, where an operator can be given which to make."""
+def _call_twice(graph: fx.Graph, in_input: Collection[fx.Node]) -> None:
+    """Gives each half a call of its own, for its gradients alone, where an operator can be told which to make."""
     for node in list(graph.nodes):
-        if not _has_mask(node) or not all(map(_is_item, node.users)):
+        if not isinstance(node.target, OpOverload) or node.target is _CRASHES:
             continue
-        rest = [item for item in node.users if item not in in_input]
-        if rest and len(rest) < len(node.users):
-            with graph.inserting_after(node):
-                other = graph.node_copy(node)
-            for item in rest:
-                item.replace_input_with(node, other)
-            for call in (node, other):
-                _set_mask(call)
-
-
-def _has_mask(node: fx.Node) -> bool:
-    schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
-    return schema is not None and node.target is not _CRASHES and any(one.name == _MASK for one in schema.arguments)
-
-
-def _set_mask(node: fx.Node) -> None:
-    """Of what it makes, what is used."""
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    used = {user.args[1] for user in node.users}
-    mask = [place in used for place in range(len(node.meta["val"]))]
-    place = names.index(_MASK)
-    if place < len(node.args):
-        node.update_arg(place, mask)
-    else:
-        node.update_kwarg(_MASK, mask)
+        names = [argument.name for argument in schema_of(node.target).arguments]
+        items = list(node.users)
+        rest = [item for item in items if item not in in_input]
+        are_items = all(item.target is operator.getitem for item in items)
+        if _MASK not in names or not are_items or len(rest) in (0, len(items)):
+            continue
+        with graph.inserting_after(node):
+            other = graph.node_copy(node)
+        for item in rest:
+            item.replace_input_with(node, other)
+        for call in (node, other):
+            used = {item.args[1] for item in call.users}
+            mask = [place in used for place in range(len(call.meta["val"]))]
+            place = names.index(_MASK)
+            if place < len(call.args):
+                call.update_arg(place, mask)
+            else:
+                call.update_kwarg(_MASK, mask)
 
 
 def _part(
     module: fx.GraphModule, makes: Sequence[fx.Node], effects: Sequence[fx.Node], known: Collection[fx.Node]
 ) -> BackwardPart:
     """What makes these values, and has these effects, out of what is known."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     ends = [*makes, *effects]
     needed, takes = _before(ends, known), _taken(ends, known)
     for node in takes:
@@ -154,6 +137,5 @@ def _part(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in makes))
     graph.lint()
-    return BackwardPart(
-        fx.GraphModule(module, graph), tuple(node.name for node in takes), tuple(node.name for node in makes)
-    )
+    code = fx.GraphModule(module, graph)
+    return BackwardPart(code, tuple(node.name for node in takes), tuple(node.name for node in makes))

@@ -67,105 +67,70 @@ def deferred_calls(program: Program) -> list[str]:
 class _Deferrable:
     """Which calls of a graph can leave their parameters' gradients to W.
 
-    ``made_from``: the nodes that are parameters, or made from them alone → the ``get_attr`` nodes of these. ``kept``:
-    the parameters, by id, that cannot.
+    ``made_from``: nodes that no input reaches → the ``get_attr`` nodes of the parameters that they are made from, if
+    any. ``calls``: those that can; ``kept``: the parameters, by id, that are used by others, too.
     """
 
     def __init__(self, program: Program) -> None:
-        self._program = program
-        self._nodes = list(program.graph.nodes)
-        self._fixed: set[fx.Node] = set()  # made from neither inputs nor parameters
+        self._program, self._nodes = program, list(program.graph.nodes)
         self.made_from: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self._nodes:
             self._trace(node)
         users = [node for node in self._nodes if node not in self.made_from and self.parameters(node)]
-        self.calls = [node for node in users if self._is_listed(node)]
         differentiates = any(node.target is torch.autograd.grad for node in self._nodes)
-        self.kept = self._every() if differentiates else self._inside_others()
-        while more := self._used_otherwise() - self.kept or self._kept_by_calls():
-            self.kept |= more
+        self.calls = [] if differentiates else [node for node in users if self._is_listed(node)]
+        self.kept: set[int] = set()
+        while True:  # a call that uses a parameter that is kept keeps all that it uses
+            others = [node for node in users if node not in self.calls and not is_number(node)]
+            self.kept = set().union(*map(self.parameters, others))
+            lost = [node for node in self.calls if self.parameters(node) & self.kept]
+            if not lost:
+                break
+            self.calls = [node for node in self.calls if node not in lost]
 
     def _trace(self, node: fx.Node) -> None:
-        """Finds whether a node is made from parameters alone."""
+        operands = [operand for operand in node.all_input_nodes if not is_number(operand)]
         if node.op == "get_attr":
             value = self._program.attribute(str(node.target))
-            if isinstance(value, nn.Parameter):
-                self.made_from[node] = frozenset({node})
-            elif isinstance(value, Tensor):
-                self._fixed.add(node)
-            return
-        if node.op not in ("call_function", "call_method") or not self._only_computes(node):
-            return
-        operands = [operand for operand in node.all_input_nodes if not is_number(operand)]
-        made = [operand for operand in operands if operand in self.made_from]
-        if all(operand in self.made_from or operand in self._fixed for operand in operands):
-            if made:
-                self.made_from[node] = frozenset().union(*(self.made_from[operand] for operand in made))
-            else:
-                self._fixed.add(node)
+            if isinstance(value, Tensor):
+                self.made_from[node] = frozenset({node} if isinstance(value, nn.Parameter) else ())
+        elif self._only_computes(node) and all(operand in self.made_from for operand in operands):
+            self.made_from[node] = frozenset().union(*(self.made_from[operand] for operand in operands))
 
     def _only_computes(self, node: fx.Node) -> bool:
         """Whether it is one of torch's own operations that write nothing and draw nothing."""
-        if node.op == "call_function" and (not is_known(node.target) or _is_ours(node)):
-            return False
-        return not (operator_name(node).endswith("_") or written(self._program, node) or is_random(self._program, node))
+        return _is_plain(node) and not (
+            operator_name(node).endswith("_") or written(self._program, node) or is_random(self._program, node)
+        )
 
     def _is_listed(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            module = self._program.attribute(str(node.target))
-            return _is_listed_module(module) and (_is_attention(module) or not self._repeats(node))
-        if node.op == "call_function" and (not is_known(node.target) or _is_ours(node)):
-            return False
-        if node.op not in ("call_function", "call_method") or operator_name(node) not in CALLS or is_number(node):
-            return False
-        writes = written(self._program, node)
-        others = is_in_place(node) or "out" in node.kwargs or self._repeats(node)
-        return not others and all(source in self._fixed for source in writes)
-
-    def _repeats(self, node: fx.Node) -> bool:
-        """Whether a call is given a value twice: what comes back of each would have to be added in autograd's order."""
+        # given a value twice, what comes back of each would have to be added in autograd's order
         given: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), given.append)
         inputs = [operand for operand in given if operand not in self.made_from and not is_number(operand)]
-        return len(inputs) > len(set(inputs))
+        repeats = len(inputs) > len(set(inputs))
+        if node.op == "call_module":
+            module = self._program.attribute(str(node.target))
+            return _is_listed_module(module) and (_is_attention(module) or not repeats)
+        if not _is_plain(node) or operator_name(node) not in CALLS or is_number(node) or repeats:
+            return False
+        written_to = written(self._program, node)
+        return not (is_in_place(node) or "out" in node.kwargs) and all(
+            self.made_from.get(source) == frozenset() for source in written_to
+        )
 
     def parameters(self, node: fx.Node) -> set[int]:
-        """The parameters, by id, that a call uses."""
+        """The parameters, by id, that a node uses, or that a module holds which it calls or hands on."""
         found = {id(self._program.attribute(str(root.target))) for root in self._roots(node)}
-        if node.op == "call_module":
-            found |= set(map(id, self._program.attribute(str(node.target)).parameters()))
+        if node.op in ("call_module", "get_attr"):
+            value = self._program.attribute(str(node.target))
+            found |= set(map(id, value.parameters())) if isinstance(value, nn.Module) else set()
         return found
 
     def _roots(self, node: fx.Node) -> list[fx.Node]:
         """The parameters that a node is given, or that what it is given is made from."""
         operands = (self.made_from.get(operand, frozenset()) for operand in node.all_input_nodes)
         return sorted(frozenset().union(*operands))
-
-    def _inside_others(self) -> set[int]:
-        """The parameters of modules that the graph calls, or hands on, and that are not listed."""
-        found: set[int] = set()
-        for node in self._nodes:
-            if node.op in ("call_module", "get_attr") and node not in self.calls:
-                value = self._program.attribute(str(node.target))
-                found |= set(map(id, value.parameters())) if isinstance(value, nn.Module) else set()
-        return found
-
-    def _used_otherwise(self) -> set[int]:
-        """The parameters that a node uses which is neither made from parameters alone, nor one of the calls."""
-        split = {*self.calls, *self.made_from}
-        others = [node for node in self._nodes if node not in split and not is_number(node)]
-        return set().union(*map(self.parameters, others))
-
-    def _kept_by_calls(self) -> set[int]:
-        """Takes away the calls that use a parameter that is kept; what else they use."""
-        lost = [node for node in self.calls if self.parameters(node) & self.kept]
-        self.calls = [node for node in self.calls if node not in lost]
-        return set().union(*map(self.parameters, lost))
-
-    def _every(self) -> set[int]:
-        return set().union(*map(self.parameters, self._nodes))
-
-    # the graph in halves
 
     def rewritten(self) -> fx.Graph:
         """The graph, with the ``Deferred`` as its first argument; each call leaves its parameters' gradients to it."""
@@ -174,30 +139,29 @@ class _Deferrable:
         copies: dict[fx.Node, fx.Node] = {}
         calls = set(self.calls)
         for node in self._nodes:
-            if node in calls:
-                copies[node] = self._deferred(graph, node, deferred, copies)
-            else:
+            if node not in calls:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
+                continue
+            target, is_module = str(node.target), node.op == "call_module"
+            module = graph.create_node("get_attr", target) if is_module else None
+            function: Any = getattr(Tensor, target) if node.op == "call_method" else node.target
+            is_attention = is_module and _is_attention(self._program.attribute(target))
+            call = deferring(function, f"deferred_{node.name}", is_attention)
+            roots = tuple(copies[root] for root in self._roots(node))
+            held = tuple(copies[operand] for operand in node.all_input_nodes if operand in self.made_from)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            args = (deferred, module, roots, held, *args)
+            copies[node] = graph.create_node("call_function", call, args, dict(kwargs), name=node.name)
+            copies[node].meta = dict(node.meta)
         graph.lint()
         return graph
 
-    def _deferred(self, graph: fx.Graph, node: fx.Node, deferred: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        module = graph.create_node("get_attr", str(node.target)) if node.op == "call_module" else None
-        function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
-        is_attention = module is not None and _is_attention(self._program.attribute(str(node.target)))
-        call = deferring(function, f"deferred_{node.name}", is_attention)
-        roots = tuple(copies[root] for root in self._roots(node))
-        held = tuple(copies[operand] for operand in node.all_input_nodes if operand in self.made_from)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        made = graph.create_node(
-            "call_function", call, (deferred, module, roots, held, *args), dict(kwargs), name=node.name
-        )
-        made.meta = dict(node.meta)
-        return made
 
-
-def _is_ours(node: fx.Node) -> bool:
-    return str(getattr(node.target, "__module__", "")).startswith("fxpipe")
+def _is_plain(node: fx.Node) -> bool:
+    """Whether it calls a method, or a function of torch's or Python's and not of ours."""
+    if node.op != "call_function":
+        return node.op == "call_method"
+    return is_known(node.target) and not str(getattr(node.target, "__module__", "")).startswith("fxpipe")
 
 
 def _is_attention(module: Any) -> bool:

@@ -23,7 +23,7 @@ from fxpipe.graph.program import (
     made_by,
     where,
 )
-from fxpipe.passes.analysis.effects import is_number, operator_name, written
+from fxpipe.passes.analysis.effects import is_number, operator_name, used_tensors, written
 
 
 @dataclass(frozen=True)
@@ -41,36 +41,43 @@ class Entering:
 
 def gather(program: Program) -> Program:
     """Fills ``Program.gathered``; PartitionError where a value has no way into such a stage."""
-    found: dict[int, Gathered] = {}
     if not any(is_boundary(node) and gather_of(node) for node in program.graph.nodes):
         return program
+    found: dict[int, Gathered] = {}
     for stage, readers in sorted(readers_of(program).items()):
         arriving = list(entering(program, stage, readers))
-        behind_copies = _of_copies(program, readers)
-        said = [arrival.gather for arrival in arriving if arrival.gather is not None] + behind_copies
-        sources = [program.stage_of.get(arrival.value.name, -1) for arrival in arriving]
-        before = [found[source] for source in sources if source in found]
-        if not said and not before:
+        # what boundaries gather that stand behind copied values, such as masks, which the stage computes by itself
+        operands = [o for node in readers for o in node.all_input_nodes if made_by(o).name in program.copied]
+        of_copies = [said for said, _ in map(crossed, operands) if said is not None]
+        said = [arrival.gather for arrival in arriving if arrival.gather is not None] + of_copies
+        sources = [found.get(program.stage_of.get(arrival.value.name, -1)) for arrival in arriving]
+        groups = {one.group for one in [*said, *sources] if one is not None}
+        if not groups:
             continue
-        groups = {one.group for one in said} | {one.group for one in before}
         if len(groups) > 1:
             _fail(program, stage, f"is given groups of several sizes, group={sorted(groups, key=str)}; write one")
-        modes = frozenset(one.mode for one in behind_copies)
-        modes = modes.union(*(_modes(program, arrival) for arrival in arriving))
-        found[stage] = Gathered(groups.pop(), modes)
+        # whose rows enter: the group's alone, or every replica's, too
+        modes = {one.mode for one in of_copies}
+        for arrival, source in zip(arriving, sources, strict=True):
+            if arrival.gather is not None and (source is None or arrival.gather.mode == "global"):
+                modes.add(arrival.gather.mode)
+            elif source is not None:
+                modes |= source.modes
+        found[stage] = Gathered(groups.pop(), frozenset(modes))
         program = program.replace(gathered=dict(found))
         for arrival in arriving:
             _check(program, stage, arrival, bool(said))
-        _check_no_batch_norm(program, stage, [node for node in readers if node.op != "output"])
+        for node in readers:
+            name = None if node.op == "output" else _batch_norm(program, node)
+            if name is not None:
+                _fail(
+                    program,
+                    stage,
+                    f"holds the batch norm {name!r}{where(node)}, whose running statistics would be of groups and not "
+                    "of micro-batches; put it in front of the boundary, put it in eval(), or write a LayerNorm or "
+                    "GroupNorm",
+                )
     return program
-
-
-def _modes(program: Program, arrival: Entering) -> frozenset[Mode]:
-    """Whose rows a value has that enters: its group's alone, or every replica's, too."""
-    source = program.gathered.get(program.stage_of.get(arrival.value.name, -1))
-    if arrival.gather is not None and (source is None or arrival.gather.mode == "global"):
-        return frozenset([arrival.gather.mode])
-    return frozenset() if source is None else source.modes
 
 
 def readers_of(program: Program) -> dict[int, list[fx.Node]]:
@@ -124,12 +131,6 @@ def crossed(operand: fx.Node) -> tuple[Gather | None, fx.Node | None]:
     return found, last
 
 
-def _of_copies(program: Program, readers: Sequence[fx.Node]) -> list[Gather]:
-    """What boundaries gather that stand behind copied values, such as masks, which the stage computes by itself."""
-    operands = [o for node in readers for o in node.all_input_nodes if made_by(o).name in program.copied]
-    return [said for said, _ in map(crossed, operands) if said is not None]
-
-
 def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> None:
     """PartitionError for what cannot enter. ``gathers``: whether the stage is behind a boundary that gathers."""
     value, gathered = arrival.value, program.gathered
@@ -160,33 +161,13 @@ def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> No
         )
 
 
-def _check_no_batch_norm(program: Program, stage: int, nodes: Sequence[fx.Node]) -> None:
-    for node in nodes:
-        name = next((n for n, module in _modules(program, node) if _has_running_statistics(module)), None)
-        if name is None and "batch_norm" in operator_name(node) and written(program, node):
-            name = node.name
-        if name is not None:
-            _fail(
-                program,
-                stage,
-                f"holds the batch norm {name!r}{where(node)}, whose running statistics would be of groups and not of "
-                "micro-batches; put it in front of the boundary, put it in eval(), or write a LayerNorm or GroupNorm",
-            )
-
-
-def _modules(program: Program, node: fx.Node) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose parameters and buffers a node uses, by name."""
-    names = [str(source.target) for source in map(made_by, node.all_input_nodes) if source.op == "get_attr"]
-    if node.op == "call_module" and str(node.target) in program.opaque:
-        names = list(program.effects[node.name].reads)
-    elif node.op == "call_module":
-        yield from program.attribute(str(node.target)).named_modules(prefix=str(node.target))
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in names if name not in program.constants)
-    yield from ((owner, program.module.get_submodule(owner)) for owner in owners)
-
-
-def _has_running_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NORMS) and module.training and module.running_mean is not None
+def _batch_norm(program: Program, node: fx.Node) -> str | None:
+    """The name of a norm in training whose running statistics a node writes."""
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in used_tensors(program, node)):
+        module = program.module.get_submodule(owner)
+        if isinstance(module, _NORMS) and module.training and module.running_mean is not None:
+            return owner
+    return node.name if "batch_norm" in operator_name(node) and written(program, node) else None
 
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm

@@ -23,8 +23,9 @@ def mark_copies(program: Program) -> Program:
         elif node.op == "get_attr":
             roots[node] = _kind(program, str(node.target))
         elif is_compute(node) and all(made_by(operand) in roots for operand in node.all_input_nodes):
-            operands = (roots[made_by(operand)] for operand in node.all_input_nodes)
-            depends = frozenset().union(*operands, _own(program, node))
+            depends = frozenset().union(*(roots[made_by(operand)] for operand in node.all_input_nodes))
+            if node.op == "call_module" and any(True for _ in program.attribute(str(node.target)).parameters()):
+                depends |= {"parameter"}
             if len(depends) < 2 and not is_random(program, node):
                 roots[node] = depends
                 copied.add(node.name)
@@ -35,11 +36,3 @@ def _kind(program: Program, target: str) -> frozenset[str]:
     if target in program.constants:
         return frozenset()
     return frozenset({"parameter" if isinstance(program.attribute(target), nn.Parameter) else "input"})
-
-
-def _own(program: Program, node: fx.Node) -> frozenset[str]:
-    """What a module call brings along by itself."""
-    if node.op != "call_module":
-        return frozenset()
-    module = program.attribute(str(node.target))
-    return frozenset({"parameter"}) if any(True for _ in module.parameters()) else frozenset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from torch import fx, nn
 
@@ -11,7 +10,7 @@ from fxpipe.graph.program import Program, before_boundary, called_in, is_boundar
 
 
 def name_stages(program: Program) -> Program:
-    """Fills ``Program.stage_names``; equal names are numbered."""
+    """Fills ``Program.stage_names``; equal names are numbered: tower, tower_2, tower_3."""
     members: dict[int, list[fx.Node]] = {}
     stages_in: dict[str, set[int]] = {}
     for node in program.graph.nodes:
@@ -25,18 +24,12 @@ def name_stages(program: Program) -> Program:
         opened.get(stage) or _greatest_submodule(program, members[stage], stages_in) or f"stage{stage}"
         for stage in range(len(members))
     ]
-    return program.replace(stage_names=_numbered(names))
-
-
-def _numbered(names: Sequence[str]) -> tuple[str, ...]:
-    """Equal names made different: tower, tower_2, tower_3."""
     found: list[str] = []
     for name in names:
-        choices = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
-        found.append(
-            next(choice for choice in choices if choice not in found and (choice == name or choice not in names))
-        )
-    return tuple(found)
+        numbered = (f"{name}_{count}" for count in itertools.count(2))
+        free = (choice for choice in numbered if choice not in found and choice not in names)
+        found.append(next(free) if name in found else name)
+    return program.replace(stage_names=tuple(found))
 
 
 def _opened(program: Program) -> dict[int, str]:
@@ -50,8 +43,13 @@ def _opened(program: Program) -> dict[int, str]:
     for node in program.graph.nodes:
         before[node] = set().union(*(before[o] | ({o} if is_boundary(o) else set()) for o in node.all_input_nodes))
         if is_boundary_value(node):
-            for stage in _users_elsewhere(program, node):
-                crossed.setdefault(stage, []).append(_in_front(node))
+            value, path = node, list[fx.Node]()
+            while is_boundary_value(value):  # the boundaries up to the node that makes it, the earliest first
+                path.insert(0, value.all_input_nodes[0])
+                value = before_boundary(value)
+            users = {program.stage_of[user.name] for user in node.users if user.name in program.stage_of}
+            for stage in users - {program.stage_of.get(value.name, -1)}:
+                crossed.setdefault(stage, []).append(path)
     found: dict[int, str] = {}
     for stage, paths in crossed.items():
         earlier = set().union(*(before[path[0]] for path in paths))
@@ -59,21 +57,6 @@ def _opened(program: Program) -> dict[int, str]:
         names = [boundary.args[1] for boundary in sorted(openers)]
         found[stage] = next((name for name in names if isinstance(name, str)), "")
     return found
-
-
-def _in_front(value: fx.Node) -> list[fx.Node]:
-    """The boundaries between a value and the node that makes it, the earliest first."""
-    found: list[fx.Node] = []
-    while is_boundary_value(value):
-        found.insert(0, value.all_input_nodes[0])
-        value = before_boundary(value)
-    return found
-
-
-def _users_elsewhere(program: Program, value: fx.Node) -> set[int]:
-    """The stages that use a value from behind a boundary, and have not made it themselves."""
-    users = {program.stage_of[user.name] for user in value.users if user.name in program.stage_of}
-    return users - {program.stage_of.get(made_by(value).name, -1)}
 
 
 def _greatest_submodule(program: Program, members: list[fx.Node], stages_in: dict[str, set[int]]) -> str | None:
@@ -84,14 +67,11 @@ def _greatest_submodule(program: Program, members: list[fx.Node], stages_in: dic
     held: dict[str, dict[int, int]] = {}  # submodule → the numbers of elements of its parameters, by identity
     for node in members:
         path = next((path for path in called_in(node) if len(stages_in[path]) == 1), None)
-        if path is not None:
-            held.setdefault(path, {}).update(_parameters(program, node))
+        if path is None:
+            continue
+        values = [program.attribute(str(o.target)) for o in map(made_by, node.all_input_nodes) if o.op == "get_attr"]
+        if node.op == "call_module":
+            values += program.attribute(str(node.target)).parameters()
+        sizes = {id(value): value.numel() for value in values if isinstance(value, nn.Parameter)}
+        held.setdefault(path, {}).update(sizes)
     return max(held, key=lambda path: sum(held[path].values()), default=None)
-
-
-def _parameters(program: Program, node: fx.Node) -> dict[int, int]:
-    """The numbers of elements of the parameters that a node uses itself, by identity."""
-    values = [program.attribute(str(o.target)) for o in map(made_by, node.all_input_nodes) if o.op == "get_attr"]
-    if node.op == "call_module":
-        values += program.attribute(str(node.target)).parameters()
-    return {id(value): value.numel() for value in values if isinstance(value, nn.Parameter)}

@@ -14,7 +14,6 @@ It ends: every edge between fully separated pieces strictly shrinks the set of b
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.program import (
     Program,
     before_boundary,
+    called_in,
     gather_of,
     is_assertion,
     is_boundary,
@@ -55,30 +55,42 @@ class _FlowEdge:
 def partition(program: Program) -> Program:
     """Fills ``Program.stage_of`` by the rule above; PartitionError where no such cut keeps the program's meaning."""
     flow = _Flow(program)
-    downstream, upstream = flow.downstream(), flow.upstream()
-
-    def bypasses(edge: _FlowEdge) -> bool:
-        return bool(downstream[flow.units.find(edge.source)] & upstream[flow.units.find(edge.target)])
-
+    find, upstream = flow.units.find, flow.upstream()
+    downstream = flow.downstream()
     # 2: what bypasses a boundary is cut
-    joined = [edge for edge in flow.edges if not edge.marked and (flow.in_one_unit(edge) or not bypasses(edge))]
+    joined = []
+    for edge in flow.edges:
+        source, target = find(edge.source), find(edge.target)
+        if not edge.marked and (source == target or not downstream[source] & upstream[target]):
+            joined.append(edge)
     # 3: pieces, separated until none waits for another that waits for it
     separated: set[fx.Node] = set()
     while True:
-        pieces = flow.pieces(joined, downstream, separated)
-        waiting = _waiting(pieces, flow.edges, joined)
-        more = {node for node in flow.nodes if pieces.find(node) in waiting} - separated
-        if waiting and not more:
-            raise _cycle(program, [node for node in flow.nodes if pieces.find(node) in waiting])
+        pieces = Union(flow.nodes)
+        for node in flow.nodes:
+            pieces.join(find(node), node)
+        for edge in joined:
+            apart = downstream[find(edge.source)] != downstream[find(edge.target)]
+            if not (apart and edge.source in separated and edge.target in separated):
+                pieces.join(edge.source, edge.target)
+        cycles = _waiting(pieces, flow.edges, joined)
+        waiting = [node for node in flow.nodes if pieces.find(node) in cycles]
         if not waiting:
             break
-        separated |= more
-    # 4: topological order
-    order = _topological(pieces, flow)
-    stage_of = {node.name: order[pieces.find(node)] for node in flow.nodes}
-    program = program.replace(stage_of=stage_of)
-    _check_versions(program, flow.edges)
-    _check_inputs(program)
+        if separated.issuperset(waiting):
+            raise _cycle(program, waiting)
+        separated.update(waiting)
+    # 4: topological order, the piece that begins first in the program first
+    first: dict[fx.Node, int] = {}
+    for place, node in enumerate(flow.nodes):
+        first.setdefault(pieces.find(node), place)
+    after: dict[fx.Node, set[fx.Node]] = {piece: set() for piece in first}
+    for edge in flow.edges:
+        if not pieces.same(edge.source, edge.target):
+            after[pieces.find(edge.source)].add(pieces.find(edge.target))
+    order = topological_order(first, after)
+    program = program.replace(stage_of={node.name: order[pieces.find(node)] for node in flow.nodes})
+    _check_writes(program, flow.edges)
     return program
 
 
@@ -176,31 +188,16 @@ class _Flow:
 
     def _spread(self, arrows: list[tuple[fx.Node, fx.Node]]) -> dict[fx.Node, int]:
         """What reaches each unit along the arrows, from the boundaries on."""
-        found = dict.fromkeys((self.units.find(node) for node in self.nodes), 0)
+        unit = {node: self.units.find(node) for node in self.nodes}
+        found = dict.fromkeys(unit.values(), 0)
         found |= {marker: 1 << place for place, marker in enumerate(self._markers)}
         changed = True
         while changed:  # once around is enough unless a unit spans much of the program
             changed = False
-            for start, end in ((self._unit(start), self._unit(end)) for start, end in arrows):
+            for start, end in ((unit.get(start, start), unit.get(end, end)) for start, end in arrows):
                 now = found[end] | found[start]
                 changed, found[end] = changed or now != found[end], now
         return found
-
-    def _unit(self, node: fx.Node) -> fx.Node:
-        return self.units.find(node) if node in self.units else node
-
-    def pieces(
-        self, joined: list[_FlowEdge], downstream: dict[fx.Node, int], separated: set[fx.Node]
-    ) -> Union[fx.Node]:
-        """What remains connected, where edges between ``separated`` nodes hold only if these are before the same."""
-        pieces = Union(self.nodes)
-        for node in self.nodes:
-            pieces.join(self.units.find(node), node)
-        for edge in joined:
-            apart = downstream[self.units.find(edge.source)] != downstream[self.units.find(edge.target)]
-            if not (apart and edge.source in separated and edge.target in separated):
-                pieces.join(edge.source, edge.target)
-        return pieces
 
 
 def _gathered(operands: Iterable[tuple[fx.Node, frozenset[fx.Node]]]) -> bool:
@@ -217,8 +214,9 @@ def _checks(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _check_versions(program: Program, edges: list[_FlowEdge]) -> None:
-    """A value leaves its stage as it is at the end: nobody elsewhere may want it as it was before a write."""
+def _check_writes(program: Program, edges: list[_FlowEdge]) -> None:
+    """PartitionError where another stage wants a value, or an input, as a write leaves it nowhere: a value leaves its
+    stage as it is at the end, and an input comes as the batch has it."""
     for edge, write in reads_before_writes(program, edges):
         elsewhere = program.stage_of[edge.source.name] != program.stage_of[edge.target.name]
         if elsewhere and not writes_apart(program, edge.source):
@@ -227,10 +225,6 @@ def _check_versions(program: Program, edges: list[_FlowEdge]) -> None:
                 f"{edge.source.name}{where(edge.source)} as it was before {write.name}{where(write)} writes it; "
                 "write out of place"
             )
-
-
-def _check_inputs(program: Program) -> None:
-    """A stage takes an input from the batch: nobody may want it as another stage has written it, by another name."""
     for node, write, reader in reads_of_written_inputs(program):
         stage = program.output_stage if reader.op == "output" else program.stage_of.get(reader.name)
         if stage != program.stage_of[write.name]:
@@ -242,30 +236,32 @@ def _check_inputs(program: Program) -> None:
 
 def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tuple[_FlowEdge, fx.Node]]:
     """(edge, write): the edge's value is read as it was before the last write to its memory."""
-    group_of = {name: group for group in program.written for name in group}
-    last_write = dict(_writes(program))
+    writes = _writes(program)
     for edge in edges:
-        write = last_write.get(group_of.get(edge.source.name, frozenset()))
-        if write is not None and edge.target < write:
-            yield edge, write
+        own = writes.get(edge.source.name)
+        if own and edge.target < own[-1]:
+            yield edge, own[-1]
 
 
 def reads_of_written_inputs(program: Program) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
     """(input, write, reader): the input is read after the first write to its memory, by a name of it that is older."""
-    group_of = {name: group for group in program.written for name in group}
-    first_write = dict(reversed(list(_writes(program))))
+    writes = _writes(program)
     for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in group_of:
-            write = first_write[group_of[node.name]]
-            yield from ((node, write, reader) for reader in readers(node) if write < reader)
+        if node.op == "placeholder" and node.name in writes:
+            first = writes[node.name][0]
+            yield from ((node, first, reader) for reader in readers(node) if first < reader)
 
 
-def _writes(program: Program) -> Iterator[tuple[frozenset[str], fx.Node]]:
-    """(group, write), in program order."""
-    group_of = {name: group for group in program.written for name in group}
+def _writes(program: Program) -> dict[str, list[fx.Node]]:
+    """Node name → the writes, in program order, to the memory that it is a part of."""
+    found: dict[str, list[fx.Node]] = {}
+    for group in program.written:
+        writes: list[fx.Node] = []
+        found |= dict.fromkeys(group, writes)
     for node in program.graph.nodes:
-        if node.name in group_of and written(program, node):
-            yield group_of[node.name], node
+        if node.name in found and written(program, node):
+            found[node.name].append(node)
+    return found
 
 
 def _waiting(pieces: Union[fx.Node], edges: list[_FlowEdge], joined: list[_FlowEdge]) -> set[fx.Node]:
@@ -315,18 +311,6 @@ def _walks(after: Mapping[T, Iterable[T]], starts: Iterable[T]) -> list[list[T]]
     return found
 
 
-def _topological(pieces: Union[fx.Node], flow: _Flow) -> dict[fx.Node, int]:
-    """Piece → stage number: Kahn's order, the piece that begins first in the program first."""
-    first: dict[fx.Node, int] = {}
-    for place, node in enumerate(flow.nodes):
-        first.setdefault(pieces.find(node), place)
-    after: dict[fx.Node, set[fx.Node]] = {piece: set() for piece in first}
-    for edge in flow.edges:
-        if not pieces.same(edge.source, edge.target):
-            after[pieces.find(edge.source)].add(pieces.find(edge.target))
-    return topological_order(first, after)
-
-
 def _cycle(program: Program, waiting: list[fx.Node]) -> PartitionError:
     """Only what must not be separated can still wait for itself."""
     shared = frozenset().union(*program.written)
@@ -341,37 +325,36 @@ def _cycle(program: Program, waiting: list[fx.Node]) -> PartitionError:
 # --- Lone writes: those that no value leads to or from, such as a batch norm's count of its calls ---
 
 
-def hosts_of_lone_writes(program: Program, units: Union[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+def hosts_of_lone_writes(program: Program, units: Union[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
     """(a node of each unit that only writes, the node to run it with), for units of the nodes to place.
 
-    It is the next node of the same submodule, or of the nearest around it; or else the one before.
+    It is the next node of the same submodule, or of the nearest around it; or else the last of all.
     """
     connected = _connected(program, units)
     written = frozenset().union(*program.written)
-    nodes = list(program.graph.nodes)
-    lone: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        if node in units and node.name in written and units.find(node) not in connected:
-            lone.setdefault(units.find(node), node)
-    if not lone:
-        return
-    position = {node: place for place, node in enumerate(nodes)}
-    inside: dict[str, list[int]] = {}  # submodule → the places of the nodes that were called in it
-    for node in nodes:
-        if node in units and units.find(node) in connected and not is_number(node):
-            for path in _paths(node):
-                inside.setdefault(path, []).append(position[node])
-    for node in lone.values():
-        places = next((inside[path] for path in reversed(_paths(node)) if path in inside), [])
-        if places:
-            yield node, nodes[places[min(bisect(places, position[node]), len(places) - 1)]]
+    hosts: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
+    following: dict[str, fx.Node] = {}  # submodule → the next node that was called in it
+    last: fx.Node | None = None
+    for node in reversed(program.graph.nodes):
+        if node not in units:
+            continue
+        paths = ["", *called_in(node)]
+        if units.find(node) in connected:
+            if not is_number(node):
+                last = last or node
+                following.update(dict.fromkeys(paths, node))
+        elif node.name in written:
+            host = next((following[path] for path in reversed(paths) if path in following), None)
+            hosts[units.find(node)] = node, host
+    found = ((node, host or last) for node, host in hosts.values())
+    return [(node, host) for node, host in found if host is not None]
 
 
 def _connected(program: Program, units: Union[fx.Node]) -> set[fx.Node]:
     """The units that a value leads to or from."""
     found: set[fx.Node] = set()
     for node in program.graph.nodes:
-        for source in {made_by(operand) for operand in node.all_input_nodes}:
+        for source in map(made_by, node.all_input_nodes):
             if source not in units:
                 continue
             if node.op == "output":
@@ -379,12 +362,6 @@ def _connected(program: Program, units: Union[fx.Node]) -> set[fx.Node]:
             elif node in units and not units.same(source, node):
                 found |= {units.find(source), units.find(node)}
     return found
-
-
-def _paths(node: fx.Node) -> list[str]:
-    """The submodules that a node was called in, outermost first; the model itself is \"\"."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return list(dict.fromkeys(["", *(path for path, _ in stack.values())]))
 
 
 # --- Inner gradients: what forward itself differentiates (forces, gradient penalties) must lie in one stage ---
@@ -395,16 +372,17 @@ def inner_gradients(program: Program) -> list[list[fx.Node]]:
     boundary is one of them."""
     found = []
     for node in program.graph.nodes:
-        if node.target is torch.autograd.grad:
-            between = _between(program, node)
-            marker = next((other for other in between if is_boundary(other)), None)
-            if marker is not None:
-                raise TraceError(
-                    f"forward computes a gradient{where(node)} through the stage boundary {marker.name}{where(marker)},"
-                    " and autograd knows only what its own stage has computed; move the boundary behind the gradient, "
-                    "or in front of what it is taken by (requires_grad_ and all that follows)"
-                )
-            found.append([*between, node])
+        if node.target is not torch.autograd.grad:
+            continue
+        between = _between(program, node)
+        marker = next((other for other in between if is_boundary(other)), None)
+        if marker is not None:
+            raise TraceError(
+                f"forward computes a gradient{where(node)} through the stage boundary {marker.name}{where(marker)},"
+                " and autograd knows only what its own stage has computed; move the boundary behind the gradient, "
+                "or in front of what it is taken by (requires_grad_ and all that follows)"
+            )
+        found.append([*between, node])
     return found
 
 

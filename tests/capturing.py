@@ -24,7 +24,7 @@ def captured(model: nn.Module, *inputs: str, **fixed: Any) -> Program:
 
 
 def partitioned(model: nn.Module, *inputs: str) -> Program:
-    return chain(passes.default(), captured(model, *inputs), callbacks=())
+    return chain(passes.default(), captured(model, *inputs))
 
 
 def label(node: fx.Node) -> str:

@@ -7,7 +7,6 @@ otherwise, and what nobody uses with what it is made from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -15,7 +14,6 @@ from torch import fx
 from fxpipe.errors import PartitionError
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, is_boundary, made_by
-from fxpipe.passes.analysis.union import Union
 from fxpipe.passes.partition import _Flow, components, reads_before_writes, reads_of_written_inputs
 
 
@@ -40,53 +38,42 @@ def blocks(program: Program) -> Blocks:
         raise PartitionError(f"{marked.name} is a boundary; what is balanced has none, so erase_boundaries first")
     flow = _Flow(program)
     units = flow.units
-    _join_readers_of_old_values(program, units, flow)
-    _join_sharers_of_attributes(flow.nodes, program, units)
-    _join_cycles(units, flow)
-    _join_unused(program, units, flow)
-    _join_cycles(units, flow)
-    number: dict[fx.Node, int] = {}
-    members: list[list[str]] = []
+    made = [node for node in map(made_by, program.graph.output_node().all_input_nodes) if node in units]
+    # a value leaves its stage as it is at the end, and an input comes as the batch has it: who reads one as it was
+    # before a write, or by another name than was written, stays with the write
+    for edge, _ in reads_before_writes(program, flow.edges):
+        units.join(edge.source, edge.target)
+    for _, write, reader in reads_of_written_inputs(program):
+        if reader in units and write in units:
+            units.join(write, reader)
+    # an attribute of Python's that a region changes is one rank's own
+    users: dict[tuple[str, str], fx.Node] = {}
     for node in flow.nodes:
-        root = units.find(node)
-        if root not in number:
-            number[root] = len(members)
-            members.append([])
-        members[number[root]].append(node.name)
-    made = [node for node in map(made_by, _returned(program)) if node in units]
+        for call in opaque_calls(program.opaque.get(str(node.target))):
+            for attribute in call.attributes:
+                units.join(users.setdefault(attribute, node), node)
+    _join_cycles(flow)
+    _join_unused(flow, {units.find(node) for node in made})
+    _join_cycles(flow)
+    members: dict[fx.Node, list[str]] = {}
+    for node in flow.nodes:
+        members.setdefault(units.find(node), []).append(node.name)
+    number = {unit: place for place, unit in enumerate(members)}
     uses: dict[fx.Node, dict[int, None]] = {node: {} for node in made}
     for edge in flow.edges:
         if not flow.in_one_unit(edge):
             uses.setdefault(edge.source, {})[number[units.find(edge.target)]] = None
     return Blocks(
-        tuple(map(tuple, members)),
+        tuple(map(tuple, members.values())),
         tuple((node.name, number[units.find(node)], tuple(targets)) for node, targets in uses.items()),
         tuple(sorted({number[units.find(node)] for node in made})),
         frozenset(node.name for node in made),
     )
 
 
-def _join_readers_of_old_values(program: Program, units: Union[fx.Node], flow: _Flow) -> None:
-    """Who reads a value as it was before a write, or an input as another name of it was written, stays with the
-    write: a value leaves its stage as it is at the end, and an input comes as the batch has it."""
-    for edge, _ in reads_before_writes(program, flow.edges):
-        units.join(edge.source, edge.target)
-    for _, write, reader in reads_of_written_inputs(program):
-        if reader in units and write in units:
-            units.join(write, reader)
-
-
-def _join_sharers_of_attributes(nodes: Sequence[fx.Node], program: Program, units: Union[fx.Node]) -> None:
-    """An attribute of Python's that a region changes is one rank's own."""
-    users: dict[tuple[str, str], fx.Node] = {}
-    for node in nodes:
-        for call in opaque_calls(program.opaque.get(str(node.target))):
-            for attribute in call.attributes:
-                units.join(users.setdefault(attribute, node), node)
-
-
-def _join_cycles(units: Union[fx.Node], flow: _Flow) -> None:
+def _join_cycles(flow: _Flow) -> None:
     """Units that wait for each other become one."""
+    units = flow.units
     after: dict[fx.Node, set[fx.Node]] = {units.find(node): set() for node in flow.nodes}
     for edge in flow.edges:
         if not flow.in_one_unit(edge):
@@ -96,24 +83,23 @@ def _join_cycles(units: Union[fx.Node], flow: _Flow) -> None:
             units.join(component[0], unit)
 
 
-def _join_unused(program: Program, units: Union[fx.Node], flow: _Flow) -> None:
-    """A unit whose values nobody uses, such as one that counts batches, goes with the last node that it uses."""
-    result = {units.find(node) for node in map(made_by, _returned(program)) if node in units}
+def _join_unused(flow: _Flow, result: set[fx.Node]) -> None:
+    """A unit whose values nobody uses, such as one that counts batches, goes with the last node that it uses.
+
+    ``result``: the units that make a part of the model's result.
+    """
+    find = flow.units.find
     place = {node: number for number, node in enumerate(flow.nodes)}
     targets: dict[fx.Node, list[fx.Node]] = {}
     sources: dict[fx.Node, list[fx.Node]] = {}
     for edge in flow.edges:
-        targets.setdefault(units.find(edge.source), []).append(edge.target)
-        sources.setdefault(units.find(edge.target), []).append(edge.source)
-    for unit in dict.fromkeys(units.find(node) for node in reversed(flow.nodes)):
-        if unit in result or any(units.find(target) != unit for target in targets.get(unit, ())):
+        targets.setdefault(find(edge.source), []).append(edge.target)
+        sources.setdefault(find(edge.target), []).append(edge.source)
+    for unit in dict.fromkeys(find(node) for node in reversed(flow.nodes)):
+        if unit in result or any(find(target) != unit for target in targets.get(unit, ())):
             continue
-        outside = [source for source in sources.get(unit, ()) if units.find(source) != unit]
+        outside = [source for source in sources.get(unit, ()) if find(source) != unit]
         if outside:
-            nearest = units.find(max(outside, key=place.__getitem__))
+            nearest = find(max(outside, key=place.__getitem__))
             sources.setdefault(nearest, []).extend(sources.pop(unit))
-            units.join(nearest, unit)
-
-
-def _returned(program: Program) -> list[fx.Node]:
-    return program.graph.output_node().all_input_nodes
+            flow.units.join(nearest, unit)

@@ -8,7 +8,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +16,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fxpipe.graph.opaque_call import OpaqueCall
 from fxpipe.graph.operators import setitem
-from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value
+from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value, made_by
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.torch_compat import (
     BATCH_STATISTICS,
     DROPOUTS,
@@ -70,25 +71,20 @@ def is_number(node: fx.Node) -> bool:
     waiting, seen = [node], {node}
     while waiting:  # without recursion: a sum of many residuals is as deep as the model
         asked = waiting.pop()
-        if _asks(asked):
+        is_getattr = asked.target is getattr
+        if (
+            "is_number" in asked.meta  # it stands for an answer
+            or (asked.op == "call_method" and asked.target in _NUMBER_METHODS)
+            or asked.target in _SIZES
+            or (is_getattr and asked.args[1] in _NUMBER_ATTRIBUTES)
+        ):
             continue
-        known = getattr(asked.target, "__module__", None) in ("_operator", "builtins", "math")
-        if asked.op != "call_function" or asked.target is getattr or not known or not asked.all_input_nodes:
+        computes = getattr(asked.target, "__module__", None) in ("_operator", "builtins", "math")
+        if asked.op != "call_function" or is_getattr or not computes or not asked.all_input_nodes:
             return False
         waiting += [source for source in asked.all_input_nodes if source not in seen]
         seen.update(asked.all_input_nodes)
     return True
-
-
-def _asks(node: fx.Node) -> bool:
-    """Whether ``node`` asks a tensor for its shape, type or device, or stands for the answer."""
-    if "is_number" in node.meta:
-        return True
-    if node.op == "call_method":
-        return node.target in _NUMBER_METHODS
-    if node.target in _SIZES:
-        return True
-    return node.target is getattr and node.args[1] in _NUMBER_ATTRIBUTES
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -123,7 +119,7 @@ def written(program: Program, node: fx.Node) -> list[fx.Node]:
     name = operator_name(node)
     if node.target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or is_item_write(node):
         return _nodes(node.args[0])
-    found = [source for argument, value in _schema_arguments(node) if argument.is_write for source in _nodes(value)]
+    found = [source for is_write, value in _schema_arguments(node) if is_write for source in _nodes(value)]
     if is_in_place(node):
         found += _nodes(next(iter(_bound(node).values())))
     if name in _RUNNING_STATISTICS:
@@ -193,10 +189,10 @@ def _shared(node: fx.Node) -> list[fx.Node]:
         return _nodes(node.args[0])
     if name in _VIEWS_UNSAID:
         return node.all_input_nodes
-    if not isinstance(node.target, OpOverload) and not _schemas(name):
+    if not isinstance(node.target, OpOverload) and _schemas(name) is None:
         known = ("_operator", "builtins", "math", "fxpipe.graph.operators")
         return [] if getattr(node.target, "__module__", "") in known else node.all_input_nodes
-    shared = [source for argument, value in _schema_arguments(node) if argument.shares for source in _nodes(value)]
+    shared = [source for _, value in _schema_arguments(node) for source in _nodes(value)]
     if "dropout" in name:
         shared += _nodes(node.args[0] if node.args else None)  # in eval, the input itself
     return shared
@@ -218,9 +214,7 @@ def is_random(program: Program, node: fx.Node) -> bool:
             return program.effects[node.name].draws_random
         parts = program.attribute(str(node.target)).modules()
         return any(isinstance(part, _RANDOM_MODULES) for part in parts)
-    if not node.op.startswith("call_") or is_boundary(node) or is_boundary_value(node):
-        return False
-    if _draws_nothing(node):
+    if not node.op.startswith("call_") or is_boundary(node) or is_boundary_value(node) or _draws_nothing(node):
         return False
     name = operator_name(node)
     if "dropout" in name or name in _RANDOM_FUNCTIONS:
@@ -236,13 +230,29 @@ def _draws_nothing(node: fx.Node) -> bool:
     if not ("dropout" in name or name in _SWITCHED):
         return False
     given = _named_arguments(node)
-    switches = [given[key] for key in ("train", "training") if key in given]
-    chances = [given[key] for key in ("p", "dropout", "dropout_p") if key in given]
-    return any(switch is False for switch in switches) or any(_is_zero(chance) for chance in chances)
+    is_off = any(given.get(key) is False for key in ("train", "training"))
+    chances = (given.get(key) for key in ("p", "dropout", "dropout_p"))
+    return is_off or any(isinstance(chance, (int, float)) and chance == 0 for chance in chances)
 
 
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
+def own_tensors(program: Program, node: fx.Node) -> dict[str, Tensor]:
+    """The parameters and buffers that a node names, or that what it calls holds or is seen to use, by name."""
+    name = str(node.target)
+    if node.op == "get_attr":
+        return {} if name in program.constants else {name: program.attribute(name)}
+    if node.op != "call_module":
+        return {}
+    if name in program.opaque:
+        return {used: program.attribute(used) for used in program.effects[node.name].reads}
+    return all_tensors(program.attribute(name), name)
+
+
+def used_tensors(program: Program, node: fx.Node) -> dict[str, Tensor]:
+    """The same of a node and the parameters and buffers that it is given."""
+    found = own_tensors(program, node)
+    for source in map(made_by, node.all_input_nodes):
+        found |= own_tensors(program, source) if source.op == "get_attr" else {}
+    return found
 
 
 def own_writes(module: nn.Module) -> list[Tensor]:
@@ -252,16 +262,12 @@ def own_writes(module: nn.Module) -> list[Tensor]:
     """
     found: list[Tensor] = []
     for part in module.modules():
-        if isinstance(part, _HAVE_STATISTICS) or _has_old_spectral_norm(part):
+        hooks = part._forward_pre_hooks.values()  # nn.utils.spectral_norm is one that writes into buffers
+        if isinstance(part, _HAVE_STATISTICS) or any(isinstance(hook, SpectralNorm) for hook in hooks):
             found += part.buffers(recurse=False)
         elif getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             found.append(part.weight)
     return found
-
-
-def _has_old_spectral_norm(module: nn.Module) -> bool:
-    """``nn.utils.spectral_norm``, a hook that writes into the module's buffers."""
-    return any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
 
 
 def is_known(target: Any) -> bool:
@@ -301,36 +307,38 @@ def _nodes(value: Any) -> list[fx.Node]:
     return found
 
 
-class _Argument:
-    """What the schemas of an operator say of one argument."""
+class _AliasedArgument(NamedTuple):
+    """An argument that carries alias information in the schema of an operator. ``position``: None by name alone."""
 
-    def __init__(self, position: int | None, name: str, is_write: bool, shares: bool) -> None:
-        self.position, self.name, self.is_write, self.shares = position, name, is_write, shares
+    position: int | None
+    name: str
+    is_write: bool
 
 
 @cache
-def _schemas(target: str | OpOverload) -> tuple[_Argument, ...]:
-    """The arguments that carry alias information, over all overloads of a name; plus a marker entry where there are
-    none of these."""
+def _schemas(target: str | OpOverload) -> tuple[_AliasedArgument, ...] | None:
+    """Those of an operator, or of all overloads of a name; None where there is no operator of that name."""
     overloads = [target] if isinstance(target, OpOverload) else _named(target)
-    if not overloads:
-        return ()
-    found = [_Argument(None, "", False, False)]
-    for overload in overloads:
-        for position, argument in enumerate(schema_of(overload).arguments):
-            if argument.alias_info is not None:
-                place = None if argument.kwarg_only else position
-                found.append(_Argument(place, argument.name, argument.alias_info.is_write, True))
-    return tuple(found)
+    return (
+        None
+        if not overloads
+        else tuple(
+            _AliasedArgument(None if argument.kwarg_only else position, argument.name, argument.alias_info.is_write)
+            for overload in overloads
+            for position, argument in enumerate(schema_of(overload).arguments)
+            if argument.alias_info is not None
+        )
+    )
 
 
-def _schema_arguments(node: fx.Node) -> Iterator[tuple[_Argument, Any]]:
-    """(what the schema says, the value given) for each argument with alias information."""
-    for argument in _schemas(node.target if isinstance(node.target, OpOverload) else operator_name(node)):
+def _schema_arguments(node: fx.Node) -> Iterator[tuple[bool, Any]]:
+    """(whether it is written, the value given) for each argument with alias information."""
+    target = node.target if isinstance(node.target, OpOverload) else operator_name(node)
+    for argument in _schemas(target) or ():
         if argument.position is not None and argument.position < len(node.args):
-            yield argument, node.args[argument.position]
+            yield argument.is_write, node.args[argument.position]
         elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]
+            yield argument.is_write, node.kwargs[argument.name]
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:

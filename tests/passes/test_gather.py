@@ -195,7 +195,7 @@ def test_a_batch_norm_that_is_frozen_may_stand_behind_a_gather() -> None:
 def test_a_pipeline_of_passes_without_it_is_refused() -> None:
     without = [step for step in passes.default() if step is not passes.gather]
     with pytest.raises(PartitionError, match="passes= leaves out the pass that sees to it"):
-        split(chain(without, captured(Towers(join)), callbacks=()))
+        split(chain(without, captured(Towers(join))))
 
 
 @pytest.mark.parametrize(("group", "microbatches", "sizes"), [(None, 6, 6), (2, 6, 2), (6, 6, 6), (1, 6, 1)])

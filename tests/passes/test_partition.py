@@ -694,7 +694,7 @@ def test_a_model_without_anything_to_train_or_to_cut_is_refused() -> None:
 @pytest.mark.parametrize("writes", every(2, [True, False]))
 def test_four_times_as_many_nodes_are_cut_with_four_times_the_work(writes: bool) -> None:
     def cut(program: Program) -> None:
-        assert len(passes.split(chain(passes.default(), program, callbacks=()))) == 16
+        assert len(passes.split(chain(passes.default(), program))) == 16
 
     few, many = long_chain(250, 16, writes), long_chain(1000, 16, writes)
     assert steps(cut, many) <= 4.5 * steps(cut, few)

@@ -273,7 +273,7 @@ def closure(after: dict[int, set[int]], start: int) -> set[int]:
 
 
 def partitioned(items: list[Item]) -> Program:
-    return chain(passes.default(), program_of(items), callbacks=())
+    return chain(passes.default(), program_of(items))
 
 
 def places_by_stage(program: Program) -> set[frozenset[int]]:

@@ -51,7 +51,7 @@ def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Pr
     names = Request.signature(model, None).parameters
     example = example or {name: like(4, 8) for name in names}
     request = Request(model, tuple(example), example=example)
-    return chain(passes.before_balance(), capture(request, tracer), callbacks=())
+    return chain(passes.before_balance(), capture(request, tracer))
 
 
 def balanced(model: nn.Module, ranks: int, microbatches: int = 8, **options: Any) -> Balanced:
@@ -64,7 +64,7 @@ def balanced(model: nn.Module, ranks: int, microbatches: int = 8, **options: Any
 
 
 def stage_graph(found: Balanced) -> StageGraph:
-    program = chain((passes.name_stages,), found.program, callbacks=())
+    program = chain((passes.name_stages,), found.program)
     check(program, "balance")
     return passes.split(program)
 
@@ -422,7 +422,7 @@ class FiveStages(nn.Module):
 
 def given_stages(model: nn.Module, ranks: int, **options: Any) -> tuple[Balanced, StageGraph]:
     example = {name: like(4, 8) for name in Request.signature(model, None).parameters}
-    program = chain(passes.default(), capture(Request(model, tuple(example), example=example)), callbacks=())
+    program = chain(passes.default(), capture(Request(model, tuple(example), example=example)))
     costs = costs_from_shapes(program, example, hardware=FLOPS)
     return place_stages(program, ranks, 8, costs, **options), passes.split(program)
 
@@ -480,7 +480,7 @@ def test_a_stage_is_reckoned_with_its_own_copies() -> None:
 
 
 def names_of(found: Balanced) -> tuple[str, ...]:
-    return chain((passes.name_stages,), found.program, callbacks=()).stage_names
+    return chain((passes.name_stages,), found.program).stage_names
 
 
 def layers_of(found: Balanced, layer: str) -> list[set[int]]:

@@ -31,9 +31,7 @@ def like(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) ->
 
 
 def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:
-    return chain(
-        passes.before_balance(), capture(Request(model, tuple(example), example=example), tracer), callbacks=()
-    )
+    return chain(passes.before_balance(), capture(Request(model, tuple(example), example=example), tracer))
 
 
 def costs_of(model: nn.Module, hardware: Hardware = PLAIN, tracer: str = "symbolic", **example: Any) -> NodeCosts:

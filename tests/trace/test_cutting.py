@@ -85,7 +85,7 @@ def request(model: nn.Module, cuts: Mapping[str, Cut], *inputs: Any) -> Request:
 
 
 def cut(tracer: str, model: nn.Module, cuts: Mapping[str, Cut], *inputs: Any) -> Program:
-    return chain(passes.default(), capture(request(model, cuts, *inputs), tracer), callbacks=())
+    return chain(passes.default(), capture(request(model, cuts, *inputs), tracer))
 
 
 def boundaries_of(program: Program) -> list[tuple[int, Any]]:

@@ -41,7 +41,7 @@ def exported(model: nn.Module, batch: Batch, **options: Any) -> Program:
 
 
 def stages_of(program: Program) -> StageGraph:
-    return split(chain(passes.default(), program, callbacks=()))
+    return split(chain(passes.default(), program))
 
 
 def vectors() -> Batch:
@@ -569,7 +569,7 @@ def test_a_count_of_calls_runs_with_its_submodule() -> None:
             self.calls += 1
             return self.loss(h, y)
 
-    program = chain(passes.default(), exported(Counter(), vectors()), callbacks=())
+    program = chain(passes.default(), exported(Counter(), vectors()))
     stage_of = {str(node.all_input_nodes[0]): program.stage_of[node.name] for node in counts_of(program)}
     assert stage_of == {"norm_num_batches_tracked": 0, "calls": 1}
     assert len(set(program.stage_of.values())) == 2

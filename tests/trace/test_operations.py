@@ -48,7 +48,7 @@ def assert_captured(operation: Operation, tracer: str) -> None:
     eager = copy.deepcopy(model)
     example = {name: TensorLike.of(tensor) for name, tensor in batch(0).items()}
     program = TRACERS[tracer](Request(model, ("x", "y"), example=example, cuts={"b": "before"}))
-    graph = split(chain(passes.default(), program, callbacks=()))
+    graph = split(chain(passes.default(), program))
     for number in (1, 2):
         torch.manual_seed(number)
         got = run_stages(graph, batch(number))

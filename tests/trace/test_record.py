@@ -62,7 +62,7 @@ def replayed(program: Program, inputs: dict[str, Any]) -> Any:
 
 def staged(program: Program, inputs: dict[str, Any]) -> Any:
     """The same, by way of the passes and the split."""
-    graph = split(chain(passes.default(), program, callbacks=()))
+    graph = split(chain(passes.default(), program))
     assert len(graph.stages) > 1
     return run_stages(graph, inputs)
 
@@ -469,7 +469,7 @@ def test_a_checkpointed_transformer_saves_no_more_than_in_plain_pytorch(reentran
     plainly = held_after(lambda: model(**inputs)["loss"])
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     cuts = {"transformer.h.2": "before", "transformer.h.4": "before"}
-    graph = split(chain(passes.default(), recorded(model, inputs, cuts=cuts), callbacks=()))
+    graph = split(chain(passes.default(), recorded(model, inputs, cuts=cuts)))
     expected, found = held_after(lambda: model(**inputs)["loss"]), held_after(lambda: run_stages(graph, inputs))
     assert found < 1.05 * expected < 0.2 * plainly
     expected = step(model, lambda: {"loss": model(**inputs)["loss"]})
@@ -861,7 +861,7 @@ def test_a_submodule_with_python_state_runs_once(part: type[nn.Module]) -> None:
     model = InTwoStages(part())
     plain = copy.deepcopy(model)
     program = recorded(model, batch(4, 8))
-    graph = split(chain(passes.default(), program, callbacks=()))
+    graph = split(chain(passes.default(), program))
     for seed in range(3):
         random.seed(seed)
         expected = step(plain, lambda seed=seed: plain(**batch(4, 8, seed=seed)))

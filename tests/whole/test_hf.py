@@ -71,7 +71,7 @@ def test_stages_of_a_captured_program_compute_what_the_model_does(name: str, tra
     model = case.model().train()
     eager = copy.deepcopy(model)
     program = TRACERS[tracer](request_of(model, microbatch(case), case.boundaries))
-    graph = split(chain(passes.default(), program, callbacks=()))
+    graph = split(chain(passes.default(), program))
     assert len(graph) == case.stages, str(graph)
     for number in (0, 1):  # on what was captured, and on numbers that were not
         got = run_stages(graph, microbatch(case, number))["loss"]
