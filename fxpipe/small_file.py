@@ -9,24 +9,17 @@ import uuid
 from pathlib import Path
 
 
-def read_small(path: str | os.PathLike[str], most: int, only_regular: bool = True) -> bytes:
-    """What is in a file. OSError where it cannot be read, or (EFBIG) has more than ``most`` bytes.
-
-    ``only_regular``: a device, or a pipe for whose other end one would wait, is an OSError, too.
-    """
-    with open(path, "rb", opener=_without_waiting if only_regular else None) as file:
+def read_small(path: str | os.PathLike[str], most: int) -> bytes:
+    """What is in a file. OSError where it cannot be read, (EFBIG) has more than ``most`` bytes, or (EINVAL) is a device
+    or a pipe, for whose other end one would wait."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
-        is_regular = stat.S_ISREG(found.st_mode)
-        if only_regular and not is_regular:
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-        content: bytes = file.read(1 + (min(found.st_size, most) if is_regular else most))
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+        if found.st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+        content: bytes = file.read()
     return content
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:

@@ -54,11 +54,6 @@ def ranks_of(place: int | tuple[int, ...]) -> tuple[int, ...]:
     return place if isinstance(place, tuple) else (place,)
 
 
-def shifted(place: int | tuple[int, ...], by: int) -> int | tuple[int, ...]:
-    """The same that many ranks further."""
-    return tuple(rank + by for rank in place) if isinstance(place, tuple) else place + by
-
-
 def rank_count(placement: Placement) -> int:
     return 1 + max((rank for place in placement for rank in ranks_of(place)), default=-1)
 

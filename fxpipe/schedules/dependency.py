@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action, Op
 
 
@@ -42,50 +45,51 @@ class Link(NamedTuple):
     source: int
     target: int
 
-    def __str__(self) -> str:
-        return f"{self.source}-{self.target}"
-
 
 @dataclass(frozen=True)
 class Dependencies:
-    """``sources``: the stages whose forward a stage's forward needs. ``targets``: the same for backward.
-    ``halves``: the backwards that a table has as I and W; a gradient comes from the I there, else from the B.
-    ``recomputed``: the forwards that a table has again, as R; a backward needs the R there, else the F.
-    ``ahead``: of stages without backward, by how many micro-batches each may be ahead of ``readers``: ``held_back``.
-
-    A group needs what each of its micro-batches needs; a micro-batch needs the gradient of the group it is in.
-    """
+    """What actions wait for. A group needs what each of its micro-batches needs; a micro-batch needs the gradient of
+    the group it is in."""
 
     sources: Mapping[int, tuple[int, ...]]
+    """The stages whose forward a stage's forward needs."""
+    readers: Mapping[int, tuple[int, ...]]
+    """The stages whose forward needs a stage's."""
     targets: Mapping[int, tuple[int, ...]]
+    """The stages whose backward a stage's backward needs."""
     halves: Collection[Half] = ()
+    """The backwards that a table has as I and W: a gradient comes from the I there, else from the B."""
     recomputed: Collection[Half] = ()
+    """The forwards that a table has again, as R: a backward needs the R there, else the F."""
     groups: Groups = field(default_factory=dict)
     ahead: Mapping[int, int] = field(default_factory=dict)
-    readers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of stages without backward, by how many micro-batches each may be ahead of its readers: ``held_back``."""
 
     @staticmethod
     def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
         """The dependencies along ``edges``; ``backward``: whether each stage has one. ``rows``: the table."""
-        sources: dict[int, dict[int, None]] = {}
-        targets: dict[int, dict[int, None]] = {}
-        for edge in edges:
-            sources.setdefault(edge.target, {})[edge.source] = None
-            if backward[edge.target]:
-                targets.setdefault(edge.source, {})[edge.target] = None
+
+        def ran(op: Op) -> frozenset[Half]:
+            return frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is op)
+
         return Dependencies(
-            {stage: tuple(others) for stage, others in sources.items()},
-            {stage: tuple(others) for stage, others in targets.items()},
-            frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is Op.I),
-            frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is Op.R),
-            groups_of(rows),
+            sources=_grouped((edge.target, edge.source) for edge in edges),
+            readers=_grouped((edge.source, edge.target) for edge in edges),
+            targets=_grouped((edge.source, edge.target) for edge in edges if backward[edge.target]),
+            halves=ran(Op.I),
+            recomputed=ran(Op.R),
+            groups=groups_of(rows),
         )
 
     def before(self, action: Action) -> list[Action]:
         """The actions that must have run before this one."""
+        needed = self.needs(action)
         if action.op is Op.F and action.stage in self.ahead:
-            return [*self._taken(action), *self.needs(action)]
-        return self.needs(action)
+            last = action.microbatch - self.ahead[action.stage]
+            # The forwards that take what the stage made so long ago that it may make more.
+            for reader in self.readers[action.stage] if last >= 0 else ():
+                needed.append(Action(reader, Op.F, group_of(self.groups, reader, last), self.groups.get(reader, 1)))
+        return needed
 
     def needs(self, action: Action) -> list[Action]:
         """Those of them whose results it is made from."""
@@ -107,12 +111,6 @@ class Dependencies:
         first = group_of(self.groups, stage, microbatch)
         return Action(stage, Op.I if (stage, first) in self.halves else Op.B, first, self.groups.get(stage, 1))
 
-    def _taken(self, action: Action) -> Iterator[Action]:
-        """The forwards that take what a stage made so long ago that it may make more."""
-        last = action.microbatch - self.ahead[action.stage]
-        for reader in self.readers[action.stage] if last >= 0 else ():
-            yield Action(reader, Op.F, group_of(self.groups, reader, last), self.groups.get(reader, 1))
-
     def _forwards(self, stage: int, microbatches: range) -> list[Action]:
         """The forwards of a stage that make its values of these micro-batches."""
         size = self.groups.get(stage, 1)
@@ -120,17 +118,19 @@ class Dependencies:
         return [Action(stage, Op.F, microbatch, size) for microbatch in range(first, microbatches.stop, size)]
 
 
-class Turn(NamedTuple):
-    """A place in a table, the action in it, and the actions that must have run before."""
+def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """First → the seconds beside it, each once."""
+    found: dict[int, dict[int, None]] = {}
+    for first, second in pairs:
+        found.setdefault(first, {})[second] = None
+    return {first: tuple(seconds) for first, seconds in found.items()}
 
-    rank: int
-    place: int
-    action: Action
-    before: list[Action]
 
-
-def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> Iterator[Turn]:
-    """The cells of a table in an order in which they can run; it ends early where the table deadlocks."""
+def in_order(
+    rows: Sequence[Sequence[Action]], dependencies: Dependencies
+) -> Iterator[tuple[int, Action, list[Action]]]:
+    """(rank, action, what had to run before) of a table's cells, in an order in which they can run; it ends early
+    where the table deadlocks."""
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}  # action → the ranks that can go on once it has run
     place = [0] * len(rows)
@@ -144,32 +144,77 @@ def in_order(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> It
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            yield Turn(rank, place[rank], action, before)
+            yield rank, action, before
             done.add(action)
             place[rank] += 1
             able.extend(waiting.pop(action, ()))
 
 
-def steps_of(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[dict[int, Action]]:
-    """Of each row, step → action: each as early as its row and its dependencies allow.
-
-    A table that deadlocks has steps too: what cannot run stands at the end of its row.
-    """
-    stepped: list[dict[int, Action]] = [{} for _ in rows]
-    free = [0] * len(rows)  # the first step behind what a row has so far
-    after: dict[Action, int] = {}
-    for rank, _, action, before in in_order(rows, dependencies):
-        step = max((after[other] for other in before), default=0)  # behind what it needs,
-        step = max(step, free[rank])  # and behind its row's last
-        stepped[rank][step] = action
-        after[action] = free[rank] = step + 1
-    for actions, row, first in zip(rows, stepped, free, strict=True):
-        row.update(enumerate(actions[len(row) :], start=first))
-    return stepped
-
-
 def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[list[Action | None]]:
-    """The rows with a cell for each step of ``steps_of``; None where a rank idles."""
-    stepped = steps_of(rows, dependencies)
-    width = 1 + max((step for row in stepped for step in row), default=-1)
-    return [[row.get(step) for step in range(width)] for row in stepped]
+    """The rows with a cell for each step, each action as early as its row and its dependencies allow; None where a
+    rank idles. A table that deadlocks has steps too: what cannot run stands at the end of its row."""
+    stepped: list[list[Action | None]] = [[] for _ in rows]
+    ran = [0] * len(rows)
+    after: dict[Action, int] = {}  # action → the step behind it
+    for rank, action, before in in_order(rows, dependencies):
+        cells = stepped[rank]
+        cells += [None] * (max((after[other] for other in before), default=0) - len(cells))
+        cells.append(action)
+        after[action] = len(cells)
+        ran[rank] += 1
+    for row, cells, count in zip(rows, stepped, ran, strict=True):
+        cells += row[count:]
+    width = max(map(len, stepped), default=0)
+    return [cells + [None] * (width - len(cells)) for cells in stepped]
+
+
+# --- how far a stage without backward, which waits for nobody behind it, may run ahead of the stages that read it ---
+
+
+def held_back(
+    free: Dependencies,
+    backward: Sequence[bool],
+    microbatches: int,
+    makespan: Callable[[Dependencies], float],
+    turns: Sequence[int],
+) -> Dependencies:
+    """``free`` with the least caps by which a step takes no longer.
+
+    What a stage without backward has made and nobody has taken is held, so its F of micro-batch k waits for its
+    readers' F of k − cap. Where a table runs further ahead than the least caps, or would take longer, all caps are
+    doubled until it does not; a cap of all micro-batches is none.
+
+    Nothing can deadlock by it: a table that simulates with these waits has an order in which all its actions can run,
+    and the messages that a cap waits for are posted before the action that it names.
+
+    Args:
+        free: the table's dependencies without caps.
+        backward: whether each stage has one.
+        microbatches: how many.
+        makespan: of a step by such dependencies; infinite where it deadlocks.
+        turns: on how many ranks each stage is: who waits has sent what it waits for.
+    """
+    caps = _least_caps(free, backward, turns)
+    unheld = makespan(free) if caps else math.inf
+    while unheld < math.inf and any(cap < microbatches for cap in caps.values()):
+        held = dataclasses.replace(free, ahead=caps)
+        if makespan(held) <= unheld * (1 + 1e-9):
+            return held
+        caps = {stage: 2 * cap for stage, cap in caps.items()}
+    return free
+
+
+def _least_caps(free: Dependencies, backward: Sequence[bool], turns: Sequence[int]) -> dict[int, int]:
+    """As many as keep a stage and what lies between it and its readers busy: 1 + d(s) − d(t) for a reader t, 2 for the
+    next stage, and so many groups where t runs in groups."""
+    readers = {stage: free.readers.get(stage, ()) for stage in range(len(turns))}
+    depth = [1] * len(turns)
+    for stage in reversed(list(topological_order({stage: stage for stage in readers}, readers))):
+        depth[stage] = 1 + max((depth[reader] for reader in readers[stage]), default=0)
+    caps = {}
+    for stage in free.readers:
+        if not backward[stage]:
+            wanted = ((1 + depth[stage] - depth[one]) * free.groups.get(one, 1) for one in readers[stage])
+            one_round = turns[stage] * free.groups.get(stage, 1)
+            caps[stage] = math.ceil(max(wanted) / one_round) * one_round
+    return caps

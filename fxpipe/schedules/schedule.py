@@ -17,9 +17,8 @@ from typing import NamedTuple
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.ahead import held_back
 from fxpipe.schedules.costs import Cost, Costs
-from fxpipe.schedules.dependency import Dependencies, Link, groups_of
+from fxpipe.schedules.dependency import Dependencies, Link, groups_of, held_back
 from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, check_graph, in_order, nested
 from fxpipe.schedules.lower import Instruction, lower
 from fxpipe.schedules.step_breakdown import Spell, Spent, in_csv, spent, tabulated
@@ -91,20 +90,18 @@ class Schedule:
 
         A stage is on the rank that has most of its actions, and has a backward where the table has a B, I or W of it.
         Files with sends and receives, and torch's UNSHARD, RESHARD and REDUCE_GRAD, are read too: such a cell is
-        checked and then dropped, for fxpipe lowers anew, so that messages and reductions follow from the rows. An
-        OVERLAP_F_B is read as its actions in order.
+        dropped, for fxpipe lowers anew, so that messages and reductions follow from the rows. An OVERLAP_F_B is read as
+        its actions in order.
 
         Args:
             path: the file; the table is called after it.
             edges: pairs of stages; None: a chain in the order of their numbers. ``fxpipe.compile`` puts the model's own
-                in their place. Give them to have the messages checked: each send behind its action, each receive in
-                front of its own, one for the other, in one order at both ends. Without them, those that are no chain's
-                are of another graph, which the file does not hold: then only their places by their actions and their
-                number are checked.
+                in their place. Give them to have the messages compared: each line must have those that its rank has in
+                the lowered table. Without them they are taken for those of another graph, which the file does not hold.
 
         Raises:
-            ScheduleError: the file is malformed, or its messages do not fit; with line, cell (both count from 1) and
-                its text. What is wrong with its table is for ``verify`` to say.
+            ScheduleError: the file is malformed, or its messages do not fit; with line and cell, which count from 1.
+                What is wrong with its table is for ``verify`` to say.
             OSError: it cannot be read.
         """
         from fxpipe.formats import csv_file
@@ -359,7 +356,7 @@ class Timeline:
     @cached_property
     def lower_bound(self) -> float:
         """What no table that splits the same backwards in halves could undercut at these costs."""
-        from fxpipe.schedules.lower_bound import lower_bound
+        from fxpipe.schedules.simulate import lower_bound
 
         return lower_bound(self.schedule, self.costs)
 

@@ -13,8 +13,20 @@ from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Row, Schedule
 from fxpipe.schedules.table import table
-from tests.graphs import FAMILIES, JOINED, RECOMPUTED, WORKED, Bare, bare, branches, chain, joined, random_bare
-from tests.thinned import every, pairwise
+from tests.graphs import (
+    FAMILIES,
+    JOINED,
+    RECOMPUTED,
+    WORKED,
+    Bare,
+    bare,
+    branches,
+    chain,
+    examples,
+    joined,
+    random_bare,
+)
+from tests.thinned import in_turn, pairwise
 
 GRAPHS: dict[str, Bare] = {
     "one stage": bare((), 1),
@@ -32,7 +44,7 @@ GRAPHS: dict[str, Bare] = {
     "frozen first stage": bare(chain(3), 3, frozen=frozenset([0])),
     "frozen tower": bare(WORKED, 5, frozen=frozenset([2, 3])),
     "nothing to train": bare(chain(3), 3, frozen=frozenset([0, 1, 2])),
-    **{f"random {seed}": random_bare(seed, frozen=seed % 2 == 1) for seed in range(10)},
+    **{f"random {seed}": random_bare(seed, frozen=seed % 2 == 1) for seed in range(4)},
 }
 
 
@@ -110,10 +122,9 @@ def test_a_table_that_halts_is_written_for_its_author_to_mend_but_not_with_messa
         schedule.to_csv(tmp_path / "table.csv", communication=True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
-def test_a_cell_stands_in_the_column_where_the_printed_table_has_it(name: str, graph: Bare, tmp_path: Path) -> None:
-    schedule = graph.build(name, 4)
+@pytest.mark.parametrize(("kind", "name"), in_turn(list(GRAPHS), FAMILIES))
+def test_a_cell_stands_in_the_column_where_the_printed_table_has_it(kind: str, name: str, tmp_path: Path) -> None:
+    schedule = GRAPHS[kind].build(name, 4)
     head, _, *lines = table(schedule, full=True).splitlines()[: len(schedule.rows) + 2]
     steps = [match.start() for match in re.finditer(r"\b\d+\b", head)]
     for row, line in zip(written(schedule, tmp_path).splitlines(), lines, strict=True):
@@ -138,21 +149,7 @@ def test_what_was_written_is_read_back(name: str, kind: str, communication: bool
         assert again.microbatches == m
         again.verify()
         assert written(again, tmp_path, communication) == text
-
-
-@pytest.mark.parametrize("name", every(2, FAMILIES))
-def test_messages_of_random_graphs_are_read_back(name: str, tmp_path: Path) -> None:
-    for seed in range(60):
-        graph = random_bare(100 + seed, frozen=seed % 2 == 1)
-        schedule = graph.build(name, 3)
-        assert read(written(schedule, tmp_path, communication=True), tmp_path, graph.edges).rows == schedule.rows
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_messages_are_read_without_the_edges_too(name: str, tmp_path: Path) -> None:
-    for graph in (graph for title, graph in GRAPHS.items() if "random" not in title):
-        schedule = graph.build(name, 3)
-        assert read(written(schedule, tmp_path, communication=True), tmp_path).rows == schedule.rows
+        assert read(text, tmp_path).rows == schedule.rows  # its messages are then of another graph
 
 
 @pytest.mark.parametrize("communication", [False, True])
@@ -251,47 +248,29 @@ def test_an_overlap_is_its_actions_in_order(tmp_path: Path) -> None:
 
 # --- what is no table ---
 
-GOOD = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
-
 
 @pytest.mark.parametrize(
-    ("cell", "remedy"),
+    "cell",
     [
-        ("hello", "write <stage><F, R, B, I or W><micro-batch>, as in 0F3"),
-        ("1f0", "write 1F0"),
-        ("1recv_f0", "write 1RECV_F0"),
-        ("1F", "its micro-batch is missing, as in 1F0"),
-        ("1SEND_B", "its micro-batch is missing, as in 1SEND_B0"),
-        ("F0", "as in 0F3"),
-        ("1", "as in 0F3"),
-        ("-1F0", "as in 0F3"),
-        ("1F-1", "as in 0F3"),
-        ("1.0F0", "as in 0F3"),
-        ("1X0", "as in 0F3"),
-        ("1F0!", "as in 0F3"),
-        ("[1F0]", "as in 0F3"),
-        ("٢F0", "as in 0F3"),
-        ("1F" + 5000 * "1", "as in 0F3"),
-        ("1F0 1B0", "an action has a cell of its own: write 1F0,1B0"),
-        ("1F0;1B0", "an action has a cell of its own: write 1F0,1B0"),
-        ("1F0\t1B0", "an action has a cell of its own: write 1F0,1B0"),
-        ("1UNSHARD3", "as in 0F3"),
-        ("1SEND_F0F", "as in 0F3"),
-        ("(1F0;1B0)", "as in 0F3"),
-        ("(1F0;1B0)OVERLAP", "as in 0F3"),
-        ("()OVERLAP_F_B", "as in 0F3"),
-        ("(1F0;)OVERLAP_F_B", "as in 0F3"),
-        ("(1F0;1SEND_B0)OVERLAP_F_B", "as in 0F3"),
-        ("(1F0;1UNSHARD)OVERLAP_F_B", "as in 0F3"),
-        ("\0", "as in 0F3"),
-        ("# my table", "as in 0F3"),
+        "hello",
+        "1f0",
+        "1F",
+        "F0",
+        "1F-1",
+        "1F1-0",
+        "[1F0]",
+        "\u0662F0",
+        "1F0 1B0",
+        "1SEND_F0-1",
+        "1UNSHARD3",
+        "(1F0;1SEND_B0)OVERLAP_F_B",
+        "()OVERLAP_F_B",
     ],
 )
-def test_what_is_no_cell_is_told_with_its_place_and_what_to_write(cell: str, remedy: str, tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError) as error:
-        read(GOOD.replace("1F0", cell), tmp_path)
-    assert f"mine.csv, line 2, cell 2: {cell!r} is no cell" in str(error.value)
-    assert remedy in str(error.value)
+def test_what_is_no_cell_is_told_with_its_place_and_what_to_write(cell: str, tmp_path: Path) -> None:
+    wrong = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,CELL,1B0,1SEND_B0\n".replace("CELL", cell)
+    with pytest.raises(ScheduleError, match=r"mine\.csv, line 2, cell 2: '.*' is no action; write <stage><F, R, B, I"):
+        read(wrong, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", ",,\n,", "0UNSHARD", "\ufeff", "0SEND_F0"])
@@ -300,44 +279,20 @@ def test_a_file_without_actions_is_told(text: str, tmp_path: Path) -> None:
         read(text, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "place", "missing"),
-    [
-        ("0F0,0B0\n2F0,2B0", "line 2, cell 1: '2F0'", 1),
-        ("1F0\n2F0", "line 1, cell 1: '1F0'", 0),
-        ("0F0,999999999F0", "line 1, cell 2: '999999999F0'", 1),
-        ("0F0\n1F0,(3F0;3B0)OVERLAP_F_B,7F0", "line 2, cell 2: '(3F0;3B0)OVERLAP_F_B'", 2),
-    ],
-)
-def test_a_stage_that_is_left_out_is_told_with_the_first_cell_behind_the_gap(
-    text: str, place: str, missing: int, tmp_path: Path
-) -> None:
-    with pytest.raises(ScheduleError) as error:
+@pytest.mark.parametrize(("text", "missing"), [("0F0,0B0\n2F0,2B0", 1), ("1F0\n2F0", 0), ("0F0,999999999F0", 1)])
+def test_a_stage_that_is_left_out_is_told(text: str, missing: int, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=rf"mine\.csv has no action of stage {missing}; stages count from 0"):
         read(text, tmp_path)
-    assert place in str(error.value)
-    assert f"there is no action of stage {missing} in the file" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "content", [b"\x89PNG\r\n\x1a\n\0\0", "0F0,0B0".encode("utf-16"), b"0F0,\xff", b"PK\x03\x04\xd0"]
-)
-def test_what_is_not_utf_8_is_told(content: bytes, tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=r"mine\.csv is not UTF-8 text: byte 0x\w\w at \d+; save it as CSV"):
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", "0F0,0B0".encode("utf-16"), b'0F0,0B0\n"1F0,1B0'])
+def test_what_is_no_text_and_a_quote_that_is_never_closed_are_told(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"mine\.csv is no CSV file in UTF-8"):
         read(content, tmp_path)
 
 
-def test_a_quote_that_is_never_closed_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=r"mine\.csv, line 2: unexpected end of data"):
-        read('0F0,0B0\n"1F0,1B0', tmp_path)
-
-
-def test_a_cell_with_a_line_end_in_it_is_told_with_the_line_that_it_ends_on(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=r"line 2, cell 2: '0B0\\n1F0' is no cell; an action has a cell of its own"):
-        read('0F0,"0B0\n1F0"', tmp_path)
-
-
 def test_a_micro_batch_far_out_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="0F1 is missing"):
+    with pytest.raises(ScheduleError, match="stage 0 has no backward, and needs 0F1"):
         read("0F0,0F999999999", tmp_path).verify()
 
 
@@ -356,32 +311,6 @@ def test_what_a_schedule_shares_is_not_in_the_file(tmp_path: Path) -> None:
     assert read(written(schedule, tmp_path, communication=True), tmp_path).tied == ()
 
 
-FILES = {
-    "a cell of something else": ("0F0, what, 0B0", "line 1, cell 2: 'what' is no cell"),
-    "a lower-case cell": ("0F0, 0b0", "line 1, cell 2: '0b0' is no cell; write 0B0"),
-    "a cell cut off": ("0F0, 0B", "line 1, cell 2: '0B' is no cell; its micro-batch is missing"),
-    "a cell without its stage": ("0F0, B0", "line 1, cell 2: 'B0' is no cell"),
-    "two actions in a cell": ("0F0 0B0", "line 1, cell 1: '0F0 0B0' is no cell; an action has a cell of its own"),
-    "cells without commas between": ("0F00B0", "line 1, cell 1: '0F00B0' is no cell"),
-    "an unknown op": ("0F0, 0Z0", "line 1, cell 2: '0Z0' is no cell"),
-    "a negative micro-batch": ("0F-1", "line 1, cell 1: '0F-1' is no cell"),
-    "a heading": ("rank, step\n0F0, 0B0", "line 1, cell 1: 'rank' is no cell"),
-    "a cell of verify's own output": ("[0F0], 0B0", "line 1, cell 1: '[0F0]' is no cell"),
-    "a gap in the stages": ("0F0, 0B0\n3F0, 3B0", "line 2, cell 1: '3F0', but there is no action of stage 1"),
-    "stages from 1": ("1F0, 1B0\n2F0, 2B0", "line 1, cell 1: '1F0', but there is no action of stage 0"),
-    "nothing": ("", "holds no action"),
-    "idle ranks alone": (",,,\n,,,", "holds no action"),
-}
-
-
-@pytest.mark.parametrize(("text", "fact"), FILES.values(), ids=FILES.keys())
-def test_a_malformed_file_is_refused_with_line_and_cell(text: str, fact: str, tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError) as error:
-        read(text, tmp_path)
-    assert fact in str(error.value)
-    assert "mine.csv" in str(error.value)
-
-
 @pytest.mark.parametrize("rows", [JOINED, RECOMPUTED])
 @pytest.mark.parametrize("communication", [False, True], ids=["compute", "communication"])
 def test_groups_and_forwards_run_again_are_read_back(rows: str, communication: bool, tmp_path: Path) -> None:
@@ -391,7 +320,39 @@ def test_groups_and_forwards_run_again_are_read_back(rows: str, communication: b
     again.verify()
 
 
-@pytest.mark.parametrize("cell", ["0F0-", "0F-1", "0F1-0", "0SEND_F0-1", "0UNSHARD0-1"])
-def test_what_is_no_group_is_refused(cell: str, tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=f"'{cell}' is no cell"):
-        read(f"0F0,0B0,{cell}", tmp_path)
+# --- messages of a line that are not its rank's in the lowered table ---
+
+MESSAGES = """0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
+1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("0SEND_F0,", "", "line 1: .* rank 0 .*too many: none; missing: 0SEND_F0"),
+        ("0SEND_F0,", "0SEND_F0,0SEND_F0,", "line 1: .* rank 0 .*too many: 0SEND_F0; missing: none"),
+        ("0RECV_B0", "0RECV_B1", "line 1: .*too many: 0RECV_B1; missing: 0RECV_B0"),
+        ("1SEND_B0", "9SEND_B0", "line 2: .* rank 1 .*too many: 9SEND_B0; missing: 1SEND_B0"),
+    ],
+)
+def test_a_line_that_differs_from_the_lowered_table_is_refused(old: str, new: str, told: str, tmp_path: Path) -> None:
+    edited = MESSAGES.replace(old, new, 1)
+    with pytest.raises(ScheduleError, match=rf"mine\.csv, {told}; mend the line, or edges="):
+        read(edited, tmp_path, ((0, 1),))
+
+
+def test_messages_out_of_turn_are_lowered_anew_from_the_actions(tmp_path: Path) -> None:
+    """Who runs the table sends in the order of its actions, whatever the order in the file was."""
+    for schedule in examples("zb_h1"):
+        lines = [line.split(",") for line in written(schedule, tmp_path, communication=True).splitlines()]
+        turned = [sorted(line, key=lambda cell: "_" not in cell) for line in lines]
+        again = read("\n".join(map(",".join, turned)), tmp_path, schedule.edges)
+        assert again.instructions == schedule.instructions
+
+
+def test_edges_that_the_messages_do_not_fit_are_refused_and_may_be_an_iterator(tmp_path: Path) -> None:
+    for edges in ((), ((1, 0),), ((0, 1), (0, 1))):
+        with pytest.raises(ScheduleError, match=r"line [12].* mend the line, or edges="):
+            read(MESSAGES, tmp_path, edges)
+    (tmp_path / "mine.csv").write_text("0F0,0SEND_F0\n1F0\n2RECV_F0,2F0")
+    assert Schedule.from_csv(tmp_path / "mine.csv", iter([(0, 2)])).edges == ((0, 2),)

@@ -15,8 +15,8 @@ from fxpipe.schedules import Costs, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.families.limited import ScheduleName
 from fxpipe.schedules.schedule import Schedule
-from tests.graphs import Bare, random_bare
-from tests.schedules.test_verify import network, values_of
+from tests.graphs import Bare, random_bare, values_of
+from tests.schedules.network import network
 from tests.thinned import seeds
 
 NAMES: Sequence[ScheduleName] = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy"]

@@ -270,7 +270,7 @@ LONG: dict[str, tuple[Bare, int]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name", "width"), every(7, list(product(LONG, FAMILIES, [44, 80, 120, 300]))))
+@pytest.mark.parametrize(("kind", "name", "width"), every(17, list(product(LONG, FAMILIES, [44, 80, 120, 300]))))
 def test_what_is_shown_and_what_is_left_out_are_the_whole_table(
     kind: str, name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,22 +460,13 @@ def test_all_cells_are_shown_where_they_fit_close_together(monkeypatch: pytest.M
     assert [column[0] for column in drawn.columns] == [str(step) for step in range(28)]
 
 
-def test_of_many_ranks_those_near_the_marked_cells_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("LINES", "20")
-    lines = grid(build("1f1b", chain(64), 256), [Action(30, Op.F, 90)]).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["⋯", "28", "29", "30", "31", "32", "⋯"]
-    assert "[30F90]" in lines[5]
-
-
 def test_an_error_of_a_large_table_is_short() -> None:
-    schedule = build("1f1b", chain(64), 256)
+    schedule = build("1f1b", chain(16), 64)
     rows = [list(row) for row in schedule.rows]
-    rows[20].remove(Action(20, Op.F, 100))
-    broken = dataclasses.replace(schedule, rows=tuple(map(tuple, rows)))
-    with pytest.raises(ScheduleError, match="20F100 is missing") as error:
-        broken.verify()
-    assert "[20B100]" in str(error.value)
+    rows[10].remove(Action(10, Op.F, 50))
+    with pytest.raises(ScheduleError, match="stage 10 needs 10F50 10B50") as error:
+        dataclasses.replace(schedule, rows=tuple(map(tuple, rows))).verify()
+    assert "[10B50]" in str(error.value)
     assert len(str(error.value)) < 3000
 
 
@@ -498,43 +489,6 @@ def test_printing_takes_four_times_the_work_for_four_times_as_many_micro_batches
 def test_printing_takes_about_four_times_the_work_for_four_times_as_many_stages(name: str) -> None:
     few, many = build(name, chain(4), 128), build(name, chain(16), 128)
     assert steps(str, many) <= 6 * steps(str, few)  # a longer warm-up adds columns; 16 times where it is quadratic
-
-
-def test_of_a_table_too_large_to_look_at_the_corners_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    schedule = build("1f1b", chain(60), 40)
-    whole = read(table(schedule, full=True)).cells
-    monkeypatch.setattr("fxpipe.schedules.table._MOST_CELLS", 1000)
-    monkeypatch.setattr("fxpipe.schedules.table._MOST_FIGURES", 32)
-    header, rule, *lines = table(schedule).splitlines()
-    assert max(map(len, (header, rule, *lines))) <= 700  # the figures; the table itself has the terminal's width
-    spans = [match.span() for match in re.finditer("-+", rule)]
-    shown = [[line[a:b].strip() for a, b in spans] for line in lines[:25]]
-    steps = [header[a:b].strip() for a, b in spans][2:]
-    assert [row[0] for row in shown] == [*map(str, range(12)), "⋯", *map(str, range(48, 60))]
-    assert steps.count("⋯") == 1
-    assert {"0", str(len(whole[0]) - 1)} <= set(steps)
-    for rank, _, *cells in shown:
-        for step, cell in zip(steps, cells, strict=True):
-            assert cell == ("⋯" if "⋯" in (rank, step) else whole[int(rank)][int(step)])
-    assert lines[25] == f"⋯ of 60 ranks × {len(whole[0])} steps the first and last; to_csv writes all of them"
-    assert lines[-1].endswith("31 29, and 28 more")
-
-
-def test_in_a_table_too_large_to_look_at_marked_cells_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("LINES", "20")
-    schedule, marked = build("1f1b", chain(64), 256), [Action(30, Op.F, 90)]
-    wanted = grid(schedule, marked)
-    monkeypatch.setattr("fxpipe.schedules.table._MOST_CELLS", 1000)
-    assert grid(schedule, marked) == wanted
-
-
-def test_a_table_of_thousands_of_stages_is_printed_in_a_few_lines() -> None:
-    told = str(build("gpipe", chain(5000), 1))
-    assert len(told.splitlines()) < 50
-    assert len(told) < 10_000
-    assert "5000 stages on 5000 ranks" in told
 
 
 def test_a_group_is_one_cell() -> None:

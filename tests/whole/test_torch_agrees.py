@@ -173,7 +173,7 @@ def test_torchs_own_1f1b_table_is_refused_by_torch_and_by_us(tmp_path: Path) -> 
     compute = {rank: [a for a in row if a is None or a.is_compute_op] for rank, row in enumerate(rows)}
     with pytest.raises(AssertionError, match="without first running Forward"):
         _validate_schedule(compute, 2, 2, 4)
-    with pytest.raises(ScheduleError, match="0F4 is missing; 1F4 on rank 1 waits for 0F4 on rank 0"):
+    with pytest.raises(ScheduleError, match="stage 0 needs 0F4 0B4"):
         as_torch_writes_it(rows, tmp_path / "torch.csv").verify()
 
 

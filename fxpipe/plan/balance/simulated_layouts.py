@@ -16,8 +16,8 @@ from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.recompute import solved, worthwhile
 from fxpipe.schedules.in_flight import peak_bytes
-from fxpipe.schedules.lower_bound import lower_bound
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.simulate import lower_bound
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.ahead import held_back
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies
+from fxpipe.schedules.dependency import Dependencies, held_back
 from fxpipe.schedules.families.caps import Caps, exceeds
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
